@@ -1,0 +1,112 @@
+"""The runtime's part of roles.toml. A job (relax_rt.jobs entry point) adds its own top-level tables."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0)]
+MIB = 1 << 20
+
+
+class Table(BaseModel):
+    """A table of roles.toml: unknown keys are errors, values are not coerced across types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunTable(Table):
+    """What the run is called, where it lives, and the seed everything derives from."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+    """Short name: lower-case letters, digits, - and _."""
+    dir: str = "runs/{name}"
+    """Run directory (relative to where `relax-rt` is called; {name} is filled in). An existing one resumes."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Prompt order and every sample's seed derive from it, whatever the number of workers or restarts."""
+    job: str = "rl"
+    """The kind of job (entry point relax_rt.jobs)."""
+
+
+class RestartTable(Table):
+    """When a role that dies is started again, and when the run gives up."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 5
+    """Restarts of one slot allowed within `period_s`; one more escalates and ends the run with a diagnosis."""
+    period_s: Seconds = 120.0
+    """Length of the window in which restarts are counted."""
+    backoff_first_s: Seconds = 0.1
+    """Longest wait before the first restart; doubled each time, drawn with full jitter."""
+    backoff_max_s: Seconds = 5.0
+    """Upper limit of the wait before a restart."""
+
+
+class SupervisionTable(Table):
+    """How the node agent treats its roles."""
+
+    restart: RestartTable = RestartTable()
+    start_timeout_s: Seconds = 180.0
+    """A role that is not ready by then is killed and counted as a failure."""
+    stop_timeout_s: Seconds = 20.0
+    """After a stop request a role has this long before it is killed."""
+    lease_s: Seconds = 10.0
+    """Time to live of a role's entry in the registry without a renewal."""
+
+
+class QueueTable(Table):
+    """The TransferQueue."""
+
+    capacity_mib: Annotated[int, Field(ge=8, le=1 << 20)] = 256
+    """Payload bytes held in shared memory; producers wait when it is full."""
+    slab_mib: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Size of one slab of shared memory; each producing process pre-faults at least one."""
+    lease_s: Seconds = 60.0
+    """A consumer or producer that does not renew within this time loses its lease; the work is offered again."""
+    quarantine_after: Annotated[int, Field(ge=1, le=100)] = 3
+    """A sample whose consumers died this often is set aside."""
+    fsync_every_s: Seconds = 1.0
+    """How often the journal is forced to disk (a process's death loses nothing; this is for a host's)."""
+
+
+class EventsTable(Table):
+    """The event log."""
+
+    segment_mib: Annotated[int, Field(ge=1, le=1024)] = 16
+    keep_segments: Annotated[int, Field(ge=2, le=10_000)] = 64
+    """Oldest segments above this number are removed."""
+    role_log_mib: Annotated[int, Field(ge=1, le=1024)] = 8
+    """A role's log file is rotated at this size (two older ones are kept)."""
+
+
+class RoleSettings(Table):
+    """Settings that every role has; each kind adds its own."""
+
+    count: Annotated[int, Field(ge=0, le=4096)] = 1
+    """Number of slots."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Compute threads of one process (OMP_NUM_THREADS and torch)."""
+    nice: Annotated[int, Field(ge=0, le=19)] = 0
+    """Niceness of the process: higher gives way to others."""
+    hang_after_s: Seconds = 120.0
+    """Busy without progress for this long is a hang: stacks are dumped to the log, then it is killed."""
+    python: str | None = None
+    """Interpreter of this role, if it is another environment's."""
+    env: dict[str, str] = {}
+    """Environment variables of this role."""
+
+
+class RunConfig(BaseModel):
+    """A whole roles.toml. The job's tables are further attributes (see `job_tables`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    run: RunTable
+    supervision: SupervisionTable = SupervisionTable()
+    queue: QueueTable = QueueTable()
+    events: EventsTable = EventsTable()
+    roles: dict[str, Any] = {}
+    """One table a role; each becomes that role's own RoleSettings type when loaded."""
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]

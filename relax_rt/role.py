@@ -1,0 +1,109 @@
+"""What a role is: a class that the host process runs in a slot, and the context it is given."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+from structlog.typing import FilteringBoundLogger
+
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.registry.api import RegistryApi
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import QueueApi
+
+T = TypeVar("T")
+
+
+class Progress(Protocol):
+    """How a role shows that it gets on. The watchdog looks at the counter, never at a ticking thread.
+
+    While `waiting` has a reason the role is idle and the watchdog leaves it alone; the reason is shown by `ps`
+    and `why`. Otherwise the counter must move within the role's `hang_after_s`.
+    """
+
+    def advance(self, n: int = 1, detail: str = "") -> None:
+        """Count n units of work done (tokens, samples, steps); detail says what is being done. Thread-safe."""
+
+    def waiting(self, reason: str) -> None:
+        """The role is idle because of `reason`; the empty string ends the wait. Thread-safe."""
+
+    def extend(self, seconds: float, reason: str) -> None:
+        """Known slow work (loading, compiling): the deadline moves out by `seconds`, once. Thread-safe."""
+
+
+class RoleContext(Protocol):
+    """What the host gives a role. Everything is ready before `Role.run` is called."""
+
+    config: RunConfig
+    settings: RoleSettings
+    """The role's own table of roles.toml, as the type that the role names in `Settings`."""
+    who: Incarnation
+    run_id: str
+    run_dir: Path
+    shm_dir: Path
+    """Private directory in shared memory for this run; removed when the run ends, whoever was killed."""
+    seed: int
+    """Derived from (run seed, slot, epoch)."""
+    log: FilteringBoundLogger
+    progress: Progress
+    registry: RegistryApi
+    stopping: asyncio.Event
+    """Set when the role is asked to finish: end the work in hand and return from `run`."""
+
+    async def queue(self) -> QueueApi:
+        """The TransferQueue's broker, as its typed interface; reconnects by itself."""
+
+    async def peer(self, slot: str, api: type[T], *, timeout_s: float) -> T:
+        """Another role's typed interface; follows the slot through restarts."""
+
+    def serve(self, api: type[T], implementation: T) -> None:
+        """Offer an interface at this role's address. Call it in `setup`."""
+
+    async def ready(self, policy_version: int = 0) -> None:
+        """Say that the role does its work from now on; call it again when the policy version changes."""
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """Append to the run's event log."""
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append one line to the run's metrics.jsonl; `kind` in the record names what it measures."""
+
+
+class Role:
+    """Base of every role.
+
+    The host creates it, awaits `setup`, then `run`, then `teardown` (also after an error). `run` returns when
+    the role has finished (exit 0) or `ctx.stopping` is set; an exception ends the process with a diagnosis.
+    """
+
+    kind: ClassVar[str]
+    Settings: ClassVar[type[RoleSettings]] = RoleSettings
+    tier: ClassVar[int] = 50
+    """Start order: lower tiers are ready before higher ones start; stop runs in reverse."""
+    restart: ClassVar[str] = "permanent"
+    """permanent: always restarted; transient: only after a failure; temporary: never."""
+    significant: ClassVar[bool] = False
+    """When a significant role finishes (exit 0), the run ends in order."""
+
+    def __init__(self, ctx: RoleContext) -> None:
+        self.ctx = ctx
+
+    async def setup(self) -> None:
+        """Load and connect; offer interfaces with ctx.serve. The address is announced after it."""
+
+    async def run(self) -> None:
+        """Do the work."""
+        raise NotImplementedError(f"{type(self).__name__}.run")
+
+    async def teardown(self) -> None:
+        """Release what setup took."""
+
+
+class RoleInfo(msgspec.Struct, frozen=True):
+    """What the agent reads from a role's entry point without importing the role."""
+
+    kind: str
+    target: str

@@ -1,0 +1,97 @@
+"""The columns of a sample: one trajectory, with the policy version of every generated token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_rt.transport.queue.api import VersionSpan
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class TurnSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) belong to one turn; role is system, user, assistant or tool."""
+
+    start: int
+    end: int
+    role: str
+
+
+class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sample carries besides tensors; the `meta` column.
+
+    Attributes:
+        prompt: index in the run's prompt order. item: stable id of the data item (hash of the canonical question).
+        split: train or held_out.
+        finish_reason: one of FINISH_REASONS; truncated is True when the length limit cut it.
+        sampling: temperature, max_new_tokens, seed and whatever else the engine was told.
+        tokenizer_digest, template_digest: what turned text into tokens.
+        media: references of images, audio, video (content hash, kind, uri).
+        engine: slot and epoch of the engine that finished it.
+    """
+
+    group: int
+    member: int
+    prompt: int
+    attempt: int
+    item: str
+    split: str
+    finish_reason: str
+    truncated: bool
+    sampling: dict[str, float | int | str]
+    tokenizer_digest: str
+    template_digest: str
+    turns: list[TurnSpan]
+    media: list[dict[str, Any]] = []
+    engine: str = ""
+    answer: str = ""
+    info: dict[str, Any] = {}
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One trajectory. T tokens = prompt and completion; all per-token columns have length T.
+
+    Attributes:
+        tokens: int32 [T], prompt then completion, a sampled EOS included.
+        loss_mask: uint8 [T], 1 on tokens that were sampled by the policy.
+        behaviour_logprobs: float32 [T], log-softmax over the full vocabulary of logits / temperature at the sampled
+            token; 0 where loss_mask is 0.
+        versions: policy version of each generated token, run-length coded over positions in [0, T).
+        rewards: by component; `reward` is their total.
+        advantages: float32 [T].
+        proximal_logprobs, reference_logprobs, values: float32 [T] with the version that computed them.
+        routing: int16 [T-1, layers, k] experts chosen (MoE).
+    """
+
+    meta: SampleMeta
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    behaviour_logprobs: NDArray[np.float32]
+    versions: list[VersionSpan]
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    advantages: NDArray[np.float32] | None = None
+    proximal_logprobs: NDArray[np.float32] | None = None
+    proximal_version: int | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    reference_version: int | None = None
+    values: NDArray[np.float32] | None = None
+    values_version: int | None = None
+    routing: NDArray[np.int16] | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one."""
+        sampled = np.flatnonzero(self.loss_mask)
+        return int(sampled[0]) if len(sampled) else len(self.tokens)
+
+
+TASK_FIELDS: dict[str, tuple[str, ...]] = {
+    "reward": ("tokens", "loss_mask", "meta"),
+    "train": ("tokens", "loss_mask", "behaviour_logprobs", "meta", "reward", "rewards"),
+}
+"""The fields that each consumer task waits for. `train` is the task whose completion is a step."""

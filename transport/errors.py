@@ -1,0 +1,57 @@
+"""Errors of the runtime. Each says what failed, on what input, why, and what to do next."""
+
+from __future__ import annotations
+
+
+class RelaxError(Exception):
+    """Base of every error that relax-rt raises on purpose.
+
+    Args:
+        what: what failed, with the input it failed on.
+        why: the cause, as far as it is known.
+        hint: what the user can do next.
+    """
+
+    def __init__(self, what: str, *, why: str = "", hint: str = "") -> None:
+        self.what, self.why, self.hint = what, why, hint
+        super().__init__(what + (f": {why}" if why else "") + (f" ({hint})" if hint else ""))
+
+
+class Refused(RelaxError):
+    """The far end understood the request and will not carry it out; trying again changes nothing."""
+
+
+class StaleEpoch(Refused):
+    """A newer incarnation holds the slot: the caller is fenced and must exit."""
+
+
+class ProtocolError(RelaxError):
+    """The two ends do not speak the same protocol, or a message broke its bounds."""
+
+
+class Unreachable(RelaxError):
+    """No answer from the far end before the deadline; the request may or may not have been carried out."""
+
+
+class ActorDied(Unreachable):
+    """The far end died while it worked on a request that must not be repeated."""
+
+
+class DeadlineExceeded(RelaxError):
+    """A wait reached its deadline."""
+
+
+class RemoteError(RelaxError):
+    """A handler at the far end raised. `kind` is the remote exception's class, `trace` its last lines."""
+
+    def __init__(self, kind: str, message: str, *, where: str, trace: str = "") -> None:
+        self.kind, self.message, self.where, self.trace = kind, message, where, trace
+        super().__init__(f"{where} raised {kind}: {message}")
+
+
+class OutOfSpace(RelaxError):
+    """A bounded store (shared memory, journal, queue) has no room, and waiting did not make any."""
+
+
+class Corrupt(RelaxError):
+    """Bytes do not match their digest or checksum."""
