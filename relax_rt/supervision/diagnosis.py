@@ -1,0 +1,256 @@
+"""Why a process ended, as data: from its own report, its exit status, the kernel's counters and its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["clean", "killed", "oom", "exception", "import_error", "config", "hang", "cuda", "unknown"]
+
+TAIL_BYTES = 64 << 10
+TAIL_LINES = 20
+TRACE_LINES = 30
+
+_CUDA = re.compile(r"CUDA error|CUDA out of memory|cudaError|CUBLAS_STATUS|CUDNN_STATUS|NCCL error|ncclUnhandled", re.I)
+_EXCEPTION_LINE = re.compile(
+    r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Died|Refused|Unreachable))(?:: (.*))?$"
+)
+_SIGNAL_CAUSE = {
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGABRT: "aborted (a failed native check)",
+    signal.SIGBUS: "bus error: shared memory or disk behind a mapping may be full",
+    signal.SIGILL: "illegal instruction: a binary built for another processor",
+    signal.SIGFPE: "arithmetic fault in native code",
+}
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a role says about its own failure before it exits."""
+
+    kind: Kind
+    cause: str
+    trace: str = ""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one incarnation ended.
+
+    Attributes:
+        slot, epoch, pid: which process (pid 0: it was never spawned).
+        kind: the class of the cause.
+        cause: the cause in one line.
+        signal: name of the signal that ended it, or empty.
+        exit_code: its exit status, None when a signal ended it.
+        last_lines: end of its log.
+        trace: tail of the traceback, if it raised.
+        at: wall-clock time of the exit in seconds; the smallest of several is the first failure.
+    """
+
+    slot: str
+    epoch: int
+    kind: Kind
+    cause: str
+    pid: int = 0
+    signal: str = ""
+    exit_code: int | None = None
+    last_lines: list[str] = []
+    trace: str = ""
+    at: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """True unless it ended in good order."""
+        return self.kind != "clean"
+
+    def __str__(self) -> str:
+        return f"{self.slot}#{self.epoch} {self.kind}: {self.cause}"
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that `diagnose` judges.
+
+    Attributes:
+        exit_code, signal: exit status, or the number of the signal (0: none).
+        report: the role's own word, if it had time for one.
+        kill: kind and reason of our own kill, if we killed it.
+        oom: the kernel's word that it was killed for memory.
+        log: the end of this incarnation's part of its log.
+    """
+
+    exit_code: int | None
+    signal: int = 0
+    report: Report | None = None
+    kill: tuple[Literal["killed", "hang"], str] | None = None
+    oom: str = ""
+    log: str = ""
+
+
+def diagnose(slot: str, epoch: int, pid: int, facts: Exit, at: float) -> Diagnosis:
+    """Judge an exit. Pure: everything it looks at is in `facts`."""
+    lines = [line for line in facts.log.splitlines() if line.strip()]
+    trace = (facts.report.trace if facts.report else "") or _traceback(lines)
+    kind, cause = _judge(facts, lines)
+    name = (
+        signal.Signals(facts.signal).name
+        if facts.signal in _SIGNALS
+        else (f"SIG{facts.signal}" if facts.signal else "")
+    )
+    return Diagnosis(
+        slot=slot,
+        epoch=epoch,
+        pid=pid,
+        kind=kind,
+        cause=cause,
+        signal=name,
+        exit_code=facts.exit_code,
+        last_lines=lines[-TAIL_LINES:],
+        trace="\n".join(trace.splitlines()[-TRACE_LINES:]) if kind != "clean" else "",
+        at=at,
+    )
+
+
+_SIGNALS = {int(s) for s in signal.Signals}
+
+
+def _judge(facts: Exit, lines: list[str]) -> tuple[Kind, str]:
+    if facts.kill is not None and facts.signal == signal.SIGKILL:
+        return facts.kill
+    if facts.signal:
+        return _judge_signal(facts, lines)
+    if facts.report is not None:
+        return facts.report.kind, facts.report.cause
+    if facts.exit_code == 0:
+        return "clean", "finished"
+    last = _exception_line(lines)
+    if any(_CUDA.search(line) for line in lines[-TAIL_LINES:]):
+        return "cuda", last or _first_match(lines)
+    if last.startswith(("ModuleNotFoundError", "ImportError")):
+        return "import_error", last
+    if last.startswith("MemoryError"):
+        return "oom", last
+    if last:
+        return "exception", last
+    if facts.exit_code == 2:
+        return "config", lines[-1] if lines else "exit code 2"
+    return "unknown", f"exit code {facts.exit_code} without a report"
+
+
+def _judge_signal(facts: Exit, lines: list[str]) -> tuple[Kind, str]:
+    if facts.oom:
+        return "oom", facts.oom
+    if any(_CUDA.search(line) for line in lines[-TAIL_LINES:]):
+        return "cuda", _first_match(lines)
+    if facts.report is not None:
+        return facts.report.kind, facts.report.cause
+    if facts.signal in _SIGNALS:
+        known = signal.Signals(facts.signal)
+        return "killed", _SIGNAL_CAUSE.get(known, f"{known.name} from outside the run")
+    return "killed", f"signal {facts.signal}"
+
+
+def _first_match(lines: list[str]) -> str:
+    return next((line.strip() for line in lines if _CUDA.search(line)), "CUDA error")
+
+
+def _exception_line(lines: list[str]) -> str:
+    """The last line that names an exception, when a traceback is in the log."""
+    if not any(line.startswith("Traceback (most recent call last)") for line in lines):
+        return ""
+    return next((line.strip() for line in reversed(lines) if _EXCEPTION_LINE.match(line.strip())), "")
+
+
+def _traceback(lines: list[str]) -> str:
+    starts = [i for i, line in enumerate(lines) if line.startswith(("Traceback (most recent", "Fatal Python error"))]
+    return "\n".join(lines[starts[-1] :]) if starts else ""
+
+
+def classify_exception(error: BaseException) -> Kind:
+    """The kind of an exception that ends a role, judged inside the role."""
+    name, text = type(error).__name__, str(error)
+    if _CUDA.search(text) or name in ("AcceleratorError", "OutOfMemoryError"):
+        return "cuda"
+    if isinstance(error, MemoryError):
+        return "oom"
+    if isinstance(error, ImportError):
+        return "import_error"
+    return "exception"
+
+
+def read_tail(path: Path, start: int, limit: int = TAIL_BYTES) -> str:
+    """End of a log from byte `start` on, at most `limit` bytes. Empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start if start <= size else 0, size - limit))
+            return file.read(limit).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def cgroup_oom_kills(pid: int | None = None) -> int | None:
+    """The kernel's count of memory kills in our cgroup (v2, else v1); None where there is no counter."""
+    for path in _cgroup_files(pid):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        match = re.search(r"^oom_kill (\d+)$", text, re.M)
+        if match:
+            return int(match.group(1))
+    return None
+
+
+def _cgroup_files(pid: int | None) -> list[Path]:
+    try:
+        entries = Path(f"/proc/{pid or 'self'}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for entry in entries:
+        _, controllers, group = entry.split(":", 2)
+        if not controllers:
+            files.append(Path(f"/sys/fs/cgroup{group}") / "memory.events")
+        elif "memory" in controllers.split(","):
+            files.append(Path(f"/sys/fs/cgroup/memory{group}") / "memory.oom_control")
+    # In a container the path is that of the host: the mounted root is our own group.
+    return [*files, Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
+
+
+def kernel_oom_line(pid: int) -> str:
+    """The kernel log's line that names this pid as killed for memory, if the log may be read; else empty."""
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    pattern = re.compile(rf"(?:Out of memory|oom.kill|Memory cgroup out of memory).*\b(?:process |pid=){pid}\b", re.I)
+    found = ""
+    try:
+        # The ring holds a bounded number of records; a lapped reader gets EPIPE and goes on.
+        for _ in range(100_000):
+            try:
+                record = os.read(fd, 8192).decode("utf-8", "replace")
+            except BrokenPipeError:
+                continue
+            if pattern.search(record):
+                found = record.partition(";")[2].splitlines()[0]
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return found
+
+
+def memory_kill(pid: int, kills_before: int | None) -> str:
+    """Why we think the kernel killed this process for memory, or empty. Blocking: call it off the loop."""
+    line = kernel_oom_line(pid)
+    if line:
+        return line
+    now = cgroup_oom_kills()
+    if now is not None and kills_before is not None and now > kills_before:
+        return f"killed by the kernel for memory (oom_kill counter of the cgroup rose from {kills_before} to {now})"
+    return ""

@@ -1,0 +1,149 @@
+"""Events that the supervisor's core takes, and the actions it answers with."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from relax_rt.supervision.diagnosis import Diagnosis
+
+
+class RunStarted(msgspec.Struct, frozen=True):
+    """Begin: the lowest tier starts."""
+
+
+class SlotSpawned(msgspec.Struct, frozen=True):
+    """The process asked for by `Start` exists."""
+
+    slot: str
+    epoch: int
+    pid: int
+
+
+class SlotReady(msgspec.Struct, frozen=True):
+    """The role does its work from now on."""
+
+    slot: str
+
+
+class SlotFinished(msgspec.Struct, frozen=True):
+    """The role's work is done; its process is about to exit."""
+
+    slot: str
+
+
+class SlotExited(msgspec.Struct, frozen=True):
+    """The process is gone, or was never spawned. Every `Start` is answered by exactly one of these."""
+
+    slot: str
+    diagnosis: Diagnosis
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The role's progress counter and what it does.
+
+    Attributes:
+        n: units of work since the process started; only grows.
+        waiting: why the role is idle; empty while it is busy.
+        extend_s: known slow work announced since the last report: the deadline moves out by this.
+        detail: what is being done, in words.
+    """
+
+    slot: str
+    n: int
+    waiting: str = ""
+    extend_s: float = 0.0
+    detail: str = ""
+
+
+class StopRequested(msgspec.Struct, frozen=True):
+    """Drain: stop every slot in reverse order, then end with exit_code."""
+
+    reason: str
+    exit_code: int = 0
+
+
+class KillRequested(msgspec.Struct, frozen=True):
+    """End at once: kill every slot."""
+
+    reason: str
+    exit_code: int = 1
+
+
+class RestartRequested(msgspec.Struct, frozen=True):
+    """An operator wants this slot restarted; it is not counted as a failure."""
+
+    slot: str
+    reason: str = "restart requested"
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed; deadlines are looked at."""
+
+
+Event = (
+    RunStarted
+    | SlotSpawned
+    | SlotReady
+    | SlotFinished
+    | SlotExited
+    | Progress
+    | StopRequested
+    | KillRequested
+    | RestartRequested
+    | Tick
+)
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Get an epoch and spawn a process for the slot; answered by SlotSpawned and one SlotExited, or SlotExited only."""
+
+    slot: str
+    attempt: int = 0
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Ask the role to finish (or call off a start that has not spawned yet)."""
+
+    slot: str
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """SIGKILL the slot's process group. kind and reason go into the diagnosis of the exit."""
+
+    slot: str
+    kind: Literal["killed", "hang"]
+    reason: str
+
+
+class DumpStacks(msgspec.Struct, frozen=True):
+    """Write the stacks of all threads of the role to its log."""
+
+    slot: str
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """A line for the run's event log."""
+
+    kind: str
+    fields: dict[str, Any]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Every slot has ended: leave with exit_code.
+
+    Attributes:
+        exit_code: 0 finished or stopped, 1 failed, 2 configuration, or what the stop request asked for.
+        reason: why the run ended, in words.
+        diagnosis: the failure that ended it, if one did.
+        first: the earliest failure of that series, when it is another one: often the cause.
+    """
+
+    exit_code: int
+    reason: str
+    diagnosis: Diagnosis | None = None
+    first: Diagnosis | None = None
+
+
+Action = Start | Stop | Kill | DumpStacks | Emit | Done
