@@ -1,0 +1,442 @@
+"""The serving end of the RPC layer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from relax_rt.transport import codec, stream
+from relax_rt.transport.address import parse_address
+from relax_rt.transport.channel import Channel
+from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused
+from relax_rt.transport.faults import fault_of
+from relax_rt.transport.identity import Hello
+from relax_rt.transport.interface import Method, check_implementation, did_you_mean, methods_of
+from relax_rt.transport.wire import Cancel, Fault, HelloFrame, Reply, Request, Tell
+from relax_rt.transport.zmq_keys import CurveKeys
+
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Any]]
+
+log = logging.getLogger(__name__)
+_caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_caller")
+
+_CANCEL_PATIENCE_S = 1.0
+
+
+def caller() -> Hello:
+    """Inside a handler: who calls.
+
+    Raises:
+        Refused: not inside a handler.
+    """
+    hello = _caller.get(None)
+    if hello is None:
+        raise Refused("caller()", why="this code was not called by a remote peer")
+    return hello
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    """Numbers of a server since it was made; `connections` and `inflight` are of this moment."""
+
+    connections: int
+    connections_total: int
+    connections_refused: int
+    inflight: int
+    peak_inflight: int
+    requests: int
+    tells: int
+    replies: int
+    faults: int
+    cancelled: int
+    expired: int
+    protocol_errors: int
+    bytes_in: int
+    bytes_out: int
+    by_method: dict[str, int]
+
+
+@dataclasses.dataclass
+class _Counters:
+    connections_total: int = 0
+    connections_refused: int = 0
+    peak_inflight: int = 0
+    requests: int = 0
+    tells: int = 0
+    replies: int = 0
+    faults: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    protocol_errors: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class _Listener(Protocol):
+    address: str
+
+    def stop(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Server:
+    """Offers implementations of interfaces to peers of the same run.
+
+    Args:
+        hello: who this process is; peers of another run or protocol are turned away.
+        max_message_bytes: bound of one message, in both directions.
+        max_inflight: handlers at work for one connection; beyond it the connection is not read.
+        max_connections: further ones are closed at once.
+        curve: keys for tcp addresses; without them only loopback is listened on.
+        hello_timeout_s: a connection that has not greeted by then is closed.
+        write_timeout_s: a peer that does not read its answers for that long is disconnected.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        *,
+        max_message_bytes: int = codec.DEFAULT_MAX_MESSAGE_BYTES,
+        max_inflight: int = 1024,
+        max_connections: int = 1024,
+        curve: CurveKeys | None = None,
+        hello_timeout_s: float = 5.0,
+        write_timeout_s: float = 30.0,
+    ) -> None:
+        self.hello = hello
+        self.max_message_bytes = max_message_bytes
+        self.max_inflight = max_inflight
+        self.max_connections = max_connections
+        self.hello_timeout_s = hello_timeout_s
+        self.write_timeout_s = write_timeout_s
+        self.greeting = codec.encode_message(
+            HelloFrame(
+                protocol=hello.protocol,
+                run_id=hello.run_id,
+                who=hello.who,
+                pid=hello.pid,
+                max_message_bytes=max_message_bytes,
+                max_inflight=max_inflight,
+            )
+        )
+        self.counters = _Counters()
+        self.by_method: Counter[str] = Counter()
+        self.connections: set[_Connection] = set()
+        self.calls: set[_Call] = set()
+        self.closing = False
+        self._curve = curve
+        self._offers: dict[str, dict[str, tuple[Method, Handler]]] = {}
+        self._listeners: list[_Listener] = []
+
+    def offer(self, api: type[T], implementation: T) -> None:
+        """Serve an interface, named by its class name.
+
+        Raises:
+            Refused: the interface cannot cross the wire, the implementation lacks a method, or the name is taken.
+        """
+        if api.__name__ in self._offers:
+            raise Refused(f"offering {api.__name__}", why=f"{self.hello.who} offers an interface of this name already")
+        check_implementation(api, implementation)
+        methods = methods_of(api)
+        self._offers[api.__name__] = {name: (method, getattr(implementation, name)) for name, method in methods.items()}
+
+    async def listen(self, address: str) -> str:
+        """Accept connections at an address, besides those listened on before; returns it with the real port.
+
+        Raises:
+            AddressError: malformed, in use, no permission, or a directory that does not exist.
+            Refused: the server is closed.
+        """
+        if self.closing:
+            raise Refused(f"listening on {address}", why="the server is closed")
+        parsed = parse_address(address)
+        listener: _Listener
+        if parsed.scheme == "unix":
+            listener = await stream.listen(parsed, self._attach)
+        else:
+            # Loaded on demand: roles that stay on their node never need ZeroMQ.
+            from relax_rt.transport import zmq_channel
+
+            listener = await zmq_channel.listen(parsed, self._attach, self.max_message_bytes, self._curve)
+        self._listeners.append(listener)
+        return listener.address
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        """Stop listening, let handlers at work finish for grace_s, cancel the rest, end all connections.
+
+        Callers of cancelled handlers see the connection end: idempotent calls go to this server's successor.
+        """
+        self.closing = True
+        for listener in self._listeners:
+            listener.stop()
+        for connection in self.connections:
+            connection.channel.pause()
+        current = asyncio.current_task()
+        tasks = {call.task for call in self.calls if call.task is not current}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=grace_s)
+            for task in late:
+                task.cancel()
+            if late:
+                _, stuck = await asyncio.wait(late, timeout=_CANCEL_PATIENCE_S)
+                for task in stuck:
+                    log.warning("%s: a handler ignores its cancellation: %s", self.hello.who, task)
+        for connection in list(self.connections):
+            connection.channel.close()
+        await self._connections_ended()
+        for listener in self._listeners:
+            await listener.close()
+        self._listeners.clear()
+
+    async def _connections_ended(self) -> None:
+        ended = [connection.ended for connection in self.connections]
+        if ended:
+            await asyncio.wait(ended, timeout=_CANCEL_PATIENCE_S)
+        ended = []
+        for connection in list(self.connections):
+            connection.channel.abort()
+            ended.append(connection.ended)
+        if ended:
+            await asyncio.wait(ended, timeout=_CANCEL_PATIENCE_S)
+
+    def statistics(self) -> ServerStatistics:
+        """Numbers for people and metrics."""
+        totals = dataclasses.asdict(self.counters)
+        for connection in self.connections:
+            totals["bytes_in"] += connection.channel.bytes_in
+            totals["bytes_out"] += connection.channel.bytes_out
+        return ServerStatistics(
+            connections=len(self.connections), inflight=len(self.calls), by_method=dict(self.by_method), **totals
+        )
+
+    def find(self, api: str, name: str) -> tuple[Method, Handler]:
+        """Raises: Refused, when the interface or the method is not offered."""
+        offer = self._offers.get(api)
+        if offer is None:
+            raise Refused(
+                f"call of {api}.{name}",
+                why=f"{self.hello.who} offers no interface {api}",
+                hint=did_you_mean(api, self._offers),
+            )
+        found = offer.get(name)
+        if found is None:
+            raise Refused(f"call of {api}.{name}", why=f"{api} has no method {name}", hint=did_you_mean(name, offer))
+        return found
+
+    def _attach(self, channel: Channel) -> _Connection:
+        self.counters.connections_total += 1
+        connection = _Connection(self, channel)
+        if self.closing or len(self.connections) >= self.max_connections:
+            if not self.closing:
+                self.counters.connections_refused += 1
+                log.warning("%s: no room for %s: %d connections", self.hello.who, channel.peer, self.max_connections)
+            channel.close()
+        else:
+            self.connections.add(connection)
+        return connection
+
+
+class _Connection:
+    """A peer of the server: first greets, then calls."""
+
+    def __init__(self, server: Server, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        self.server = server
+        self.channel = channel
+        self.peer: HelloFrame | None = None
+        self.requests: dict[int, _Call] = {}
+        self.inflight = 0
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._context = contextvars.copy_context()
+        self._hello_timer = loop.call_later(server.hello_timeout_s, self._no_hello)
+
+    def received(self, message: bytes) -> None:
+        try:
+            if self.peer is None:
+                self._greet(message)
+            else:
+                self._dispatch(message)
+        except ProtocolError as error:
+            self.server.counters.protocol_errors += 1
+            log.warning("%s: disconnecting %s: %s", self.server.hello.who, self._name(), error)
+            self.channel.close()
+
+    def lost(self, reason: str) -> None:
+        self._hello_timer.cancel()
+        self.server.connections.discard(self)
+        self.server.counters.bytes_in += self.channel.bytes_in
+        self.server.counters.bytes_out += self.channel.bytes_out
+        # No one is left to take an answer. What was told stays told.
+        for call in list(self.requests.values()):
+            call.drop()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _name(self) -> str:
+        return str(self.peer.who) if self.peer else self.channel.peer
+
+    def _no_hello(self) -> None:
+        self.server.counters.protocol_errors += 1
+        log.warning("%s: disconnecting %s: it did not greet", self.server.hello.who, self.channel.peer)
+        self.channel.close()
+
+    def _greet(self, message: bytes) -> None:
+        peer, mine = codec.decode_hello(message), self.server.hello
+        # Sent also when the peer will not do: it compares too, and tells its user.
+        self.channel.send(self.server.greeting)
+        protocol = peer if isinstance(peer, int) else peer.protocol
+        if isinstance(peer, int) or protocol != mine.protocol:
+            raise ProtocolError("its protocol", why=f"it speaks version {protocol}, this end {mine.protocol}")
+        if peer.run_id != mine.run_id:
+            raise ProtocolError(f"{peer.who}", why=f"it belongs to run {peer.run_id}, this end to {mine.run_id}")
+        self._hello_timer.cancel()
+        self.peer = peer
+        self._context.run(_caller.set, Hello(peer.protocol, peer.run_id, peer.who, peer.pid))
+        self.channel.limit(self.server.max_message_bytes)
+
+    def _dispatch(self, message: bytes) -> None:
+        request = codec.decode_from_client(message)
+        if isinstance(request, Cancel):
+            call = self.requests.get(request.id)
+            if call is not None:
+                self.server.counters.cancelled += 1
+                call.drop()
+            return
+        if self.server.closing:
+            return
+        if isinstance(request, Request) and request.id in self.requests:
+            raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
+        self._start(request)
+
+    def _start(self, request: Request | Tell) -> None:
+        server = self.server
+        call = _Call(self, request, self._context.copy())
+        server.calls.add(call)
+        server.by_method[f"{request.api}.{request.method}"] += 1
+        server.counters.peak_inflight = max(server.counters.peak_inflight, len(server.calls))
+        if isinstance(request, Request):
+            server.counters.requests += 1
+            self.requests[request.id] = call
+        else:
+            server.counters.tells += 1
+        self.inflight += 1
+        if self.inflight >= server.max_inflight:
+            self.channel.pause()
+
+    def finished(self, call: _Call) -> None:
+        self.server.calls.discard(call)
+        if isinstance(call.request, Request):
+            del self.requests[call.request.id]
+        self.inflight -= 1
+        if self.inflight == self.server.max_inflight - 1 and not self.server.closing:
+            self.channel.resume()
+
+
+class _Call:
+    """A handler at work."""
+
+    def __init__(self, connection: _Connection, request: Request | Tell, context: contextvars.Context) -> None:
+        loop = asyncio.get_running_loop()
+        self.connection = connection
+        self.request = request
+        self.task = loop.create_task(self._serve(), context=context)
+        self._expired = False
+        self._dropped = False
+        # A hostile or infinite duration must not overflow the loop's clock.
+        self._timer = loop.call_later(min(max(request.timeout_s, 0.0), 1e7), self._expire)
+        self.task.add_done_callback(self._done)
+
+    def drop(self) -> None:
+        """The caller wants no answer any more."""
+        self._dropped = True
+        self.task.cancel()
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.task.cancel()
+
+    async def _serve(self) -> None:
+        message, faulty = await self._outcome()
+        self._timer.cancel()
+        if message is None or self._dropped:
+            return
+        channel, server = self.connection.channel, self.connection.server
+        if channel.congested:
+            try:
+                async with asyncio.timeout(server.write_timeout_s):
+                    while channel.congested:
+                        await channel.drain()
+            except TimeoutError:
+                log.warning("%s: disconnecting %s: it does not read", server.hello.who, channel.peer)
+                channel.abort()
+                return
+        channel.send(message)
+        server.counters.replies += not faulty
+        server.counters.faults += faulty
+
+    async def _outcome(self) -> tuple[bytes | None, bool]:
+        """The encoded answer, None when there is none to send, and whether it is a fault."""
+        request, server = self.request, self.connection.server
+        try:
+            method, handler = server.find(request.api, request.method)
+            args, kwargs = method.decode_arguments(request.args)
+            result = await handler(*args, **kwargs)
+            if isinstance(request, Tell):
+                return None, False
+            message = codec.encode_message(Reply(request.id, msgspec.Raw(codec.encode(result, f"result of {method}"))))
+            self._check_size(len(message), str(method))
+        except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
+            return self._fault(error), True
+        return message, False
+
+    def _check_size(self, size: int, method: str) -> None:
+        server, peer = self.connection.server, self.connection.peer
+        limit = min(server.max_message_bytes, (peer and peer.max_message_bytes) or server.max_message_bytes)
+        if size > limit:
+            raise ProtocolError(
+                f"result of {method}", why=f"it has {size} bytes; the limit is {limit}", hint="answer in parts"
+            )
+
+    def _fault(self, error: BaseException) -> bytes | None:
+        request, who = self.request, self.connection.server.hello.who
+        if isinstance(request, Tell):
+            self.connection.server.counters.faults += 1
+            trace = "".join(traceback.format_exception(error))
+            log.warning("%s: %s.%s, told by %s, failed:\n%s", who, request.api, request.method, self._peer(), trace)
+            return None
+        where = f"{who} {request.api}.{request.method}"
+        # A handler may turn its cancellation into an error of its own; the deadline is the cause.
+        return codec.encode_message(self._late() if self._expired else fault_of(error, request.id, where))
+
+    def _late(self) -> Fault:
+        request = self.request
+        assert isinstance(request, Request)
+        self.connection.server.counters.expired += 1
+        where = f"{self.connection.server.hello.who} {request.api}.{request.method}"
+        error = DeadlineExceeded(where, why=f"not finished in the {request.timeout_s:.3g} s that its caller gave it")
+        return fault_of(error, request.id, where)
+
+    def _peer(self) -> str:
+        return str(self.connection.peer.who) if self.connection.peer else self.connection.channel.peer
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._timer.cancel()
+        connection, request = self.connection, self.request
+        if task.cancelled() and not self._dropped and not connection.server.closing and isinstance(request, Request):
+            where = f"{connection.server.hello.who} {request.api}.{request.method}"
+            cause = asyncio.CancelledError("the handler was cancelled by its own process")
+            fault = self._late() if self._expired else fault_of(cause, request.id, where)
+            connection.channel.send(codec.encode_message(fault))
+            connection.server.counters.faults += 1
+        elif not task.cancelled() and task.exception() is not None:
+            log.error("%s: answering %s failed", connection.server.hello.who, self._peer(), exc_info=task.exception())
+        connection.finished(self)
