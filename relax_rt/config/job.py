@@ -1,0 +1,117 @@
+"""What a job is: the part of a run that knows what the roles are for. Found by entry point `relax_rt.jobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+
+import msgspec
+
+from relax_rt.config.problems import Problem, did_you_mean
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.transport.ledger.policy import LedgerPolicy
+
+JOB_GROUP = "relax_rt.jobs"
+
+
+class PlanLine(msgspec.Struct, frozen=True):
+    """One line of `relax-rt plan`: what a run will need or do, before it starts.
+
+    Attributes:
+        section: heading it stands under, ``memory``, ``data``, ``steps``.
+        name: what is counted.
+        value: the amount, with its unit, ``412 MiB``.
+        how: where the number comes from, ``135 M parameters x 4 bytes``.
+    """
+
+    section: str
+    name: str
+    value: str
+    how: str = ""
+
+
+class Column(msgspec.Struct, frozen=True):
+    """A column of the live screen: the newest value of one key of metrics.jsonl.
+
+    Attributes:
+        kind: the `kind` of the metrics record it is taken from, ``step``.
+        key: the record's key.
+        title: heading.
+        form: format specification for the value, ``.3f``.
+    """
+
+    kind: str
+    key: str
+    title: str
+    form: str = ""
+
+
+class Job(Protocol):
+    """A kind of run.
+
+    The module that defines it is imported by the command line, the agent and every role: it must import nothing
+    heavy (numpy, torch) at its top. Checks return all problems at once, with the key each is about.
+    """
+
+    Config: ClassVar[type[RunConfig]]
+    """The whole roles.toml: the runtime's tables and the job's own."""
+    Roles: ClassVar[Mapping[str, type[RoleSettings]]]
+    """The kinds of role that the job runs, with their settings; one without a table in roles.toml gets defaults."""
+    headline: ClassVar[Sequence[Column]]
+    """What the live screen shows of the metrics."""
+
+    def check(self, config: Any, config_dir: Path) -> list[Problem]:
+        """Cheap checks across keys: no model, data or user code is loaded."""
+
+    def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
+        """Slower checks before anything starts: the model folder, the data, a dry run of the reward function."""
+
+    def plan(self, config: Any) -> list[PlanLine]:
+        """What the run will need and do."""
+
+    def ledger_policy(self, config: Any) -> LedgerPolicy:
+        """What the queue's ledger holds this job to."""
+
+    def shm_bytes(self, config: Any) -> int:
+        """Shared memory that the run needs on this node besides the queue's capacity."""
+
+    def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
+        """After the last role has ended: write plots, return the summary."""
+
+    def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
+        """Completions of the newest checkpoint: for the prompts given, else for so many held-out items."""
+
+
+def job_names() -> list[str]:
+    """The kinds of job that are installed."""
+    return sorted({entry.name for entry in entry_points(group=JOB_GROUP)})
+
+
+def load_job(name: str) -> Job:
+    """The job of that name.
+
+    Raises:
+        RelaxError: no package offers it, or its module cannot be imported.
+    """
+    for entry in entry_points(group=JOB_GROUP):
+        if entry.name != name:
+            continue
+        try:
+            found = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise RelaxError(
+                f"job '{name}' ({entry.value}) cannot be loaded",
+                why=str(error),
+                hint="install the extra that it needs, as relax-rt[cpu] or relax-rt[gpu]",
+            ) from error
+        return cast(Job, found() if isinstance(found, type) else found)
+    known = job_names()
+    raise RelaxError(
+        f"unknown job '{name}'",
+        hint=did_you_mean(name, known) or f"known jobs: {', '.join(known) or 'none; is relax-rt installed?'}",
+    )

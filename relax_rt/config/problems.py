@@ -1,0 +1,115 @@
+"""What is wrong with a config, and where: every problem is found before anything is reported."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from relax_rt.transport.errors import RelaxError
+
+KeyPath = tuple[str | int, ...]
+"""A place in roles.toml: keys and array indices, ("roles", "rollout", "count")."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a problem lies in a text.
+
+    Attributes:
+        file: file name, or ``--set`` for an override.
+        line, column: counted from 1; the column counts characters.
+        text: the whole source line.
+        width: characters to underline, at least 1.
+    """
+
+    file: str
+    line: int
+    column: int
+    text: str
+    width: int = 1
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One thing that is wrong with a config.
+
+    Checks (a job's too) fill in `path`; the loader finds the place in the source.
+
+    Attributes:
+        path: the key it is about; the nearest existing parent is shown when the key is not there.
+        message: what is wrong.
+        hint: what to do.
+        at: underline the key or its value.
+    """
+
+    path: KeyPath
+    message: str
+    hint: str = ""
+    at: Literal["key", "value"] = "value"
+    place: Place | None = None
+
+    def render(self) -> str:
+        """The problem as lines of text: place, message, source line, caret, hint."""
+        key = dotted(self.path)
+        if self.place is None:
+            lines = [f"{key}: {self.message}" if key else self.message]
+            margin = ""
+        else:
+            place = self.place
+            number = str(place.line)
+            margin = " " * (len(number) + 1)
+            source = place.text.expandtabs(1)
+            lines = [
+                f"{place.file}:{place.line}:{place.column}: {self.message}",
+                f"{number} | {source}",
+                f"{margin}| {' ' * (place.column - 1)}{'^' * max(1, place.width)}",
+            ]
+        if self.hint:
+            lines.append(f"{margin}= {self.hint}")
+        return "\n".join(lines)
+
+
+class ConfigErrors(RelaxError):
+    """Everything that is wrong with a config, in the order of the source."""
+
+    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
+        self.source = source
+        self.problems = sorted(problems, key=_source_order)
+        count = len(self.problems)
+        self.title = f"{source}: {count} problem{'' if count == 1 else 's'}"
+        super().__init__(self.title, why="; ".join(_one_line(p) for p in self.problems))
+
+    def render(self) -> str:
+        """All problems, each with its source line and caret."""
+        return "\n\n".join([*(p.render() for p in self.problems), self.title])
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as it is written in TOML: ``roles.rollout.count``, ``items[0].name``."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            bare = part and all(c.isascii() and (c.isalnum() or c in "-_") for c in part)
+            text += ("." if text else "") + (part if bare else '"' + part.replace('"', '\\"') + '"')
+    return text
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` if one of the known names is near, else the empty string."""
+    by_folded = {name.lower().replace("-", "_"): name for name in known}
+    near = difflib.get_close_matches(given.lower().replace("-", "_"), list(by_folded), n=1, cutoff=0.6)
+    return f"did you mean '{by_folded[near[0]]}'?" if near else ""
+
+
+def _source_order(problem: Problem) -> tuple[str, int, int, str]:
+    if problem.place is None:
+        return ("", 0, 0, dotted(problem.path))
+    return (problem.place.file, problem.place.line, problem.place.column, dotted(problem.path))
+
+
+def _one_line(problem: Problem) -> str:
+    where = f"{problem.place.line}:{problem.place.column}: " if problem.place else ""
+    return f"{where}{problem.message}"
