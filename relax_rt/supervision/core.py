@@ -163,9 +163,9 @@ class Supervisor:
                 pass
             case _:
                 self._on_slot_event(event)
-        for slot in self._slots.values():
-            if slot.deadline is not None and slot.deadline <= self._now:
-                self._on_deadline(slot)
+        for s in self._slots.values():
+            if s.deadline is not None and s.deadline <= self._now:
+                self._on_deadline(s)
         self._advance()
         return self._out
 
@@ -234,7 +234,8 @@ class Supervisor:
         self._settle_good_time(s, self._now if diagnosis.kind != "hang" else s.moved_at)
         s.last = diagnosis
         s.pid, s.progress, s.detail, s.waiting = 0, 0, "", ""
-        finished = s.finished or (not diagnosis.failed and not s.restart_asked)
+        asked = s.restart_asked or self._ending is not None
+        finished = s.finished or (not diagnosis.failed and not asked)
         self._emit("slot_exited", s, finished=finished, diagnosis=msgspec.to_builtins(diagnosis))
         if self._ending is not None:
             self._end(s, failed=diagnosis.failed and not s.finished)

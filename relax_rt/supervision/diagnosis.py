@@ -46,7 +46,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         cause: the cause in one line.
         signal: name of the signal that ended it, or empty.
         exit_code: its exit status, None when a signal ended it.
-        last_lines: end of its log.
+        last_lines: end of its log, if it failed.
         trace: tail of the traceback, if it raised.
         at: wall-clock time of the exit in seconds; the smallest of several is the first failure.
     """
@@ -108,7 +108,7 @@ def diagnose(slot: str, epoch: int, pid: int, facts: Exit, at: float) -> Diagnos
         cause=cause,
         signal=name,
         exit_code=facts.exit_code,
-        last_lines=lines[-TAIL_LINES:],
+        last_lines=lines[-TAIL_LINES:] if kind != "clean" else [],
         trace="\n".join(trace.splitlines()[-TRACE_LINES:]) if kind != "clean" else "",
         at=at,
     )

@@ -275,7 +275,7 @@ def test_hang_dumps_stacks_then_kills() -> None:
     b(Tick(), after=0.5)
     assert b.of(DumpStacks) == ["a/0"] and b.of(Kill) == []
     b(Tick(), after=1)
-    assert [a for a in b.actions if isinstance(a, Kill)][0].kind == "hang"
+    assert next(a for a in b.actions if isinstance(a, Kill)).kind == "hang"
 
 
 def test_progress_during_the_stack_dump_saves_the_role() -> None:

@@ -1,0 +1,288 @@
+"""The host's implementation of a role's context: registry membership, peers, server, events, metrics, progress."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+import structlog
+
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.events import EventLog
+from relax_rt.metrics import MetricsLog
+from relax_rt.registry.api import RegistryApi
+from relax_rt.role import Progress
+from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
+from relax_rt.supervision.rundir import slot_file
+from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.rpc import Client, Server, make_hello
+
+T = TypeVar("T")
+
+REGISTRY_SLOT = "registry/0"
+QUEUE_SLOT = "queue/0"
+CALL_TIMEOUT_S = 60.0
+PROGRESS_EVERY_S = 0.2
+RETRY_S = 0.5
+
+
+class ProgressReporter:
+    """Counts work and tells the agent, at most every 0.2 s, from a thread of its own: a blocked loop or a busy
+    thread of the role does not hold a report back."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._n = 0
+        self._detail = self._waiting = ""
+        self._extend_s = 0.0
+        threading.Thread(target=self._report, name="relax-progress", daemon=True).start()
+
+    @property
+    def state(self) -> tuple[int, str]:
+        """The counter, and what is done or waited for."""
+        with self._changed:
+            return self._n, f"waiting: {self._waiting}" if self._waiting else self._detail
+
+    def advance(self, n: int = 1, detail: str = "") -> None:
+        """See Progress.advance."""
+        with self._changed:
+            self._n += n
+            self._detail = detail or self._detail
+            self._mark()
+
+    def waiting(self, reason: str) -> None:
+        """See Progress.waiting."""
+        with self._changed:
+            self._waiting = reason
+            self._mark()
+
+    def extend(self, seconds: float, reason: str) -> None:
+        """See Progress.extend."""
+        with self._changed:
+            self._extend_s += seconds
+            self._detail = reason
+            self._mark()
+
+    def _mark(self) -> None:
+        self._dirty = True
+        self._changed.notify()
+
+    def _report(self) -> None:
+        pause = threading.Event()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._dirty)
+                self._dirty = False
+                message = ProgressMsg(self._n, self._detail[:500], self._waiting[:500], self._extend_s)
+                self._extend_s = 0.0
+            if not send_now(self._control, message, socket.MSG_DONTWAIT):
+                with self._changed:
+                    self._extend_s += message.extend_s
+                    self._dirty = True
+            pause.wait(PROGRESS_EVERY_S)
+
+
+class _NoRegistry:
+    """Stands where a role has no registry client; says why at the first use."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RelaxError(f"ctx.registry.{name} cannot be used here", why=self._why)
+
+
+class HostContext:
+    """What a role is given; see relax_rt.role.RoleContext for the meaning of its members."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        settings: RoleSettings,
+        who: Incarnation,
+        run_id: str,
+        run_dir: Path,
+        socket_dir: Path,
+        shm_dir: Path,
+        control: socket.socket,
+        has_registry: bool,
+    ) -> None:
+        self.config, self.settings, self.who = config, settings, who
+        self.run_id, self.run_dir, self.shm_dir = run_id, run_dir, shm_dir
+        self.seed = derive_seed(config.run.seed, who)
+        self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
+        self.reporter = ProgressReporter(control)
+        self.progress: Progress = self.reporter
+        self.stopping = asyncio.Event()
+        self.policy_version = 0
+        self.is_ready = False
+        self.address = ""
+        self._socket_dir = socket_dir
+        self._control = control
+        self._hello = make_hello(run_id, who)
+        self._clients: dict[str, Client] = {}
+        self._server: Server | None = None
+        self._events = EventLog(run_dir, str(who))
+        self._metrics = MetricsLog(run_dir, str(who))
+        self.membership: Membership | None = None
+        if who.slot == REGISTRY_SLOT or not has_registry:
+            why = "this is the registry" if has_registry else "the run has no registry"
+            self.registry = cast(RegistryApi, _NoRegistry(why))
+        else:
+            self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
+            self.membership = Membership(self, self._client(REGISTRY_SLOT))
+
+    async def queue(self) -> QueueApi:
+        """The TransferQueue's broker."""
+        return await self.peer(QUEUE_SLOT, QueueApi, timeout_s=CALL_TIMEOUT_S)
+
+    async def peer(self, slot: str, api: type[T], *, timeout_s: float) -> T:
+        """Another role's interface. The slot's socket keeps its path through restarts, so the client follows it."""
+        return self._client(slot).bind(api, timeout_s=timeout_s)
+
+    def serve(self, api: type[T], implementation: T) -> None:
+        """Offer an interface at this role's address."""
+        if self.address:
+            raise RelaxError(f"{self.who} offers {api.__name__} too late", hint="call ctx.serve in setup")
+        if self._server is None:
+            self._server = Server(self._hello)
+        self._server.offer(api, implementation)
+        if api is RegistryApi and self.who.slot == REGISTRY_SLOT:
+            self.registry = cast(RegistryApi, implementation)
+
+    async def ready(self, policy_version: int = 0) -> None:
+        """Tell the agent, and the registry when it is there; a registry that is down does not hold the role up."""
+        self.policy_version = max(self.policy_version, policy_version)
+        first, self.is_ready = not self.is_ready, True
+        if first:
+            await asyncio.to_thread(send_now, self._control, ReadyMsg())
+        if self.membership is not None:
+            await self.membership.renew_now()
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """Append to the run's event log."""
+        self._events.emit(kind, **fields)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append to the run's metrics."""
+        self._metrics.write(record)
+
+    async def listen(self) -> None:
+        """Serve what `setup` offered. Whoever had the address before is dead: the agent saw it exit."""
+        if self._server is None:
+            return
+        path = self._socket_dir / slot_file(self.who.slot, ".sock")
+        path.unlink(missing_ok=True)
+        self.address = await self._server.listen(f"unix://{path}")
+        send_now(self._control, AddressMsg(self.address))
+
+    async def close(self) -> None:
+        """Leave the registry and end all connections."""
+        if self.membership is not None:
+            await self.membership.leave()
+        if self._server is not None:
+            await self._server.close()
+        for client in self._clients.values():
+            await client.close()
+        self._events.close()
+        self._metrics.close()
+
+    def _client(self, slot: str) -> Client:
+        if slot not in self._clients:
+            self._clients[slot] = Client(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
+        return self._clients[slot]
+
+
+class Membership:
+    """A role's entry in the registry, renewed in the background.
+
+    A registry that is away costs nothing but freshness: renewals are tried again until it is back. `keep` returns
+    only by raising StaleEpoch: a newer incarnation holds the slot and this one must end.
+    """
+
+    def __init__(self, ctx: HostContext, client: Client) -> None:
+        self._ctx = ctx
+        self._ttl_s = ctx.config.supervision.lease_s
+        self._registry = client.bind(RegistryApi, timeout_s=min(self._ttl_s, CALL_TIMEOUT_S))
+        self._announced = False
+        self._away = False
+        self._wake = asyncio.Event()
+        self._renewed = asyncio.Condition()
+        self.committed = 0
+
+    async def keep(self) -> NoReturn:
+        """Announce, then renew for ever.
+
+        Raises:
+            StaleEpoch: the slot has a newer incarnation.
+        """
+        while True:
+            self._wake.clear()
+            renewed = await self._renew()
+            if renewed:
+                async with self._renewed:
+                    self._renewed.notify_all()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._ttl_s / 3 if renewed else RETRY_S)
+            except TimeoutError:
+                pass
+
+    async def _renew(self) -> bool:
+        ctx = self._ctx
+        try:
+            if not self._announced:
+                await self._registry.announce(os.getpid(), ctx.address, self._ttl_s)
+                self._announced = True
+            n, detail = ctx.reporter.state
+            state = "draining" if ctx.stopping.is_set() else "ready" if ctx.is_ready else "starting"
+            answer = await self._registry.renew(state, n, detail, ctx.policy_version)
+        except StaleEpoch:
+            raise
+        except Refused as error:
+            # It forgot us, or our lease lapsed: enter again.
+            ctx.log.warning("registry refused the renewal", error=str(error))
+            self._announced = False
+            return False
+        except RelaxError as error:
+            if not self._away:
+                ctx.log.warning("registry is away; going on without it", error=str(error))
+            self._away = True
+            return False
+        if self._away:
+            ctx.log.info("registry is back")
+        self._away = False
+        self.committed = max(self.committed, answer.committed)
+        return True
+
+    async def renew_now(self, wait_s: float = 2.0) -> None:
+        """Have the entry renewed at once; gives up waiting after wait_s, the renewal itself goes on."""
+        async with self._renewed:
+            self._wake.set()
+            try:
+                await asyncio.wait_for(self._renewed.wait(), wait_s)
+            except TimeoutError:
+                pass
+
+    async def leave(self, wait_s: float = 1.0) -> None:
+        """Tell the registry that we go; without an answer the agent's own word will do."""
+        if not self._announced or self._away:
+            return
+        try:
+            await asyncio.wait_for(self._registry.leave("finished"), wait_s)
+        except (RelaxError, TimeoutError) as error:
+            self._ctx.log.info("could not take leave of the registry", error=str(error))
+
+
+def derive_seed(run_seed: int, who: Incarnation) -> int:
+    """A seed of 32 bits of (run seed, slot, epoch): no two incarnations draw the same numbers."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{who.slot}/{who.epoch}".encode()).digest()[:4], "little")

@@ -1,0 +1,185 @@
+"""The run's event log: one JSON line an event, in segments, written by every process of the run and read by many.
+
+Lines go to ``events/current.jsonl`` with one O_APPEND write each, so that processes need no lock among themselves.
+The agent alone renames a full ``current.jsonl`` to ``events-000001.jsonl`` and removes the oldest segments.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CURRENT = "current.jsonl"
+MAX_LINE_BYTES = 256 << 10
+_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+class Appender:
+    """Appends lines to a file that another process may rename away; one write() a line. Thread-safe.
+
+    A line that cannot be written (disk full) is counted in `lost`: the log must not take the run down with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        self._fd = -1
+        self._inode = 0
+        self._torn = False
+        self._lock = threading.Lock()
+
+    def append(self, line: bytes) -> bool:
+        """Write a line (without its newline). False: it was lost."""
+        data = line + b"\n"
+        with self._lock:
+            try:
+                self._reopen()
+                if self._torn:
+                    data = b"\n" + data
+                self._torn = os.write(self._fd, data) != len(data)
+            except OSError:
+                self.lost += 1
+                return False
+            if self._torn:
+                self.lost += 1
+            return not self._torn
+
+    def close(self) -> None:
+        """Close the file; a later append opens it again."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _reopen(self) -> None:
+        if self._fd >= 0:
+            try:
+                if self.path.stat().st_ino == self._inode:
+                    return
+            except FileNotFoundError:
+                pass
+            os.close(self._fd)
+            self._fd = -1
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._inode = os.fstat(self._fd).st_ino
+
+
+class EventLog:
+    """A process's way to the run's event log.
+
+    Args:
+        run_dir: the run directory; ``events/`` is made in it.
+        who: written into each line as ``by``: ``slot#epoch``, ``agent``, ``keeper``.
+        segment_bytes, keep: size of a segment and how many closed ones are kept; used by `rotate`.
+    """
+
+    def __init__(self, run_dir: Path, who: str, segment_bytes: int = 16 << 20, keep: int = 64) -> None:
+        self.directory = run_dir / "events"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.who = who
+        self.segment_bytes, self.keep = segment_bytes, keep
+        self._out = Appender(self.directory / CURRENT)
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
+        return self._out.lost
+
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        """Append one event. What JSON does not know is written as a string; an overlong event is cut to its kind."""
+        head = {"t": time.time(), "m": time.monotonic(), "by": self.who, "kind": kind}
+        line = _encoder.encode({**fields, **head} if fields.keys() & head.keys() else {**head, **fields})
+        if len(line) > MAX_LINE_BYTES:
+            line = _encoder.encode({**head, "cut_bytes": len(line)})
+        self._out.append(line)
+
+    def rotate(self) -> bool:
+        """Close the current segment if it is full and remove the oldest above `keep`. Only the agent calls this."""
+        current = self.directory / CURRENT
+        try:
+            if current.stat().st_size < self.segment_bytes:
+                return False
+        except FileNotFoundError:
+            return False
+        closed = segments(self.directory)
+        last = int(closed[-1].stem.rpartition("-")[2]) if closed else 0
+        current.rename(self.directory / f"events-{last + 1:06d}.jsonl")
+        for old in segments(self.directory)[: -self.keep]:
+            old.unlink(missing_ok=True)
+        return True
+
+    def close(self) -> None:
+        """Release the file."""
+        self._out.close()
+
+
+def segments(directory: Path) -> list[Path]:
+    """Closed segments of an events directory, oldest first."""
+    return sorted(directory.glob("events-*.jsonl"))
+
+
+def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Every event of a run that is still kept, in the order written. Torn lines are passed over."""
+    directory = run_dir / "events"
+    for path in [*segments(directory), directory / CURRENT]:
+        yield from _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            event = parse_line(line)
+            if event is not None:
+                yield event
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """One line as an event; None when it is torn or empty."""
+    try:
+        event = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+class EventFollower:
+    """Reads a growing event log from the start on, through rotations; `poll` answers with what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = run_dir / "events"
+        self._offsets: dict[int, int] = {}
+        self._rest: dict[int, bytes] = {}
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Events written since the last poll."""
+        found: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for path in [*segments(self._directory), self._directory / CURRENT]:
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:
+                continue
+            with file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode in seen:
+                    continue
+                seen.add(inode)
+                file.seek(self._offsets.get(inode, 0))
+                data = self._rest.pop(inode, b"") + file.read()
+                self._offsets[inode] = file.tell()
+            *lines, rest = data.split(b"\n")
+            if rest:
+                self._rest[inode] = rest
+            found += [event for line in lines if (event := parse_line(line)) is not None]
+        self._offsets = {inode: at for inode, at in self._offsets.items() if inode in seen}
+        return found

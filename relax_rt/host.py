@@ -1,0 +1,242 @@
+"""The process of a role: ``python -m relax_rt.host``, started by the agent with its orders in the environment.
+
+It ends when its role has finished (exit code 0), failed (1) or was misconfigured (2), and at once when the agent
+is gone: by PR_SET_PDEATHSIG, and by the end of its control channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import structlog
+import uvloop
+
+from relax_rt.config.loader import read_resolved, role_settings
+from relax_rt.config.problems import ConfigErrors
+from relax_rt.context import HostContext
+from relax_rt.loading import RoleNotFound, load_role, role_target
+from relax_rt.logs import setup_logging
+from relax_rt.role import Role
+from relax_rt.supervision import procfs
+from relax_rt.supervision.channel import (
+    MAX_PACKET_BYTES,
+    DumpStacksMsg,
+    FailedMsg,
+    FinishedMsg,
+    HelloMsg,
+    StopMsg,
+    decode_to_role,
+    send_now,
+)
+from relax_rt.supervision.diagnosis import Kind, Report, classify_exception
+from relax_rt.supervision.rundir import RESOLVED_CONFIG
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.identity import Incarnation
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_ORPHANED = 0, 1, 2, 70
+TRACE_BYTES = 16_000
+TEARDOWN_S = 10.0
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent put into our environment."""
+
+    who: Incarnation
+    run_id: str
+    run_dir: Path
+    socket_dir: Path
+    shm_dir: Path
+    control_fd: int
+    agent_pid: int
+    target: str
+    has_registry: bool
+
+    @classmethod
+    def from_environment(cls) -> Orders:
+        """Read RELAX_*; a host is never started by hand."""
+        env = os.environ
+        try:
+            return cls(
+                who=Incarnation(env["RELAX_SLOT"], int(env["RELAX_EPOCH"])),
+                run_id=env["RELAX_RUN_ID"],
+                run_dir=Path(env["RELAX_RUN_DIR"]),
+                socket_dir=Path(env["RELAX_SOCKET_DIR"]),
+                shm_dir=Path(env["RELAX_SHM_DIR"]),
+                control_fd=int(env["RELAX_CONTROL_FD"]),
+                agent_pid=int(env["RELAX_AGENT_PID"]),
+                target=env.get("RELAX_ROLE_TARGET", ""),
+                has_registry=env.get("RELAX_HAS_REGISTRY", "1") == "1",
+            )
+        except KeyError as error:
+            raise SystemExit(f"relax_rt.host is started by `relax-rt up`, not by hand: {error} is not set") from error
+
+
+class Lifeline:
+    """The control channel's reading end: a daemon thread that blocks on nothing but the socket."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._on_stop: Callable[[], None] | None = None
+        threading.Thread(target=self._watch, name="relax-lifeline", daemon=True).start()
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Call back once asked to stop, also when that was before now."""
+        with self._lock:
+            self._on_stop = callback
+            stopped = self._stopped
+        if stopped:
+            callback()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                packet = self._control.recv(MAX_PACKET_BYTES)
+            except OSError:
+                packet = b""
+            if not packet:
+                os.write(2, b"the agent is gone: this role ends with it\n")
+                os._exit(EXIT_ORPHANED)
+            message = decode_to_role(packet)
+            if isinstance(message, DumpStacksMsg):
+                faulthandler.dump_traceback(all_threads=True)
+            elif isinstance(message, StopMsg):
+                with self._lock:
+                    self._stopped = True
+                    callback = self._on_stop
+                if callback is not None:
+                    callback()
+
+
+def main() -> int:
+    """Run the role that the environment names; answers with the exit code."""
+    orders = Orders.from_environment()
+    control = _tie_to_agent(orders)
+    setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
+    lifeline = Lifeline(control)
+    send_now(control, HelloMsg())
+    try:
+        role_class = load_role(role_target(orders.who.role, orders.target))
+        config = read_resolved(orders.run_dir / RESOLVED_CONFIG)
+        settings = role_settings(config, orders.who.role, role_class.Settings)
+    except ImportError as error:
+        return _fail(control, "import_error", error, EXIT_FAILED)
+    except RelaxError as error:
+        return _fail(control, "import_error" if isinstance(error, RoleNotFound) else "config", error, EXIT_CONFIG)
+
+    async def run() -> None:
+        ctx = HostContext(
+            config=config,
+            settings=settings,
+            who=orders.who,
+            run_id=orders.run_id,
+            run_dir=orders.run_dir,
+            socket_dir=orders.socket_dir,
+            shm_dir=orders.shm_dir,
+            control=control,
+            has_registry=orders.has_registry,
+        )
+        random.seed(ctx.seed)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, ctx.stopping.set)
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(ctx.stopping.set)
+
+        lifeline.on_stop(stop)
+        await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
+
+    try:
+        uvloop.run(run())
+    except ConfigErrors as error:
+        return _fail(control, "config", error, EXIT_CONFIG)
+    except Exception as error:  # noqa: BLE001 the process ends here, and its diagnosis must say why
+        return _fail(control, classify_exception(error), error, EXIT_FAILED)
+    return EXIT_FINISHED
+
+
+def _tie_to_agent(orders: Orders) -> socket.socket:
+    """See to it that this process dies with the agent and can show its stacks; the control socket."""
+    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != orders.agent_pid:
+        os._exit(EXIT_ORPHANED)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=orders.control_fd)
+    control.set_inheritable(False)
+    return control
+
+
+async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], object]) -> None:
+    """A role's life: setup, run, teardown.
+
+    Raises:
+        StaleEpoch: a newer incarnation holds the slot.
+        Exception: whatever the role raised.
+    """
+    role = role_class(ctx)
+    lease: asyncio.Task[NoReturn] | None = None
+    stop_wait = asyncio.create_task(ctx.stopping.wait())
+    try:
+        # A role that is asked to stop during setup is not set up to the end.
+        if await _first(role.setup(), stop_wait):
+            await ctx.listen()
+            if ctx.membership is not None:
+                lease = asyncio.create_task(ctx.membership.keep())
+            await _first(role.run(), lease)
+            if not ctx.stopping.is_set():
+                finished()
+    finally:
+        stop_wait.cancel()
+        try:
+            async with asyncio.timeout(TEARDOWN_S):
+                await role.teardown()
+        finally:
+            if lease is not None:
+                lease.cancel()
+            await ctx.close()
+
+
+async def _first(work: Coroutine[Any, Any, None], other: asyncio.Task[Any] | None) -> bool:
+    """Await the work, unless the other task ends before it: then the work is cancelled, and False the answer."""
+    task = asyncio.create_task(work)
+    await asyncio.wait([task] if other is None else [task, other], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+        return True
+    task.cancel()
+    await asyncio.wait([task])
+    assert other is not None
+    await other
+    return False
+
+
+def _fail(control: socket.socket, kind: Kind, error: BaseException, exit_code: int) -> int:
+    trace = "".join(traceback.format_exception(error))
+    cause = str(error) if isinstance(error, RelaxError) else f"{type(error).__name__}: {error}"
+    structlog.get_logger().error("role failed", kind=kind, cause=cause)
+    sys.stderr.write(trace)
+    send_now(control, FailedMsg(Report(kind=kind, cause=cause[:2000], trace=trace[-TRACE_BYTES:])))
+    return exit_code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No interpreter shutdown: native libraries' exit handlers and leftover threads must not delay or change the exit.
+    os._exit(code)

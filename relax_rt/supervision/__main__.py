@@ -1,0 +1,86 @@
+"""The node agent's process: ``python -m relax_rt.supervision``, started by the keeper."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+
+from relax_rt.config.job import load_job
+from relax_rt.config.loader import read_resolved
+from relax_rt.config.schema import RunConfig
+from relax_rt.logs import setup_logging
+from relax_rt.supervision.agent import OnState, run_agent
+from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
+from relax_rt.supervision.protocol import Done
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json
+
+SUMMARY = "summary.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the agent; answers with the run's exit code."""
+    parser = argparse.ArgumentParser(prog="relax_rt.supervision", description="Internal process of `relax-rt up`.")
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--keeper-pid", type=int, default=0)
+    parser.add_argument("--screen", default="", help="module:function(config, run_dir) that makes the observer")
+    parser.add_argument("--no-system", action="store_true", help="without registry and queue")
+    options = parser.parse_args(argv)
+    paths = RunPaths(options.run_id, options.run_dir)
+    paths.logs.mkdir(parents=True, exist_ok=True)
+    with paths.log("agent").open("a", buffering=1) as log:
+        setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"), log)
+        config = read_resolved(paths.run_dir / RESOLVED_CONFIG)
+        plans = plan_roles(config, () if options.no_system else SYSTEM_ROLES)
+        screen = load_screen(options.screen, config, paths.run_dir) if options.screen else None
+        done = run_agent(config, paths, plans, keeper_pid=options.keeper_pid, on_state=screen)
+        close = getattr(screen, "close", None)
+        if callable(close):
+            close()
+        if screen is None:
+            sys.stderr.write(describe(done))
+        if done.diagnosis is None:
+            _finish_job(config, paths.run_dir)
+    return done.exit_code
+
+
+def load_screen(target: str, config: RunConfig, run_dir: Path) -> OnState:
+    """The observer of the run's state that ``module:function`` makes."""
+    module, _, name = target.partition(":")
+    make = cast(Callable[[RunConfig, Path], OnState], getattr(importlib.import_module(module), name))
+    return make(config, run_dir)
+
+
+def describe(done: Done) -> str:
+    """The end of a run, for people."""
+    lines = [f"relax-rt: {done.reason} (exit code {done.exit_code})"]
+    if done.first is not None:
+        lines.append(f"  first failure: {done.first}")
+    if done.diagnosis is not None:
+        lines.append(f"  {done.diagnosis}")
+        shown = done.diagnosis.trace.splitlines() or done.diagnosis.last_lines
+        lines += [f"    {line}" for line in shown[-12:]]
+    return "\n".join(lines) + "\n"
+
+
+def _finish_job(config: RunConfig, run_dir: Path) -> None:
+    """What the job does after the last role; its failure is reported and does not change how the run ended."""
+    try:
+        summary: dict[str, Any] = load_job(config.run.job).finish(run_dir, config)
+        if summary:
+            write_json(run_dir / SUMMARY, json.loads(json.dumps(summary, default=str)))
+    except Exception as error:  # noqa: BLE001 code of the job
+        structlog.get_logger().exception("the job's last step failed")
+        sys.stderr.write(f"relax-rt: the summary of the run could not be made: {error!r}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The control channel between the agent and a role: a socket pair, one JSON line a packet, and the role's lifeline.
+
+The socket keeps packet boundaries (SOCK_SEQPACKET), so a packet is there whole or not at all, whoever dies.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from relax_rt.supervision.diagnosis import Report
+
+MAX_PACKET_BYTES = 64 << 10
+
+
+class HelloMsg(msgspec.Struct, frozen=True, tag_field="t", tag="hello"):
+    """First word of the role: its handlers are installed, so a stack dump may be asked for by signal."""
+
+
+class ReadyMsg(msgspec.Struct, frozen=True, tag_field="t", tag="ready"):
+    """The role does its work from now on."""
+
+
+class ProgressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="progress"):
+    """Counter, what is done, why it is idle, and known slow work announced since the last packet."""
+
+    n: int
+    detail: str = ""
+    waiting: str = ""
+    extend_s: float = 0.0
+
+
+class AddressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="address"):
+    """Where the role serves."""
+
+    address: str
+
+
+class FinishedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="finished"):
+    """The role's work is done; the process is about to exit."""
+
+
+class FailedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="failed"):
+    """The role is about to exit because of this."""
+
+    diagnosis: Report
+
+
+FromRole = HelloMsg | ReadyMsg | ProgressMsg | AddressMsg | FinishedMsg | FailedMsg
+
+
+class StopMsg(msgspec.Struct, frozen=True, tag_field="t", tag="stop"):
+    """Finish the work in hand and return."""
+
+
+class DumpStacksMsg(msgspec.Struct, frozen=True, tag_field="t", tag="dump_stacks"):
+    """Write the stacks of all threads to the log."""
+
+
+ToRole = StopMsg | DumpStacksMsg
+
+_encoder = msgspec.json.Encoder()
+_from_role: msgspec.json.Decoder[FromRole] = msgspec.json.Decoder(FromRole)
+_to_role: msgspec.json.Decoder[ToRole] = msgspec.json.Decoder(ToRole)
+
+
+def control_pair() -> tuple[socket.socket, socket.socket]:
+    """A fresh channel: (the agent's end, the role's end)."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def encode(message: FromRole | ToRole) -> bytes:
+    """A message as one packet."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_from_role(packet: bytes) -> FromRole:
+    """Raises msgspec.DecodeError on anything else."""
+    return _from_role.decode(packet)
+
+
+def decode_to_role(packet: bytes) -> ToRole:
+    """Raises msgspec.DecodeError on anything else."""
+    return _to_role.decode(packet)
+
+
+def send_now(end: socket.socket, message: FromRole | ToRole, flags: int = 0) -> bool:
+    """Send a packet; False when the far end is gone or, with MSG_DONTWAIT, its buffer is full."""
+    try:
+        end.send(encode(message), flags | socket.MSG_NOSIGNAL)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""Talking to a run from outside, by its run directory; synchronous, for the command line and for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from relax_rt.supervision.api import AgentApi, RunStatus
+from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
+from relax_rt.transport.errors import RelaxError, Unreachable
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc import Client, make_hello
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 5.0
+POLL_S = 0.05
+
+
+class NoRun(RelaxError):
+    """No run lives in this directory."""
+
+
+class FoundRun(msgspec.Struct, frozen=True):
+    """A run directory's run.
+
+    Attributes:
+        alive: its agent lives.
+        record: run.json.
+    """
+
+    paths: RunPaths
+    alive: bool
+    record: dict[str, Any]
+
+
+def find_run(run_dir: Path) -> FoundRun:
+    """The newest run of a run directory, alive or ended.
+
+    Raises:
+        NoRun: the directory holds no run at all.
+    """
+    record = read_run(run_dir)
+    if record is None or "run_id" not in record:
+        raise NoRun(f"no run in {run_dir}", why="there is no run.json", hint="give the run directory, as runs/my-run")
+    owner = record.get("agent")
+    alive = record.get("status") in RUNNING and isinstance(owner, dict) and owner_lives(owner) is True
+    return FoundRun(RunPaths(record["run_id"], run_dir.resolve()), alive, record)
+
+
+def status(run_dir: Path) -> RunStatus:
+    """How a run does; of an ended one, how it ended.
+
+    Raises:
+        NoRun: the directory holds no run.
+        Unreachable: the agent lives but does not answer.
+    """
+    run = find_run(run_dir)
+    if run.alive:
+        try:
+            return _ask(run, lambda agent: agent.status())
+        except Unreachable:
+            # It may have ended between the look and the call.
+            run = find_run(run_dir)
+            if run.alive:
+                raise
+    return _final(run)
+
+
+def stop(run_dir: Path, reason: str = "relax-rt down", wait_s: float = 0.0) -> None:
+    """Drain a run; with wait_s, stay until it has ended.
+
+    Raises:
+        NoRun: no run lives there.
+        RelaxError: it did not end within wait_s.
+    """
+    _end(run_dir, lambda agent: agent.stop(reason), wait_s)
+
+
+def kill(run_dir: Path, reason: str = "relax-rt down --kill", wait_s: float = 0.0) -> None:
+    """End every role of a run now; errors as for `stop`."""
+    _end(run_dir, lambda agent: agent.kill(reason), wait_s)
+
+
+def restart(run_dir: Path, slot: str) -> None:
+    """Stop and start one slot.
+
+    Raises:
+        NoRun: no run lives there.
+        Refused: there is no such slot, or the run is ending.
+    """
+    _ask(_living(run_dir), lambda agent: agent.restart(slot))
+
+
+def wait_ended(run_dir: Path, wait_s: float) -> bool:
+    """Wait until the agent of a run is gone; False when it is still there after wait_s."""
+    end = time.monotonic() + wait_s
+    while find_run(run_dir).alive:
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _end(run_dir: Path, call: Callable[[AgentApi], Awaitable[None]], wait_s: float) -> None:
+    _ask(_living(run_dir), call)
+    if wait_s > 0 and not wait_ended(run_dir, wait_s):
+        raise RelaxError(
+            f"the run in {run_dir} has not ended within {wait_s:g} s", hint="`relax-rt ps` shows what it waits for"
+        )
+
+
+def _living(run_dir: Path) -> FoundRun:
+    run = find_run(run_dir)
+    if not run.alive:
+        final = _final(run)
+        raise NoRun(
+            f"no run lives in {run_dir}",
+            why=f"run {final.run_id} is over: {final.status}" + (f", {final.reason}" if final.reason else ""),
+            hint="`relax-rt up` resumes it",
+        )
+    return run
+
+
+def _final(run: FoundRun) -> RunStatus:
+    """run.json as a status. One that says it runs, but has no agent, died with its keeper."""
+    record = run.record
+    state = record.get("status", "")
+    fields = {
+        "run_id": run.paths.run_id,
+        "name": record.get("name", ""),
+        "run_dir": str(run.paths.run_dir),
+        "status": "agent died" if state in RUNNING else state,
+        "reason": record.get("reason") or "",
+        "exit_code": record.get("exit_code") if record.get("exit_code") is not None else 1,
+        "diagnosis": record.get("diagnosis"),
+        "first": record.get("first"),
+    }
+    return msgspec.convert(fields, RunStatus)
+
+
+def _ask(run: FoundRun, call: Callable[[AgentApi], Awaitable[T]]) -> T:
+    async def ask() -> T:
+        hello = make_hello(run.paths.run_id, Incarnation("cli/0", 0))
+        client = Client(f"unix://{run.paths.agent_socket}", hello)
+        try:
+            return await call(client.bind(AgentApi, timeout_s=CALL_TIMEOUT_S))
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())

@@ -1,0 +1,103 @@
+"""The keeper: a tiny process above the agent that leaves nothing behind when the agent is gone.
+
+``python -m relax_rt.supervision.keeper --run-id I --run-dir D -- <agent's command>`` starts the agent in a session
+of its own, hands SIGINT, SIGTERM and SIGHUP on to it and ends with its exit status. As a subreaper it becomes the
+parent of every orphan below it, so that after the agent's death it kills until none is left.
+
+``--watch PID`` is the stand-in that the agent starts when its keeper dies: it watches the agent by pidfd.
+
+Standard library only, so that it stays small and nothing of the run's own code can take it down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from relax_rt.supervision import procfs
+from relax_rt.supervision.rundir import RunPaths, end_run
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; answers with the exit status to leave with."""
+    parser = argparse.ArgumentParser(
+        prog="relax_rt.supervision.keeper", description="Internal process of `relax-rt up`."
+    )
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--watch", type=int, default=0, help="pid of an agent to watch instead of starting one")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    paths = RunPaths(options.run_id, options.run_dir)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    return stand_in(paths, options.watch) if options.watch else keep(paths, command)
+
+
+def keep(paths: RunPaths, command: list[str]) -> int:
+    """Start the agent, wait for its end, clean up after it."""
+    procfs.become_subreaper()
+    # Signals that come before the agent exists wait for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    agent = subprocess.Popen(
+        [*command, "--keeper-pid", str(os.getpid())], start_new_session=True, close_fds=False, preexec_fn=_unblock
+    )
+
+    def forward(number: int, _frame: object) -> None:
+        try:
+            os.kill(agent.pid, number)
+        except ProcessLookupError:
+            pass
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    _unblock()
+    status = _wait(agent.pid)
+    agent.returncode = os.waitstatus_to_exitcode(status)
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    end_run(paths, "keeper", _describe(agent.returncode))
+    return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
+
+
+def stand_in(paths: RunPaths, agent_pid: int) -> int:
+    """Watch an agent that is our parent; clean up after its end."""
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        pidfd = os.pidfd_open(agent_pid)
+    except ProcessLookupError:
+        pidfd = -1
+    # Our parent's pid cannot be another's while we are its child.
+    if pidfd >= 0 and os.getppid() == agent_pid:
+        select.select([pidfd], [], [])
+    end_run(paths, "keeper", "the agent ended; its keeper had been killed before")
+    return 0
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+
+
+def _wait(agent_pid: int) -> int:
+    """Reap whatever dies below us until it is the agent."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == agent_pid:
+            return status
+
+
+def _describe(code: int) -> str:
+    return (
+        f"the agent was ended by {signal.Signals(-code).name}" if code < 0 else f"the agent ended with exit code {code}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Bringing a run up: everything that can be refused is refused here, before a process starts."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_rt.config.job import load_job
+from relax_rt.config.loader import load_config
+from relax_rt.config.schema import RunConfig
+from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
+from relax_rt.supervision.rundir import (
+    LOCK,
+    RESOLVED_CONFIG,
+    RUN_JSON,
+    SHM_ROOT,
+    RunPaths,
+    clean_stale_runs,
+    read_run,
+    update_run,
+    write_json,
+)
+from relax_rt.supervision.spec import check_restart_policy
+from relax_rt.transport.errors import RelaxError
+
+MIB = 1 << 20
+
+
+class Prepared:
+    """A run that may start: its config, its directories, and the lock on its run directory."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, lock_fd: int) -> None:
+        self.config, self.paths, self.lock_fd = config, paths, lock_fd
+
+    def give_up(self) -> None:
+        """Undo what was made outside the run directory."""
+        self.paths.remove_private()
+        os.close(self.lock_fd)
+
+
+def up(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    screen: str = "",
+    replace: bool = True,
+    system: Sequence[str] = SYSTEM_ROLES,
+) -> int:
+    """Bring a run up and stay with it to its end; answers with its exit code.
+
+    Exit codes: 0 finished, or stopped by `down`; 1 failed; 2 a role found its configuration wrong; 130 Ctrl-C,
+    143 SIGTERM, 129 the terminal was closed; 137 the agent was killed.
+
+    Args:
+        config_path: roles.toml.
+        overrides: ``a.b=c`` pairs put over it.
+        screen: ``module:function``; the agent calls it with (config, run_dir) and hands each RunStatus to what it
+            makes, whose `close` it calls at the end.
+        replace: turn this process into the keeper (it does not return); otherwise start the keeper below it.
+        system: the system roles; empty for a supervised tree on its own.
+
+    Raises:
+        RelaxError: the run must not start, and which setting says so. Nothing was started.
+    """
+    run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
+    keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
+    keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
+    agent = [sys.executable, "-m", "relax_rt.supervision", *keeper[3:]]
+    agent += ["--screen", screen] if screen else []
+    agent += [] if system else ["--no-system"]
+    os.set_inheritable(run.lock_fd, True)
+    try:
+        if replace:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.execv(sys.executable, [*keeper, "--", *agent])
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return subprocess.run([*keeper, "--", *agent], pass_fds=[run.lock_fd], check=False).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+    finally:
+        run.give_up()
+
+
+def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> Prepared:
+    """Check everything and make the run's directories.
+
+    Raises:
+        RelaxError: the run must not start.
+    """
+    restart = config.supervision.restart
+    check_restart_policy(restart.max_restarts, restart.period_s, restart.backoff_first_s, restart.backoff_max_s)
+    plan_roles(config, system)
+    run_dir = resolve_run_dir(config)
+    lock_fd = _lock(_make_run_dir(run_dir), run_dir)
+    try:
+        digest = config_digest(config)
+        _check_same_config(run_dir, digest)
+        clean_stale_runs()
+        check_shared_memory(config)
+        paths = RunPaths(secrets.token_hex(4), run_dir)
+        paths.make_private()
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    write_json(run_dir / RESOLVED_CONFIG, config.model_dump(mode="json"))
+    if config_path.suffix == ".toml":
+        shutil.copyfile(config_path, run_dir / "roles.toml")
+    update_run(
+        run_dir,
+        run_id=paths.run_id,
+        name=config.run.name,
+        config=str(config_path.resolve()),
+        overrides=list(overrides),
+        config_digest=digest,
+        status="starting",
+        started_at=time.time(),
+        **dict.fromkeys(("ended_at", "exit_code", "reason", "diagnosis", "first", "agent")),
+    )
+    return Prepared(config, paths, lock_fd)
+
+
+def resolve_run_dir(config: RunConfig) -> Path:
+    """The run directory as an absolute path."""
+    return Path(config.run.dir.replace("{name}", config.run.name)).expanduser().resolve()
+
+
+def config_digest(config: RunConfig) -> str:
+    """Digest of everything in a config but where the run lives."""
+    content = config.model_dump(mode="json")
+    content["run"].pop("dir", None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _make_run_dir(run_dir: Path) -> int:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RelaxError(
+            f"run.dir = {str(run_dir)!r} cannot be used", why=str(error), hint="choose a folder that you may write to"
+        ) from error
+
+
+def _lock(fd: int, run_dir: Path) -> int:
+    """The lock passes to keeper and agent and goes with the last of them, however they end."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        run = read_run(run_dir) or {}
+        raise RelaxError(
+            f"run.dir = {str(run_dir)!r} belongs to a run that is alive",
+            why=f"run {run.get('run_id', '?')}, status {run.get('status', '?')}",
+            hint="end it with `relax-rt down`, or choose another run.name or run.dir",
+        ) from error
+    return fd
+
+
+def _check_same_config(run_dir: Path, digest: str) -> None:
+    run = read_run(run_dir)
+    if run is None:
+        if (run_dir / RUN_JSON).exists():
+            raise RelaxError(f"{run_dir / RUN_JSON} cannot be read", hint="move the run directory away")
+        return
+    if run.get("config_digest", digest) != digest:
+        raise RelaxError(
+            f"run.dir = {str(run_dir)!r} belongs to a run with another config",
+            why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings",
+            hint="choose another run.name or run.dir, or move the old directory away",
+        )
+
+
+def check_shared_memory(config: RunConfig) -> None:
+    """Refuse a run that does not fit into /dev/shm.
+
+    Raises:
+        RelaxError: which setting asks for too much.
+    """
+    job_bytes = load_job(config.run.job).shm_bytes(config)
+    need = config.queue.capacity_mib * MIB + job_bytes
+    free = shutil.disk_usage(SHM_ROOT).free
+    if need > free:
+        raise RelaxError(
+            f"queue.capacity_mib = {config.queue.capacity_mib} does not fit into {SHM_ROOT}",
+            why=f"the run needs {need // MIB} MiB ({job_bytes // MIB} MiB for the job), {free // MIB} MiB are free",
+            hint="lower queue.capacity_mib, or make /dev/shm larger (in a container: --shm-size)",
+        )

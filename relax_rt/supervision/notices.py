@@ -1,0 +1,120 @@
+"""The agent's word to the registry and the queue: epochs for new incarnations, and who has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from relax_rt.context import QUEUE_SLOT, REGISTRY_SLOT
+from relax_rt.registry.api import RegistryApi
+from relax_rt.supervision.rundir import RunPaths, slot_file
+from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.rpc import Client, make_hello
+
+AGENT_SLOT = "agent/0"
+CALL_TIMEOUT_S = 5.0
+RETRY_S = 0.1
+MAX_PENDING = 10_000
+
+
+class Notices:
+    """Talks to the system roles for the agent; a system role that is down is waited for.
+
+    Without a registry (a supervised tree on its own) epochs are counted here.
+    """
+
+    def __init__(self, paths: RunPaths, *, has_registry: bool, has_queue: bool) -> None:
+        self._paths = paths
+        self._has_registry, self._has_queue = has_registry, has_queue
+        self._log = structlog.get_logger()
+        self._clients: list[Client] = []
+        self._registry: RegistryApi | None = None
+        self._counted = 0
+        self._ended: dict[str, asyncio.Queue[tuple[Incarnation, str]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to deliver. Call it on the loop."""
+        if self._has_registry:
+            self._ended[REGISTRY_SLOT] = asyncio.Queue(MAX_PENDING)
+            self._tasks.append(asyncio.create_task(self._tell_registry()))
+            if self._has_queue:
+                self._ended[QUEUE_SLOT] = asyncio.Queue(MAX_PENDING)
+                self._tasks.append(asyncio.create_task(self._tell_queue()))
+
+    async def issue_epoch(self, slot: str) -> int:
+        """A new epoch for the slot; waits as long as the registry is away. The registry issues its own (0 here)."""
+        if slot == REGISTRY_SLOT:
+            return 0
+        if not self._has_registry:
+            self._counted += 1
+            return self._counted
+        while True:
+            try:
+                return await self._bound_registry().issue_epoch(slot)
+            except (Unreachable, DeadlineExceeded) as error:
+                self._log.info("waiting for the registry to issue an epoch", slot=slot, error=str(error))
+                await asyncio.sleep(RETRY_S)
+
+    def ended(self, who: Incarnation, reason: str) -> None:
+        """Tell the system roles that this incarnation is dead."""
+        for slot, waiting in self._ended.items():
+            if who.slot not in (slot, REGISTRY_SLOT) and who.epoch > 0:
+                try:
+                    waiting.put_nowait((who, reason))
+                except asyncio.QueueFull:
+                    self._log.error("too many exits to report", to=slot, lost=str(who))
+
+    async def close(self) -> None:
+        """Stop delivering and end the connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients:
+            await client.close()
+
+    async def _tell_registry(self) -> None:
+        waiting = self._ended[REGISTRY_SLOT]
+        while True:
+            who, reason = await waiting.get()
+            await self._deliver(who, functools.partial(self._bound_registry().gone, who, reason), REGISTRY_SLOT)
+
+    async def _tell_queue(self) -> None:
+        # The queue tells repeated calls by (incarnation, number): each agent needs an epoch of its own.
+        epoch = await self.issue_epoch(AGENT_SLOT)
+        queue = self._client(QUEUE_SLOT, Incarnation(AGENT_SLOT, epoch)).bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
+        waiting = self._ended[QUEUE_SLOT]
+        seq = 0
+        while True:
+            who, reason = await waiting.get()
+            seq += 1
+            await self._deliver(who, functools.partial(queue.gone, seq, who, reason), QUEUE_SLOT)
+
+    async def _deliver(self, who: Incarnation, call: Callable[[], Awaitable[None]], to: str) -> None:
+        """Try until it is taken: a system role that is down comes back, or the run ends and so does this task."""
+        while True:
+            try:
+                return await call()
+            except (Unreachable, DeadlineExceeded) as error:
+                self._log.info("waiting to report an exit", to=to, who=str(who), error=str(error))
+            except RelaxError as error:
+                self._log.error("report of an exit was not taken", to=to, who=str(who), error=str(error))
+                return
+            await asyncio.sleep(RETRY_S)
+
+    def _bound_registry(self) -> RegistryApi:
+        if self._registry is None:
+            client = self._client(REGISTRY_SLOT, Incarnation(AGENT_SLOT, 0))
+            self._registry = client.bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
+        return self._registry
+
+    def _client(self, slot: str, who: Incarnation) -> Client:
+        address = f"unix://{self._paths.socket_dir / slot_file(slot, '.sock')}"
+        client = Client(address, make_hello(self._paths.run_id, who))
+        self._clients.append(client)
+        return client

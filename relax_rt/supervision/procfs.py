@@ -1,0 +1,135 @@
+"""Processes as /proc shows them. Standard library only: the keeper uses it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2).
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become our children instead of init's."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the state on: [0] state, [1] ppid, [19] start time in clock ticks."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command may hold spaces and parentheses: the last closing one ends it.
+    return text[text.rindex(")") + 2 :].split()
+
+
+def start_time(pid: int) -> int:
+    """Start of a living process in clock ticks since boot; 0 when it is gone or a zombie. With the pid it is unique."""
+    fields = _stat(pid)
+    return 0 if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def boot_id() -> str:
+    """Changes with every boot of the host."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Names the pid namespace; pids mean nothing in another one."""
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+def pids() -> list[int]:
+    """Every process that /proc shows."""
+    return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+
+
+def children(root: int) -> list[int]:
+    """Living direct children."""
+    found = []
+    for pid in pids():
+        fields = _stat(pid)
+        if fields is not None and fields[0] not in "ZX" and int(fields[1]) == root:
+            found.append(pid)
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    """Living descendants of a process, without itself."""
+    kin: dict[int, list[int]] = {}
+    zombies = set()
+    for pid in pids():
+        fields = _stat(pid)
+        if fields is not None:
+            kin.setdefault(int(fields[1]), []).append(pid)
+            if fields[0] in "ZX":
+                zombies.add(pid)
+    found: set[int] = set()
+    todo = list(kin.get(root, []))
+    while todo:
+        pid = todo.pop()
+        if pid not in found:
+            found.add(pid)
+            todo += kin.get(pid, [])
+    return found - zombies
+
+
+def has_environment(pid: int, *pairs: str) -> bool:
+    """True when the process was started with all of these ``NAME=value`` pairs in its environment."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return all(pair.encode() in environment for pair in pairs)
+
+
+def members_of_run(run_id: str) -> set[int]:
+    """Living processes started with this run's id in their environment, except ourselves."""
+    tag = f"RELAX_RUN_ID={run_id}"
+    return {pid for pid in pids() if pid != os.getpid() and has_environment(pid, tag) and start_time(pid)}
+
+
+def kill_until_none(find: Callable[[], Iterable[int]], *, limit_s: float = 20.0) -> list[int]:
+    """SIGKILL what `find` finds, and reap what is ours, until it finds nothing. Answers with what would not die."""
+    end = time.monotonic() + limit_s
+    while True:
+        left = list(find())
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        reap_all()
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.005)
+
+
+def reap_all() -> None:
+    """Reap every dead child of this process."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return

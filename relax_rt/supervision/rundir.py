@@ -1,0 +1,208 @@
+"""Where a run keeps its things: the run directory, the private socket directory, the shared memory directory.
+
+Standard library only: the keeper uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from relax_rt.supervision import procfs
+
+RUN_JSON = "run.json"
+RESOLVED_CONFIG = "config.json"
+LOCK = "lock"
+OWNER = "owner.json"
+AGENT_SOCKET = "agent.sock"
+SOCKET_ROOT = Path("/tmp")
+SHM_ROOT = Path("/dev/shm")
+PREFIX = "relax-"
+FRESH_S = 60.0
+
+RUNNING = ("starting", "running", "draining")
+"""Values of `status` in run.json while an agent owns the run; all others are final."""
+
+
+def slot_file(slot: str, suffix: str) -> str:
+    """File name of a slot's socket or log: ``rollout/0`` becomes ``rollout-0.log``."""
+    return slot.replace("/", "-").replace(":", "-") + suffix
+
+
+class RunPaths(NamedTuple):
+    """The three directories of one run."""
+
+    run_id: str
+    run_dir: Path
+
+    @property
+    def socket_dir(self) -> Path:
+        """Unix sockets; private, and short because the kernel limits a socket's path to 107 bytes."""
+        return SOCKET_ROOT / f"{PREFIX}{self.run_id}"
+
+    @property
+    def shm_dir(self) -> Path:
+        """Shared memory."""
+        return SHM_ROOT / f"{PREFIX}{self.run_id}"
+
+    @property
+    def logs(self) -> Path:
+        """One log a slot, and the agent's and keeper's own."""
+        return self.run_dir / "logs"
+
+    def log(self, slot: str) -> Path:
+        """A slot's log."""
+        return self.logs / slot_file(slot, ".log")
+
+    @property
+    def agent_socket(self) -> Path:
+        """Where the agent answers."""
+        return self.socket_dir / AGENT_SOCKET
+
+    def make_private(self) -> None:
+        """Make the socket and shared memory directories, readable by nobody else, and say whose they are.
+
+        Raises:
+            OSError: they cannot be made, or exist.
+        """
+        for directory in (self.socket_dir, self.shm_dir):
+            directory.mkdir(mode=0o700)
+        self.own(os.getpid())
+
+    def own(self, pid: int) -> None:
+        """Write down which living process these directories belong to."""
+        write_json(self.socket_dir / OWNER, {**owner_of(pid), "run_dir": str(self.run_dir)})
+
+    def remove_private(self) -> None:
+        """Remove the socket and shared memory directories."""
+        for directory in (self.socket_dir, self.shm_dir):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def owner_of(pid: int) -> dict[str, Any]:
+    """What names a process beyond doubt: its pid means something only in this namespace, boot and lifetime."""
+    return {
+        "pid": pid,
+        "start": procfs.start_time(pid),
+        "boot": procfs.boot_id(),
+        "pid_namespace": procfs.pid_namespace(),
+    }
+
+
+def owner_lives(owner: dict[str, Any]) -> bool | None:
+    """Whether the process still lives; None when it cannot be known, as it belongs to another pid namespace."""
+    if owner.get("boot") != procfs.boot_id():
+        return False
+    if owner.get("pid_namespace") != procfs.pid_namespace():
+        return None
+    start = int(owner.get("start", 0))
+    return start != 0 and procfs.start_time(int(owner.get("pid", 0))) == start
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file as a whole."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    fresh.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A file's content; None when it does not exist or is no JSON object."""
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_run(run_dir: Path) -> dict[str, Any] | None:
+    """run.json of a run directory."""
+    return read_json(run_dir / RUN_JSON)
+
+
+def update_run(run_dir: Path, **fields: Any) -> dict[str, Any]:
+    """Change fields of run.json; answers with the whole."""
+    content = {**(read_run(run_dir) or {}), **fields}
+    write_json(run_dir / RUN_JSON, content)
+    return content
+
+
+def append_event(run_dir: Path, by: str, kind: str, **fields: Any) -> None:
+    """One line for the event log, for processes that use the standard library only."""
+    line = json.dumps({"t": time.time(), "m": time.monotonic(), "by": by, "kind": kind, **fields}, default=str)
+    path = run_dir / "events" / "current.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return
+    try:
+        os.write(fd, line.encode() + b"\n")
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def end_run(paths: RunPaths, by: str, cause: str) -> None:
+    """After an agent's death: nothing that bears this run's id lives on, its directories go, run.json says what came
+    to pass. Does the rest of the work when an agent ended in order."""
+    procfs.kill_until_none(
+        lambda: (procfs.descendants(os.getpid()) | procfs.members_of_run(paths.run_id)) - {os.getpid()}
+    )
+    paths.remove_private()
+    run = read_run(paths.run_dir) or {}
+    if run.get("run_id") == paths.run_id and run.get("status") in RUNNING:
+        append_event(paths.run_dir, by, "agent_died", cause=cause)
+        update_run(paths.run_dir, status="agent died", exit_code=1, reason=cause, ended_at=time.time())
+
+
+def stale_runs() -> list[RunPaths]:
+    """Leftovers of runs of this user whose agent is dead."""
+    found: dict[str, RunPaths] = {}
+    for root in (SOCKET_ROOT, SHM_ROOT):
+        for directory in root.glob(f"{PREFIX}*"):
+            run_id = directory.name.removeprefix(PREFIX)
+            if run_id not in found and _is_stale(run_id):
+                owner = read_json(SOCKET_ROOT / directory.name / OWNER) or {}
+                found[run_id] = RunPaths(run_id, Path(owner.get("run_dir", "/nonexistent")))
+    return list(found.values())
+
+
+def _is_stale(run_id: str) -> bool:
+    paths = RunPaths(run_id, Path())
+    directories = [d for d in (paths.socket_dir, paths.shm_dir) if d.is_dir() and not d.is_symlink()]
+    try:
+        stats = [d.stat() for d in directories]
+    except FileNotFoundError:
+        return False
+    if not stats or any(s.st_uid != os.getuid() for s in stats):
+        return False
+    owner = read_json(paths.socket_dir / OWNER)
+    if owner is not None:
+        return owner_lives(owner) is False
+    # No word of an owner: one that is just being made, or what is left of a removal.
+    return time.time() - max(s.st_mtime for s in stats) > FRESH_S and not procfs.members_of_run(run_id)
+
+
+def clean_stale_runs() -> list[str]:
+    """Kill and remove what dead runs of this user left behind; answers with their ids."""
+    cleaned = []
+    for paths in stale_runs():
+        procfs.kill_until_none(lambda run_id=paths.run_id: procfs.members_of_run(run_id))  # type: ignore[misc]
+        paths.remove_private()
+        run = read_run(paths.run_dir) or {}
+        if run.get("run_id") == paths.run_id and run.get("status") in RUNNING:
+            update_run(
+                paths.run_dir,
+                status="agent died",
+                exit_code=1,
+                reason="found dead by the next run",
+                ended_at=time.time(),
+            )
+        cleaned.append(paths.run_id)
+    return cleaned

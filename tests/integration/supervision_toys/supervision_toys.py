@@ -1,0 +1,142 @@
+"""Roles that do nothing but behave in one particular way, and a job for them; found by entry point."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.role import Role
+
+
+class ToySettings(RoleSettings):
+    """For all toys."""
+
+    after_s: float = 0.0
+    """When it does what it does."""
+
+
+class Toy(Role):
+    """Base: ready at once, works in small steps until it is asked to stop."""
+
+    Settings = ToySettings
+
+    async def setup(self) -> None:
+        self.ctx.event("toy_setup", pid=os.getpid())
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        while not self.ctx.stopping.is_set():
+            self.ctx.progress.advance(1, "ticking")
+            await asyncio.sleep(0.05)
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self.ctx.settings.after_s)  # type: ignore[attr-defined]
+
+
+class Worker(Toy):
+    kind = "worker"
+    tier = 20
+
+
+class Aide(Toy):
+    """Of a higher tier."""
+
+    kind = "aide"
+    tier = 30
+
+
+class Crasher(Toy):
+    kind = "crasher"
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        await self.wait()
+        raise ValueError("the toy broke")
+
+
+class Hanger(Toy):
+    """Its loop and its interpreter are stuck in native code that never lets go."""
+
+    kind = "hanger"
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        self.ctx.progress.advance(1, "about to hang")
+        if self.ctx.who.epoch == 1 or self.ctx.settings.after_s:  # type: ignore[attr-defined]
+            stuck_in_native_code()
+        await super().run()
+
+
+def stuck_in_native_code() -> None:
+    """The regular expression engine holds the interpreter for longer than any test lasts."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+class Brooder(Toy):
+    """Has a child in a session of its own."""
+
+    kind = "brooder"
+
+    async def setup(self) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        self.ctx.event("brood", pid=child.pid)
+
+
+class Busy(Toy):
+    """Is stuck in native code, and so deaf to its lifeline."""
+
+    kind = "busy"
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        await self.wait()
+        stuck_in_native_code()
+
+
+class Stubborn(Toy):
+    """Does not stop when asked to."""
+
+    kind = "stubborn"
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        await asyncio.sleep(600)
+
+
+class Finisher(Toy):
+    kind = "finisher"
+    significant = True
+    tier = 40
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        await self.wait()
+
+
+class ToyJob:
+    """The job `toy`."""
+
+    Config = RunConfig
+    Roles: dict[str, type[RoleSettings]] = {}
+    headline: tuple[()] = ()
+
+    def check(self, config: Any, config_dir: Path) -> list[Any]:
+        return []
+
+    def preflight(self, config: Any, config_dir: Path) -> list[Any]:
+        return []
+
+    def plan(self, config: Any) -> list[Any]:
+        return []
+
+    def shm_bytes(self, config: Any) -> int:
+        return 0
+
+    def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
+        return {"toys": sorted(config.roles)}
