@@ -1,0 +1,125 @@
+"""What happens to the ledger. Journaled as they are; replaying them gives the same state."""
+
+from __future__ import annotations
+
+import msgspec
+
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.api import Failure, Put
+from relax_rt.transport.versions import VersionRecord
+
+
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """The policy from here on. In the journal, so that a replay judges each event as it was judged then."""
+
+    policy: LedgerPolicy
+    limits: QueueLimits
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """The broker serves run `run_id`. Another run id than before means that shared memory began anew."""
+
+    run_id: str
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """The caller's incarnation is seen for the first time; older ones of its slot are fenced."""
+
+
+class Admit(msgspec.Struct, frozen=True, tag="admit"):
+    engine_version: int
+    groups: int
+
+
+class PutColumns(msgspec.Struct, frozen=True, tag="put"):
+    puts: list[Put]
+
+
+class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
+    groups: list[int]
+    reason: str
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    task: str
+    samples: int
+    groups: int
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete"):
+    task: str
+    lease: int
+    puts: list[Put]
+    failures: list[Failure]
+
+
+class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+    lease: int
+    reason: str
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    lease: int
+    step: int
+    weights: VersionRecord
+
+
+class Committed(msgspec.Struct, frozen=True, tag="committed"):
+    step: int
+    checkpoint: str
+
+
+class Rollback(msgspec.Struct, frozen=True, tag="rollback"):
+    step: int
+    weights: VersionRecord
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """The process of `who` has ended."""
+
+    who: Incarnation
+    reason: str
+
+
+class Lapse(msgspec.Struct, frozen=True, tag="lapse"):
+    """Deadlines passed. The ids are written out because renewals are not journaled."""
+
+    groups: list[int]
+    leases: list[int]
+
+
+Event = (
+    Configure
+    | Open
+    | Join
+    | Admit
+    | PutColumns
+    | GiveBack
+    | Take
+    | Complete
+    | Abandon
+    | Trained
+    | Committed
+    | Rollback
+    | Gone
+    | Lapse
+)
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One record of the journal.
+
+    Attributes:
+        n: ledger sequence number, growing by one.
+        at: the broker's clock in seconds.
+        event: what happened.
+        who: the caller; None for the broker's own events.
+        seq: the caller's sequence number; 0: not deduplicated.
+    """
+
+    n: int
+    at: float
+    event: Event
+    who: Incarnation | None = None
+    seq: int = 0
