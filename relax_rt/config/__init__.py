@@ -1,0 +1,1 @@
+"""roles.toml: its tables, how it is read and checked, and what a job adds to it."""

@@ -94,6 +94,8 @@ class RoleSettings(Table):
     """Interpreter of this role, if it is another environment's."""
     env: dict[str, str] = {}
     """Environment variables of this role."""
+    target: str | None = None
+    """Class of your own role, `file.py:Class` (relative to the config file) or `package.module:Class`."""
 
 
 class RunConfig(BaseModel):
@@ -107,6 +109,8 @@ class RunConfig(BaseModel):
     events: EventsTable = EventsTable()
     roles: dict[str, Any] = {}
     """One table a role; each becomes that role's own RoleSettings type when loaded."""
+    config_dir: str = ""
+    """Folder of roles.toml, absolute: paths in it are relative to this. Filled in by the loader."""
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -1,0 +1,78 @@
+"""Checks of the runtime's own tables across keys: settings that cannot work are refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import RestartTable, RoleSettings, RunConfig
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED_ENV = "RELAX_"
+"""Prefix of the variables by which the agent speaks to a role's process."""
+
+
+def check_runtime(config: RunConfig) -> list[Problem]:
+    """Everything that is wrong with the runtime's tables and the settings that all roles share."""
+    problems = [*_check_restart(config.supervision.restart), *_check_queue(config), *_check_run_dir(config)]
+    for kind, settings in config.roles.items():
+        problems += _check_role(kind, settings)
+    return problems
+
+
+def longest_backoff_s(table: RestartTable) -> float:
+    """Upper limit of all waits together until the restarts of a window are used up."""
+    return sum(min(table.backoff_first_s * 2.0**n, table.backoff_max_s) for n in range(table.max_restarts))
+
+
+def _check_restart(table: RestartTable) -> list[Problem]:
+    path = ("supervision", "restart")
+    if table.backoff_first_s > table.backoff_max_s:
+        message = f"backoff_first_s = {table.backoff_first_s:g} is above backoff_max_s = {table.backoff_max_s:g}"
+        return [Problem((*path, "backoff_first_s"), message, "the first wait is the shortest one")]
+    waits_s = longest_backoff_s(table)
+    if waits_s >= table.period_s:
+        message = (
+            f"a limit of {table.max_restarts} restarts in {table.period_s:g} s can never fire: "
+            f"the waits before them alone may take {waits_s:g} s"
+        )
+        return [Problem((*path, "max_restarts"), message, "raise period_s, or lower max_restarts or backoff_max_s")]
+    return []
+
+
+def _check_queue(config: RunConfig) -> list[Problem]:
+    queue = config.queue
+    if queue.slab_mib > queue.capacity_mib:
+        message = f"a slab of {queue.slab_mib} MiB is larger than the queue's capacity of {queue.capacity_mib} MiB"
+        return [Problem(("queue", "slab_mib"), message, "lower slab_mib or raise capacity_mib")]
+    return []
+
+
+def _check_run_dir(config: RunConfig) -> list[Problem]:
+    path = Path(config.run.dir)
+    found = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+    if not found.is_dir():
+        return [Problem(("run", "dir"), f"{found} is a file, not a folder")]
+    if not os.access(found, os.W_OK):
+        return [Problem(("run", "dir"), f"no permission to write in {found}")]
+    return []
+
+
+def _check_role(kind: str, settings: RoleSettings) -> list[Problem]:
+    problems = []
+    path = ("roles", kind)
+    if kind in ("registry", "queue") and settings.count != 1:
+        problems.append(Problem((*path, "count"), f"a run has exactly one {kind}"))
+    if settings.python is not None and shutil.which(settings.python) is None:
+        message = f"there is no executable {settings.python}"
+        problems.append(Problem((*path, "python"), message, "give the path of a Python interpreter"))
+    for name in settings.env:
+        if not _ENV_NAME.fullmatch(name):
+            problems.append(Problem((*path, "env", name), f"'{name}' is no name of an environment variable", at="key"))
+        elif name.startswith(RESERVED_ENV):
+            message = f"variables that begin with {RESERVED_ENV} belong to the runtime"
+            problems.append(Problem((*path, "env", name), message, at="key"))
+    return problems

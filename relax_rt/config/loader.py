@@ -1,0 +1,242 @@
+"""Read a roles.toml as a whole: typed, checked, every problem reported at once with its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, ValidationError
+
+from relax_rt.config.checks import check_runtime
+from relax_rt.config.job import Job, job_names, load_job
+from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.source import Source, read_source
+from relax_rt.config.target import TargetError, absolute_target, load_target
+from relax_rt.config.validation import validate
+from relax_rt.transport.errors import RelaxError
+
+S = TypeVar("S", bound=RoleSettings)
+
+ROLE_GROUP = "relax_rt.roles"
+SYSTEM_ROLES = ("registry", "queue")
+"""Roles of every run; they need no table."""
+
+
+class _AnyJob(RunConfig):
+    """What can be checked when the job itself is not known."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, preflight: bool = False) -> RunConfig:
+    """Read a config, apply `--set` overrides, check everything.
+
+    Args:
+        path: a roles.toml.
+        overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
+        preflight: also run the job's slower checks (model folder, data, a dry run of the user's reward function).
+
+    Returns:
+        The job's config type, with `roles` holding one settings object for each role of the run and paths to the
+        user's own code, the run directory and interpreters made absolute.
+
+    Raises:
+        ConfigErrors: what is wrong, all of it.
+        RelaxError: the file cannot be read.
+    """
+    source, problems = read_source(path, overrides)
+    config_dir = path.absolute().parent
+    if "config_dir" in source.data:
+        problems.append(Problem(("config_dir",), "config_dir is filled in by the loader", at="key"))
+        del source.data["config_dir"]
+    job = _find_job(source.data, problems)
+    model: type[RunConfig] = job.Config if job else _AnyJob
+    found = validate(model, source.data)
+    if isinstance(found, list):
+        problems += found
+    # The runtime's tables are checked also when the job's are wrong.
+    runtime = validate(_AnyJob, source.data) if isinstance(found, list) else found
+    roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)
+    directory = _run_dir(runtime, problems) if isinstance(runtime, RunConfig) else None
+    if isinstance(runtime, RunConfig) and directory is not None:
+        run = runtime.run.model_copy(update={"dir": directory})
+        runtime = runtime.model_copy(update={"run": run, "roles": roles, "config_dir": str(config_dir)})
+        problems += check_runtime(runtime)
+    if job is not None and not problems and isinstance(runtime, RunConfig):
+        problems += job.check(runtime, config_dir)
+        problems += job.preflight(runtime, config_dir) if preflight and not problems else []
+    if problems or not isinstance(runtime, RunConfig):
+        raise ConfigErrors(str(path), _placed(source, problems))
+    return runtime
+
+
+def role_settings(config: RunConfig, kind: str, settings: type[S]) -> S:
+    """A role's own table as its type; defaults when there is none.
+
+    Raises:
+        ConfigErrors: the table does not fit the type.
+    """
+    table = config.roles.get(kind, {})
+    if isinstance(table, settings):
+        return table
+    plain = table.model_dump(exclude_unset=True) if isinstance(table, RoleSettings) else table
+    found = validate(settings, plain, ("roles", kind))
+    if isinstance(found, list):
+        raise ConfigErrors(f"roles.{kind}", found)
+    return found
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """Write a loaded config as JSON, defaults and overrides included; the file is complete or absent."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(config.model_dump(mode="json"), indent=1) + "\n")
+    fresh.replace(path)
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """Read what write_resolved wrote. Tables of roles that are not the job's own stay plain: see role_settings.
+
+    Raises:
+        RelaxError: the file is not there or was not written by this version.
+    """
+    try:
+        data = json.loads(path.read_text())
+        job = load_job(data["run"]["job"])
+        config = job.Config.model_validate_json(json.dumps(data), strict=True)
+        roles = {
+            kind: _settings_type(kind, job).model_validate_json(json.dumps(table), strict=True)
+            if kind in job.Roles or kind in SYSTEM_ROLES
+            else table
+            for kind, table in config.roles.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        hint = "start the run again with `relax-rt up`"
+        raise RelaxError(f"resolved config {path} cannot be read", why=str(error), hint=hint) from error
+    return config.model_copy(update={"roles": roles})
+
+
+def config_digest(config: RunConfig) -> str:
+    """16 hex digits that change when anything but the folders of the run and of the config changes."""
+    data = config.model_dump(mode="json")
+    del data["config_dir"], data["run"]["dir"]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def known_roles() -> list[str]:
+    """The kinds of role that installed packages offer."""
+    return sorted({entry.name for entry in entry_points(group=ROLE_GROUP)})
+
+
+def _find_job(data: dict[str, Any], problems: list[Problem]) -> Job | None:
+    run = data.get("run")
+    name = run.get("job", "rl") if isinstance(run, dict) else "rl"
+    if not isinstance(name, str):
+        return None
+    try:
+        return load_job(name)
+    except RelaxError as error:
+        known = job_names()
+        why = f": {error.why}" if error.why else ""
+        problems.append(Problem(("run", "job"), error.what + why, did_you_mean(name, known) or error.hint))
+        return None
+
+
+def _run_dir(config: RunConfig, problems: list[Problem]) -> str | None:
+    try:
+        directory = config.run.dir.format(name=config.run.name)
+    except (KeyError, IndexError, ValueError, AttributeError):
+        problems.append(Problem(("run", "dir"), f'"{config.run.dir}" has a placeholder other than {{name}}'))
+        return None
+    return str(Path(directory).expanduser().absolute())
+
+
+def _roles(
+    tables: Any, job: Job | None, config_dir: Path, home: type[RunConfig], problems: list[Problem]
+) -> dict[str, RoleSettings]:
+    """The settings of every role of the run: those with a table, the job's, and the system's."""
+    if not isinstance(tables, dict):
+        return {}
+    roles: dict[str, RoleSettings] = {}
+    for kind in dict.fromkeys([*SYSTEM_ROLES, *(job.Roles if job else ()), *tables]):
+        table = tables.get(kind, {})
+        if not isinstance(table, dict):
+            problems.append(Problem(("roles", kind), f"roles.{kind} must be a table"))
+            continue
+        table = _absolute(table, config_dir)
+        settings = _role_type(kind, table, job, problems)
+        if settings is None:
+            continue
+        found = validate(settings, table, ("roles", kind), home)
+        if isinstance(found, list):
+            problems += found
+        else:
+            roles[kind] = found
+    return roles
+
+
+def _absolute(table: Mapping[str, Any], config_dir: Path) -> dict[str, Any]:
+    """The table with its paths made absolute."""
+    changed = dict(table)
+    if isinstance(target := table.get("target"), str):
+        changed["target"] = absolute_target(target, config_dir)
+    if isinstance(python := table.get("python"), str) and "/" in python:
+        # Not resolved: an environment's interpreter is a link, and where the link lies makes the environment.
+        changed["python"] = str(config_dir / Path(python).expanduser())
+    return changed
+
+
+def _role_type(kind: str, table: dict[str, Any], job: Job | None, problems: list[Problem]) -> type[RoleSettings] | None:
+    path: KeyPath = ("roles", kind)
+    if isinstance(target := table.get("target"), str):
+        return _target_type(target, (*path, "target"), problems)
+    known = known_roles()
+    if kind not in known and not (job and kind in job.Roles):
+        hint = did_you_mean(kind, known) or f'known: {", ".join(known)}; your own is named by target = "file.py:Class"'
+        problems.append(Problem(path, f"unknown role '{kind}'", hint, at="key"))
+        return None
+    if job is None and kind not in SYSTEM_ROLES:
+        return None
+    try:
+        return _settings_type(kind, job)
+    except TargetError as error:
+        problems.append(Problem(path, f"role '{kind}': {error.what}: {error.why}", error.hint, at="key"))
+        return None
+
+
+def _target_type(target: str, path: KeyPath, problems: list[Problem]) -> type[RoleSettings] | None:
+    try:
+        role = load_target(target)
+    except TargetError as error:
+        why = f": {error.why}" if error.why else ""
+        problems.append(Problem(path, error.what + why, error.hint))
+        return None
+    settings = getattr(role, "Settings", None)
+    if not (isinstance(role, type) and isinstance(settings, type) and issubclass(settings, RoleSettings)):
+        problems.append(Problem(path, f"{target} is not a subclass of relax_rt.role.Role"))
+        return None
+    return settings
+
+
+def _settings_type(kind: str, job: Job | None) -> type[RoleSettings]:
+    """The settings type of an installed role; the job's are known without importing the role."""
+    if job is not None and kind in job.Roles:
+        return job.Roles[kind]
+    if kind in SYSTEM_ROLES:
+        return RoleSettings
+    (entry, *_) = entry_points(group=ROLE_GROUP, name=kind)
+    settings = getattr(load_target(entry.value), "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, RoleSettings)):
+        raise TargetError(f"{entry.value}.Settings is no RoleSettings")
+    return settings
+
+
+def _placed(source: Source, problems: list[Problem]) -> list[Problem]:
+    """The problems with their places; the same finding is reported once."""
+    located = [source.locate(problem) for problem in problems]
+    return [problem for index, problem in enumerate(located) if problem not in located[:index]]

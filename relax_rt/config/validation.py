@@ -1,0 +1,188 @@
+"""From plain data to typed tables, with pydantic's findings put into words and aimed at keys."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from relax_rt.config.problems import KeyPath, Problem, did_you_mean, dotted
+
+M = TypeVar("M", bound=BaseModel)
+
+_KINDS = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "list_type": "an array",
+    "tuple_type": "an array",
+}
+
+
+def validate(model: type[M], data: Any, at: KeyPath = (), home: type[BaseModel] | None = None) -> M | list[Problem]:
+    """The data as a model, or everything that is wrong with it.
+
+    JSON is what pydantic's strict mode knows arrays and integers-for-numbers in: 1 is a number, "1" is not, and an
+    array becomes a tuple.
+
+    Args:
+        model: the table's type.
+        data: what tomllib read.
+        at: path of the table in the config.
+        home: the whole config's type; a key that is unknown here but known there is named with its table.
+    """
+    try:
+        return model.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    return [_problem(model, data, at, detail, home or model) for detail in details]
+
+
+def field_type(model: type[BaseModel], path: KeyPath) -> Any:
+    """The annotation found by following keys from a model; None where they lead out of it."""
+    found: Any = model
+    for part in path:
+        fields = _table_type(found)
+        if fields is not None and isinstance(part, str) and part in fields.model_fields:
+            found = fields.model_fields[part].annotation
+        elif get_origin(found) in (list, tuple) and isinstance(part, int):
+            found = get_args(found)[0]
+        elif get_origin(found) is dict:
+            found = get_args(found)[1]
+        else:
+            return None
+    return found
+
+
+def _table_type(annotation: Any) -> type[BaseModel] | None:
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [t for t in map(_table_type, get_args(annotation)) if t is not None]
+        return inner[0] if inner else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _problem(model: type[BaseModel], data: Any, at: KeyPath, detail: ErrorDetails, home: type[BaseModel]) -> Problem:
+    path, value = _in_data(detail["loc"], data)
+    kind, context = detail["type"], detail.get("ctx", {})
+    table = _table_type(field_type(model, path[:-1]))
+    if kind == "extra_forbidden":
+        return _unknown(path, at, table, home)
+    if kind == "missing":
+        return _missing(detail, path, at, model)
+    hint = _description(model, path)
+    shown = _show(value)
+    if kind in _KINDS:
+        message = f"must be {_KINDS[kind]}, not {shown}"
+    elif kind == "literal_error":
+        choices = [c for c in get_args(_literal(field_type(model, path))) if c is not None]
+        message = f"{shown} is not one of: {', '.join(_show(c) for c in choices)}"
+        near = did_you_mean(str(value), [str(c) for c in choices])
+        hint = near or hint
+    elif kind == "string_pattern_mismatch":
+        message = f"{shown} does not have the right form"
+    elif kind in _BOUNDS:
+        word, key = _BOUNDS[kind]
+        message = f"must be {word} {context[key]:g}, not {shown}"
+    else:
+        message = f"{_lower(detail['msg'].removeprefix('Value error, '))}, not {shown}"
+    return Problem((*at, *path), f"{dotted((*at, *path))}: {message}", hint)
+
+
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def _in_data(loc: tuple[str | int, ...], data: Any) -> tuple[KeyPath, Any]:
+    """Pydantic's location without the parts that are not keys of the data (names of union members), and the value.
+
+    The last part stays: a missing or unknown key need not be there.
+    """
+    path: list[str | int] = []
+    for index, part in enumerate(loc):
+        inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and part in range(len(data))
+        if inside:
+            data = data[part]
+        elif index < len(loc) - 1 or not isinstance(data, Mapping) or part == "[key]":
+            continue
+        path.append(part)
+    return tuple(path), data
+
+
+def _unknown(path: KeyPath, at: KeyPath, table: type[BaseModel] | None, home: type[BaseModel]) -> Problem:
+    name = str(path[-1])
+    where = dotted((*at, *path[:-1]))
+    known = [key for key in (table.model_fields if table else []) if key != "config_dir"]
+    what = "table or key" if not where else "key"
+    message = f"unknown {what} '{name}'" + (f" in [{where}]" if where else "")
+    hint = did_you_mean(name, known)
+    if not hint:
+        elsewhere = [dotted(p) for p in _keys_named(home, name)]
+        hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else f"known: {', '.join(known)}" if known else ""
+    return Problem((*at, *path), message, hint, at="key")
+
+
+def _keys_named(model: type[BaseModel], name: str, at: KeyPath = (), depth: int = 4) -> list[KeyPath]:
+    """The tables in which a key of this name is known."""
+    found = [at] if at and name in model.model_fields else []
+    for key, field in model.model_fields.items():
+        inner = _table_type(field.annotation)
+        if inner is not None and depth:
+            found += _keys_named(inner, name, (*at, key), depth - 1)
+    return found
+
+
+def _missing(detail: ErrorDetails, path: KeyPath, at: KeyPath, model: type[BaseModel]) -> Problem:
+    whole = (*at, *path)
+    wanted = _table_type(field_type(model, path))
+    if wanted is not None:
+        required = [name for name, field in wanted.model_fields.items() if field.is_required()]
+        hint = f"it needs {', '.join(required)}" if required else ""
+        return Problem(whole, f"missing table [{dotted(whole)}]", hint, at="key")
+    table = dotted(whole[:-1])
+    message = f"missing key '{path[-1]}'" + (f" in [{table}]" if table else "")
+    return Problem(whole, message, _description(model, path), at="key")
+
+
+def _description(model: type[BaseModel], path: KeyPath) -> str:
+    table = _table_type(field_type(model, path[:-1])) if path else None
+    field = table.model_fields.get(str(path[-1])) if table else None
+    return " ".join((field.description or "").split()) if field else ""
+
+
+def _literal(annotation: Any) -> Any:
+    if get_origin(annotation) is Literal:
+        return annotation
+    for inner in get_args(annotation):
+        if (found := _literal(inner)) is not None:
+            return found
+    return None
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value if len(value) <= 60 else value[:57] + "...", ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list):
+        return "an array"
+    return str(value)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
