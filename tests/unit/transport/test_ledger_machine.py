@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -18,6 +20,8 @@ from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.queue.api import Batch, SampleKey, Ticket
 
 STALENESS = (0, 1, 2)
+OUTCOMES = ("done", "done", "done", "done", "failed", "abandoned")
+PICK = st.integers(0, 999)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -38,6 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tickets: dict[int, tuple[Incarnation, Ticket, set[int]]] = {}
         self.work: list[tuple[Incarnation, Batch]] = []
         self.dead: list[Incarnation] = []
+        self.gone: set[Incarnation] = set()
         self.parents: dict[int, tuple[int, bool]] = {}
         self.path: dict[int, list[tuple[SampleKey, int]]] = {}
         self.checkpoints = {0: 0}
@@ -106,6 +111,22 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step, self.version = self.step + 1, version
         self.path[self.step] = [(info.key, info.prompt) for info in batch.samples]
 
+    @rule(i=st.integers(0, 1), groups=st.integers(1, 2), update=st.booleans(), rounds=st.integers(1, 2))
+    def whole_step(self, i: int, groups: int, update: bool, rounds: int) -> None:
+        """Everything from prompt to step, so that random runs get anywhere."""
+        if self.batch is None:
+            for _ in range(rounds):
+                if update:
+                    self.update_engine(i)
+                self.admit(i, groups)
+            for id_ in [id_ for id_, (engine, _, _) in self.tickets.items() if engine == self.engines[i]]:
+                while id_ in self.tickets:
+                    self.put_one(id_, interrupted=False)
+            self.d.reward_all(self.judges[i])
+            self.take_batch(groups)
+        if self.batch is not None:
+            self.train()
+
     @precondition(lambda self: self.batch is not None)
     @rule()
     def give_batch_up(self) -> None:
@@ -151,9 +172,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert held <= (self.staleness + 1 - self.distance(self.version, version)) * 4
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), interrupted=st.booleans())
-    def put(self, data: st.DataObject, interrupted: bool) -> None:
-        id_ = data.draw(st.sampled_from(sorted(self.tickets)))
+    @rule(pick=PICK, interrupted=st.booleans())
+    def put(self, pick: int, interrupted: bool) -> None:
+        self.put_one(sorted(self.tickets)[pick % len(self.tickets)], interrupted)
+
+    def put_one(self, id_: int, interrupted: bool) -> None:
         engine, ticket, done = self.tickets[id_]
         member = len(done)
         mine = id_ in self.d.ledger.state.groups
@@ -161,10 +184,20 @@ class LedgerMachine(RuleBasedStateMachine):
         base = group.base if group is not None else self.version
         key = SampleKey(id_, member)
         try:
-            self.d.put(engine, key, *([base, self.version] if interrupted else [base]))
+            freed = self.d.put(engine, key, *([base, self.version] if interrupted else [base]))
         except StaleEpoch:
             assert engine in self.dead
+            del self.tickets[id_]
             return
+        being_read = {
+            (column.slab, column.offset)
+            for who, batch in self.work
+            if who not in self.gone
+            for info in batch.samples
+            for column in info.columns
+            if column.slab
+        }
+        assert not being_read & {(extent.slab, extent.offset) for extent in freed}
         if mine and (group := self.d.ledger.state.groups.get(id_)) is not None:
             column = group.samples[member].columns[0]
             self.digests[key] = (column.slab, column.offset)
@@ -173,9 +206,9 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.tickets[id_]
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        id_ = data.draw(st.sampled_from(sorted(self.tickets)))
+    @rule(pick=PICK)
+    def give_back(self, pick: int) -> None:
+        id_ = sorted(self.tickets)[pick % len(self.tickets)]
         engine, _, _ = self.tickets.pop(id_)
         if engine not in self.dead:
             self.d.call(engine, ev.GiveBack([id_], "test"))
@@ -198,9 +231,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.work.append((self.judges[i], batch))
 
     @precondition(lambda self: self.work)
-    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "done", "failed", "abandoned"]))
-    def finish_reward(self, data: st.DataObject, outcome: str) -> None:
-        who, batch = self.work.pop(data.draw(st.integers(0, len(self.work) - 1)))
+    @rule(pick=PICK, outcome=st.sampled_from(OUTCOMES))
+    def finish_reward(self, pick: int, outcome: str) -> None:
+        who, batch = self.work.pop(pick % len(self.work))
         if who in self.dead:
             with pytest.raises(StaleEpoch):
                 self.d.reward(who, batch)
@@ -212,6 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1))
     def kill_judge(self, i: int) -> None:
         self.d.gone(self.judges[i])
+        self.gone.add(self.judges[i])
         self.dead.append(self.judges[i])
         self.judges[i] = self.incarnation(f"reward/{i}")
 
@@ -323,6 +357,43 @@ def keys(group: int, size: int) -> list[SampleKey]:
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_long_run_with_faults(seed: int) -> None:
+    """Hypothesis looks for short cases; this walks far, with faults as rare as steps can stand."""
+    rng = random.Random(seed)
+    m = LedgerMachine()
+    m.start(staleness=seed % 3, wait_s=rng.choice([0.0, 10.0]))
+    coin, two, pick = lambda: rng.random() < 0.5, lambda: rng.randrange(2), lambda: rng.randrange(999)
+    moves: list[tuple[float, Callable[[], bool], Callable[[], None]]] = [
+        (6, lambda: True, lambda: m.admit(two(), rng.randint(1, 4))),
+        (14, lambda: bool(m.tickets), lambda: m.put(pick(), rng.random() < 0.1)),
+        (6, lambda: True, lambda: m.take_reward(two(), rng.randint(1, 4), rng.random() < 0.2)),
+        (7, lambda: bool(m.work), lambda: m.finish_reward(pick(), rng.choice(OUTCOMES))),
+        (6, lambda: m.batch is None, lambda: m.take_batch(rng.choice([1, 2, 2, 2]))),
+        (4, lambda: m.batch is not None, lambda: m.train()),
+        (4, lambda: True, lambda: m.update_engine(two())),
+        (2, lambda: True, lambda: m.tick(rng.choice([0.5, 2.0, 40.0]))),
+        (0.6, lambda: True, lambda: m.checkpoint(coin())),
+        (0.3, lambda: m.batch is not None, lambda: m.give_batch_up()),
+        (0.3, lambda: bool(m.tickets), lambda: m.give_back(pick())),
+        (0.3, lambda: True, lambda: m.kill_engine(two(), coin())),
+        (0.3, lambda: True, lambda: m.kill_judge(two())),
+        (0.3, lambda: True, lambda: m.kill_trainer(coin())),
+        (0.3, lambda: True, lambda: m.kill_broker()),
+        (0.2, lambda: True, lambda: m.take_snapshot()),
+        (0.5, lambda: m.d.last is not None, lambda: m.repeat_the_last_call()),
+        (0.05, lambda: len(m.checkpoints) > 1, lambda: m.newest_checkpoint_is_corrupt()),
+        (0.05, lambda: True, lambda: m.node_agent_dies()),
+    ]
+    for _ in range(500):
+        possible = [(weight, act) for weight, may, act in moves if may()]
+        rng.choices([act for _, act in possible], [weight for weight, _ in possible])[0]()
+        m.ledger_is_sound()
+        m.path_is_ours()
+        m.capacity_holds_at_admission()
+    m.teardown()

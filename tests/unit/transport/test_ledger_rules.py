@@ -503,3 +503,32 @@ def test_spans_without_tokens_count_with_the_engines_version() -> None:
         d.call(ENGINE, ev.PutColumns([Put(SampleKey(ticket.group, member), d.columns(ENGINE), [])]))
     d.reward_all(JUDGE)
     assert {info.staleness for info in d.take(TRAINER, "train", groups=1).samples} == {0}
+
+
+def test_what_an_update_makes_over_stale_is_refused_at_once() -> None:
+    d, v1 = started(max_staleness=1)
+    make(d, v1, 4)
+    d.reward_all(JUDGE)
+    version = v1
+    for number in (1, 2):
+        batch = d.take(TRAINER, "train", groups=1)
+        version = d.trained(TRAINER, batch, number, version)
+    account = d.ledger.account()
+    assert account["refused(stale)"] == 4 and account["prompts_waiting"] == 2
+    assert len(d.admit(ENGINE, version, 100).tickets) == 4
+
+
+def test_rollback_offers_no_more_again_than_the_bound() -> None:
+    d, v1 = started(max_staleness=1)
+    make(d, v1, 2)
+    v2 = step(d, 1, v1)
+    make(d, v1, 2, OTHER)
+    make(d, v2, 2)
+    v3 = step(d, 2, v2)
+    make(d, v2, 2)
+    step(d, 3, v3)
+    d.gone(TRAINER)
+    d.rollback(Incarnation("trainer/0", 9), 0, v1)
+    account = d.ledger.account()
+    assert account["samples_offered_again"] == 8 and account["dropped(surplus)"] > 0
+    assert d.ledger.audit() == []
