@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import idempotent
+from relax_rt.transport.interface import idempotent
 from relax_rt.transport.versions import VersionRecord
 
 SLOT_STATES = ("starting", "ready", "draining", "lapsed", "gone")

@@ -1,0 +1,112 @@
+"""Checkpoint folders: complete or absent. The atomic rename is the commit point of everything a checkpoint covers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.transport.errors import Corrupt, Refused, StaleEpoch
+
+STATE_FILE = "relax_rt.json"
+PREFIX = "step-"
+PARTIAL = ".partial-"
+
+
+class CheckpointState(msgspec.Struct, frozen=True):
+    """What a checkpoint says of itself, besides model and optimizer.
+
+    Attributes:
+        step: optimizer steps done. version: the policy version of its weights; digest: that version's digest.
+        epoch: incarnation of the trainer that wrote it.
+        ledger_step: the queue's mark: samples trained up to this step are covered.
+        elapsed_s: wall-clock time that training had taken.
+    """
+
+    step: int
+    version: int
+    digest: str
+    epoch: int
+    ledger_step: int
+    elapsed_s: float = 0.0
+
+
+class CheckpointStore:
+    """The checkpoints of a run, in one folder.
+
+    Raises:
+        StaleEpoch: a newer incarnation of the trainer writes here.
+    """
+
+    def __init__(self, folder: Path, epoch: int, keep: int) -> None:
+        self.folder, self.epoch, self.keep = folder, epoch, keep
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fence()
+        for partial in folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(partial)
+
+    def newest(self) -> tuple[Path, CheckpointState] | None:
+        """The complete checkpoint of the highest step, if there is one."""
+        folders = sorted(self.folder.glob(f"{PREFIX}*"))
+        return (folders[-1], read_state(folders[-1])) if folders else None
+
+    def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
+        """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones.
+
+        Raises:
+            StaleEpoch: a newer incarnation of the trainer writes here; nothing was renamed.
+        """
+        self._fence()
+        partial = self.folder / f"{PARTIAL}{state.step:06d}-{self.epoch}"
+        partial.mkdir()
+        write(partial)
+        (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        target = self.folder / f"{PREFIX}{state.step:06d}"
+        self._fence()
+        if target.exists():
+            # The same step again, by an incarnation that resumed before it.
+            shutil.rmtree(target)
+        partial.rename(target)
+        _sync(self.folder)
+        for old in sorted(self.folder.glob(f"{PREFIX}*"))[: -self.keep]:
+            shutil.rmtree(old)
+        return target
+
+    def _fence(self) -> None:
+        mark = self.folder / "epoch"
+        newest = int(mark.read_text()) if mark.exists() else 0
+        if newest > self.epoch:
+            raise StaleEpoch(f"checkpoints in {self.folder}", why=f"epoch {newest} writes here, this is {self.epoch}")
+        if newest < self.epoch:
+            temporary = self.folder / f"epoch.{self.epoch}"
+            temporary.write_text(str(self.epoch))
+            temporary.rename(mark)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """What a checkpoint says of itself.
+
+    Raises:
+        Refused: it is not a checkpoint of a run. Corrupt: its state file cannot be read.
+    """
+    path = folder / STATE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CheckpointState)
+    except FileNotFoundError:
+        raise Refused(f"checkpoint {folder}", why=f"it has no {STATE_FILE}") from None
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

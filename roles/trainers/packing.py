@@ -1,0 +1,134 @@
+"""Micro-batches for groups: the members of a group share one copy of their common prompt.
+
+A row is [prefix][suffix 1] … [suffix n]; a suffix attends to the prefix and to itself, and its positions go on where
+the prefix ends. Loss and gradients are those of n separate sequences (a test holds the two together), while the prompt
+is computed once instead of n times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from relax_rt.roles.sample import Sample
+
+
+@dataclass(slots=True)
+class Row:
+    """Members of one group that share a prefix.
+
+    `members` holds (index of the sample in the step's batch, sample); a suffix is the sample's tokens from the
+    prefix's end on.
+    """
+
+    prefix: int
+    members: list[tuple[int, Sample]]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return self.prefix + sum(len(s.tokens) - self.prefix for _, s in self.members)
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Tensors of rows padded to one length L, and the places where sampled tokens are predicted.
+
+    ids, positions: int64 [rows, L]. mask: bool [rows, 1, L, L], True where attention is allowed. predict_row,
+    predict_at: int64 [m], the position whose hidden state predicts each trained token. targets: int64 [m].
+    behaviour, advantages: float32 [m]. sample: int64 [m], index of the sample that each token belongs to.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    predict_row: torch.Tensor
+    predict_at: torch.Tensor
+    targets: torch.Tensor
+    behaviour: torch.Tensor
+    advantages: torch.Tensor
+    sample: torch.Tensor
+
+
+def shared_rows(samples: Sequence[Sample], budget: int) -> list[Row]:
+    """Rows of at most `budget` tokens: members of one group with the same prompt go together.
+
+    A single sample longer than the budget becomes a row of its own.
+    """
+    rows: list[Row] = []
+    by_prompt: dict[tuple[int, bytes], Row] = {}
+    for index, sample in enumerate(samples):
+        prefix = sample.prompt_length
+        key = (sample.meta.group, sample.tokens[:prefix].tobytes())
+        row = by_prompt.get(key)
+        if row is None or row.length + len(sample.tokens) - prefix > budget:
+            row = by_prompt[key] = Row(prefix, [])
+            rows.append(row)
+        row.members.append((index, sample))
+    return rows
+
+
+def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+    """Rows of similar length together, so that rows x longest stays within `budget` tokens."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda r: r.length):
+        if batches and (len(batches[-1]) + 1) * row.length <= budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def collate(rows: Sequence[Row]) -> MicroBatch:
+    """Tensors of one micro-batch. A sample's advantages and behaviour log-probabilities are per token."""
+    length = max(row.length for row in rows)
+    ids = np.zeros((len(rows), length), np.int64)
+    positions = np.zeros((len(rows), length), np.int64)
+    # -1 is padding, 0 the prefix, k the k-th member.
+    segments = np.full((len(rows), length), -1, np.int64)
+    picks: list[tuple[np.ndarray, ...]] = []
+    for r, row in enumerate(rows):
+        at = row.prefix
+        first = row.members[0][1]
+        ids[r, :at], positions[r, :at], segments[r, :at] = first.tokens[:at], np.arange(at), 0
+        for k, (index, sample) in enumerate(row.members, start=1):
+            end = at + len(sample.tokens) - row.prefix
+            ids[r, at:end] = sample.tokens[row.prefix :]
+            positions[r, at:end] = np.arange(row.prefix, len(sample.tokens))
+            segments[r, at:end] = k
+            picks.append(_predictions(r, at, row.prefix, index, sample))
+            at = end
+    columns = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
+    return MicroBatch(
+        torch.from_numpy(ids), torch.from_numpy(positions), _attention_mask(torch.from_numpy(segments)), *columns
+    )
+
+
+def _predictions(row: int, at: int, prefix: int, index: int, sample: Sample) -> tuple[np.ndarray, ...]:
+    """Where in the row each trained token of the sample is predicted, and what belongs to it."""
+    trained = np.flatnonzero(sample.loss_mask)
+    trained = trained[trained > 0]
+    # Token t is predicted at t - 1; the first one after the prefix is predicted at the prefix's last position.
+    before = trained - 1
+    place = np.where(before < prefix, before, before - prefix + at)
+    advantages = sample.advantages if sample.advantages is not None else np.zeros(len(sample.tokens), np.float32)
+    return (
+        np.full(len(trained), row, np.int64),
+        place.astype(np.int64),
+        sample.tokens[trained].astype(np.int64),
+        sample.behaviour_logprobs[trained].astype(np.float32),
+        advantages[trained].astype(np.float32),
+        np.full(len(trained), index, np.int64),
+    )
+
+
+def _attention_mask(segments: torch.Tensor) -> torch.Tensor:
+    """bool [rows, 1, L, L] from segment numbers [rows, L]; padding sees itself, to keep its softmax finite."""
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    query, key = segments[:, :, None], segments[:, None, :]
+    allowed = causal & ((key == 0) | (key == query)) & (key >= 0)
+    return (allowed | torch.eye(length, dtype=torch.bool))[:, None]

@@ -1,0 +1,115 @@
+"""Publication through shared memory: whole or refused, never half."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, layout_of
+from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, fetch, read_manifest
+
+LAYOUT = layout_of([("a", "float32", (3,), 12), ("b", "bfloat16", (5, 2), 20)])
+
+
+def publish(stage: WeightStage, version: int, fill: int, keep: int = 0, layout: Layout = LAYOUT) -> Manifest:
+    with stage.writing(layout, keep) as (file, view):
+        view[:] = bytes([fill]) * layout.nbytes
+        return stage.seal(version, layout, file, view)
+
+
+def test_a_fetched_copy_is_what_was_staged(tmp_path: Path) -> None:
+    manifest = publish(WeightStage(tmp_path, 1), 7, 42)
+    copy = bytearray(LAYOUT.nbytes)
+    fetch(tmp_path, read_manifest(tmp_path, 7), memoryview(copy))
+    assert copy == bytes([42]) * LAYOUT.nbytes
+    assert manifest == read_manifest(tmp_path, 7)
+
+
+def test_tensors_are_aligned_and_do_not_overlap() -> None:
+    ends = [(e.offset, e.offset + e.nbytes) for e in LAYOUT.entries]
+    assert all(start % 64 == 0 for start, _ in ends)
+    assert ends[0][1] <= ends[1][0] <= LAYOUT.nbytes
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    layout = layout_of([("w", "float32", (BUCKET_BYTES // 2,), BUCKET_BYTES * 2)])
+    manifest = publish(WeightStage(tmp_path, 1), 1, 1, layout=layout)
+    with (tmp_path / manifest.file).open("r+b") as file:
+        file.seek(BUCKET_BYTES + 5)
+        file.write(b"\xff")
+    with pytest.raises(Corrupt, match=f"bytes {BUCKET_BYTES}-{2 * BUCKET_BYTES}"):
+        fetch(tmp_path, manifest, memoryview(bytearray(layout.nbytes)))
+
+
+def test_the_committed_version_survives_later_stages(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    publish(stage, 1, 11)
+    for version in range(2, 12):
+        publish(stage, version, version, keep=1)  # each reuses the other buffer: 1 stays committed
+    copy = bytearray(LAYOUT.nbytes)
+    fetch(tmp_path, read_manifest(tmp_path, 1), memoryview(copy))
+    assert copy[0] == 11
+    assert len(list(tmp_path.glob("w*.buf"))) == 2
+    with pytest.raises(Refused, match="policy version 2"):
+        read_manifest(tmp_path, 2)
+
+
+def test_an_older_incarnation_is_fenced(tmp_path: Path) -> None:
+    old = WeightStage(tmp_path, 3)
+    publish(old, 1, 1)
+    new = WeightStage(tmp_path, 4)
+    with pytest.raises(StaleEpoch, match="epoch 4 writes here, this is 3"):
+        publish(old, 2, 2)
+    publish(new, 2, 9, keep=1)
+    assert read_manifest(tmp_path, 2).epoch == 4
+    with pytest.raises(StaleEpoch):
+        WeightStage(tmp_path, 3)
+
+
+def test_a_pinned_buffer_is_not_reused_and_a_killed_reader_lets_go(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    files = {publish(stage, 1, 1).file}
+    code = (
+        "import fcntl,os,sys,time\n"
+        "fd=os.open(sys.argv[1],os.O_RDONLY); fcntl.flock(fd,fcntl.LOCK_SH); print('pinned',flush=True); time.sleep(600)"
+    )
+    readers = []
+    try:
+        for version in range(2, MAX_BUFFERS + 2):
+            name = read_manifest(tmp_path, version - 1).file
+            reader = subprocess.Popen(
+                [sys.executable, "-c", code, str(tmp_path / name)], stdout=subprocess.PIPE, text=True
+            )
+            readers.append(reader)
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "pinned\n"
+            if version <= MAX_BUFFERS:
+                files.add(publish(stage, version, version, keep=version - 1).file)
+        assert len(files) == MAX_BUFFERS
+        with pytest.raises(OutOfSpace, match="pinned by readers"):
+            publish(stage, 9, 9, keep=MAX_BUFFERS)
+        os.kill(readers[0].pid, signal.SIGKILL)
+        readers[0].wait()
+        assert publish(stage, 9, 9, keep=MAX_BUFFERS).file == "w0.buf"
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+            assert reader.stdout is not None
+            reader.stdout.close()
+
+
+def test_retiring_removes_older_manifests_only(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    publish(stage, 1, 1)
+    publish(stage, 2, 2, keep=1)
+    stage.retire(2)
+    assert read_manifest(tmp_path, 2).version == 2
+    with pytest.raises(Refused, match="policy version 1"):
+        read_manifest(tmp_path, 1)

@@ -1,0 +1,64 @@
+"""What a published set of weights looks like: tensors in one flat buffer, digests by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import xxhash
+
+ALIGNMENT = 64
+BUCKET_BYTES = 16 << 20
+"""Digests are taken over buckets of this size, so that a reader checks while it copies."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor: dtype is torch's name (``bfloat16``), offset and nbytes are in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Where every tensor lies in a flat buffer of `nbytes`."""
+
+    entries: tuple[TensorEntry, ...]
+    nbytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A staged version: made by incarnation `epoch` of the trainer, lying in `file` beside the manifest."""
+
+    version: int
+    epoch: int
+    file: str
+    layout: Layout
+    buckets: tuple[str, ...]
+    digest: str
+
+
+def layout_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Layout:
+    """Lay (name, dtype, shape, nbytes) out one after the other, aligned for vector loads."""
+    entries, offset = [], 0
+    for name, dtype, shape, nbytes in tensors:
+        entries.append(TensorEntry(name, dtype, shape, offset, nbytes))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return Layout(tuple(entries), offset)
+
+
+def bucket_slices(nbytes: int) -> list[slice]:
+    """The byte ranges that are digested one by one."""
+    return [slice(at, min(at + BUCKET_BYTES, nbytes)) for at in range(0, nbytes, BUCKET_BYTES)]
+
+
+def bucket_digest(data: memoryview) -> str:
+    """xxh3-128 of a bucket, hex. It finds torn and mixed-up bytes; it is no defence against an attacker."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def total_digest(buckets: Iterable[str]) -> str:
+    """The digest of a version: over its buckets' digests, in order."""
+    return xxhash.xxh3_128_hexdigest("".join(buckets).encode())

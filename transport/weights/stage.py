@@ -1,0 +1,170 @@
+"""Weights on their way from the trainer to the engines of a node, through shared memory.
+
+The stage is a folder of the run's shared memory: buffers (``w0.buf`` …, recycled) and one manifest a version. It belongs
+to the node, not to the trainer: the newest committed version stays there in full when the trainer dies. A reader pins a
+buffer with a shared file lock, which the kernel drops when the reader dies; the writer reuses only buffers that it can
+lock alone and that hold no version still wanted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch
+from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
+
+MAX_BUFFERS = 4
+"""One committed, one being written, and room for two slow readers."""
+
+
+def _manifest_path(folder: Path, version: int) -> Path:
+    return folder / f"v{version:08d}.json"
+
+
+def read_manifest(folder: Path, version: int) -> Manifest:
+    """The manifest of a staged version.
+
+    Raises:
+        Refused: the version is not on this stage (never staged, or retired).
+    """
+    try:
+        return msgspec.json.decode(_manifest_path(folder, version).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise Refused(f"weights of policy version {version}", why=f"not on the stage {folder}") from None
+
+
+class WeightStage:
+    """The writing side, one trainer incarnation.
+
+    Raises:
+        StaleEpoch: a newer incarnation of the trainer has opened the stage.
+    """
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        self.folder, self.epoch = folder, epoch
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fence()
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def _fence(self) -> None:
+        """Under the lock: refuse to write after a newer incarnation, and note this one's epoch."""
+        descriptor = os.open(self.folder / "epoch", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            newest = int(os.read(descriptor, 32) or b"0")
+            if newest > self.epoch:
+                raise StaleEpoch(f"weight stage {self.folder}", why=f"epoch {newest} writes here, this is {self.epoch}")
+            if newest < self.epoch:
+                os.pwrite(descriptor, str(self.epoch).encode(), 0)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def writing(self, layout: Layout, keep: int) -> Iterator[tuple[str, memoryview]]:
+        """A free buffer of the layout's size, locked for writing; version `keep` is left alone.
+
+        Raises:
+            OutOfSpace: every buffer is pinned by readers or there is no room for another.
+        """
+        self._fence()
+        name, descriptor = self._free_buffer(layout.nbytes, keep)
+        try:
+            view = memoryview(self._map(name, descriptor, layout.nbytes))
+            try:
+                yield name, view[: layout.nbytes]
+            finally:
+                view.release()
+        finally:
+            # The mapping holds a duplicate of the descriptor, so closing this one alone would keep the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def seal(self, version: int, layout: Layout, file: str, data: memoryview) -> Manifest:
+        """Digest the written buffer and put its manifest on the stage (call it inside `writing`)."""
+        self._fence()
+        buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
+        manifest = Manifest(version, self.epoch, file, layout, buckets, total_digest(buckets))
+        path = _manifest_path(self.folder, version)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(manifest))
+        temporary.rename(path)
+        return manifest
+
+    def retire(self, committed: int) -> None:
+        """Remove the manifests of all versions before the committed one; their buffers may be reused."""
+        for path in self.folder.glob("v*.json"):
+            if int(path.stem[1:]) < committed:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmap; the files stay with the node."""
+        for mapping in self._maps.values():
+            mapping.close()
+        self._maps.clear()
+
+    def _free_buffer(self, nbytes: int, keep: int) -> tuple[str, int]:
+        kept = read_manifest(self.folder, keep).file if keep else ""
+        for number in range(MAX_BUFFERS):
+            name = f"w{number}.buf"
+            if name == kept:
+                continue
+            descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.posix_fallocate(descriptor, 0, nbytes)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            except OSError as error:
+                os.close(descriptor)
+                raise OutOfSpace(
+                    f"{nbytes >> 20} MiB for weights in {self.folder}", why=str(error), hint="enlarge /dev/shm"
+                ) from error
+            for path in self.folder.glob("v*.json"):  # what the buffer held before is gone from here on
+                if msgspec.json.decode(path.read_bytes(), type=Manifest).file == name:
+                    path.unlink(missing_ok=True)
+            return name, descriptor
+        raise OutOfSpace(
+            f"a buffer for weights in {self.folder}", why=f"all {MAX_BUFFERS} are pinned by readers", hint="see `why`"
+        )
+
+    def _map(self, name: str, descriptor: int, nbytes: int) -> mmap.mmap:
+        mapping = self._maps.get(name)
+        if mapping is None or len(mapping) < nbytes:
+            mapping = self._maps[name] = mmap.mmap(descriptor, nbytes)
+        return mapping
+
+
+def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
+    """Copy a staged version into private memory and verify the copy, bucket by bucket.
+
+    Raises:
+        Refused: the version was retired meanwhile; ask for the newest one.
+        Corrupt: the bytes do not match their digests; the copy must not be used.
+    """
+    descriptor = os.open(folder / manifest.file, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"weights of policy version {manifest.version}", why="their buffer is being reused") from None
+        # The manifest is looked at again under the lock: from here on the buffer cannot be reused.
+        if read_manifest(folder, manifest.version) != manifest:
+            raise Refused(f"weights of policy version {manifest.version}", why="staged again by another incarnation")
+        with mmap.mmap(descriptor, manifest.layout.nbytes, prot=mmap.PROT_READ) as source, memoryview(source) as view:
+            for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
+                into[part] = view[part]
+                if bucket_digest(into[part]) != expected:
+                    raise Corrupt(
+                        f"weights of policy version {manifest.version}, bytes {part.start}-{part.stop}",
+                        why="the copy does not match the digest taken at stage",
+                    )
+    finally:
+        os.close(descriptor)
