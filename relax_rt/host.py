@@ -25,8 +25,9 @@ import uvloop
 
 from relax_rt.config.loader import read_resolved, role_settings
 from relax_rt.config.problems import ConfigErrors
+from relax_rt.config.target import TargetError
 from relax_rt.context import HostContext
-from relax_rt.loading import RoleNotFound, load_role, role_target
+from relax_rt.loading import load_role, role_target
 from relax_rt.logs import setup_logging
 from relax_rt.role import Role
 from relax_rt.supervision import procfs
@@ -132,10 +133,10 @@ def main() -> int:
         role_class = load_role(role_target(orders.who.role, orders.target))
         config = read_resolved(orders.run_dir / RESOLVED_CONFIG)
         settings = role_settings(config, orders.who.role, role_class.Settings)
-    except ImportError as error:
+    except TargetError as error:
         return _fail(control, "import_error", error, EXIT_FAILED)
     except RelaxError as error:
-        return _fail(control, "import_error" if isinstance(error, RoleNotFound) else "config", error, EXIT_CONFIG)
+        return _fail(control, "config", error, EXIT_CONFIG)
 
     async def run() -> None:
         ctx = HostContext(

@@ -1,18 +1,13 @@
-"""Finding role classes: by entry point of the group ``relax_rt.roles``, or as ``module:Class``."""
+"""Finding role classes: by entry point of the group ``relax_rt.roles``, or by a target named in roles.toml."""
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import entry_points
 
+from relax_rt.config.target import TargetError, load_target
 from relax_rt.role import Role, RoleInfo
-from relax_rt.transport.errors import RelaxError
 
 ROLE_GROUP = "relax_rt.roles"
-
-
-class RoleNotFound(RelaxError):
-    """No class fills this kind of role."""
 
 
 def known_roles() -> dict[str, RoleInfo]:
@@ -21,36 +16,30 @@ def known_roles() -> dict[str, RoleInfo]:
 
 
 def role_target(kind: str, target: str | None = None) -> str:
-    """``module:Class`` of a kind of role.
+    """Where a kind of role is implemented: the target given, else that of the installed package that offers it.
 
     Raises:
-        RoleNotFound: no package offers it and no target is given.
+        TargetError: no package offers it and no target is given.
     """
     if target:
         return target
     known = known_roles()
     if kind not in known:
-        raise RoleNotFound(
+        raise TargetError(
             f"no role is called {kind!r}",
-            why=f"the entry point group {ROLE_GROUP} offers: {', '.join(sorted(known)) or 'nothing'}",
-            hint="install the package that offers it, or correct the table's name in roles.toml",
+            why=f"installed packages offer: {', '.join(sorted(known)) or 'nothing'}",
+            hint='install the package that offers it, or give roles.<name>.target = "file.py:Class"',
         )
     return known[kind].target
 
 
 def load_role(target: str) -> type[Role]:
-    """Import a role class.
+    """Import a role class: ``package.module:Class`` or ``/path/file.py:Class``.
 
     Raises:
-        ImportError: its module, or what that imports, cannot be imported.
-        RoleNotFound: the target is malformed, or names something that is no role.
+        TargetError: it cannot be imported, or names something that is no role.
     """
-    module, separator, name = target.partition(":")
-    if not separator or not module or not name:
-        raise RoleNotFound(f"role target {target!r} is not of the form module:Class")
-    found = getattr(importlib.import_module(module), name, None)
-    if found is None:
-        raise RoleNotFound(f"module {module} has no {name}")
+    found = load_target(target)
     if not (isinstance(found, type) and issubclass(found, Role)):
-        raise RoleNotFound(f"{target} is not a subclass of relax_rt.role.Role")
+        raise TargetError(f"{target} is not a subclass of relax_rt.role.Role")
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -16,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_rt.config.job import load_job
-from relax_rt.config.loader import load_config
+from relax_rt.config.loader import config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
 from relax_rt.supervision.rundir import (
@@ -28,9 +26,7 @@ from relax_rt.supervision.rundir import (
     clean_stale_runs,
     read_run,
     update_run,
-    write_json,
 )
-from relax_rt.supervision.spec import check_restart_policy
 from relax_rt.transport.errors import RelaxError
 
 MIB = 1 << 20
@@ -99,10 +95,8 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
     Raises:
         RelaxError: the run must not start.
     """
-    restart = config.supervision.restart
-    check_restart_policy(restart.max_restarts, restart.period_s, restart.backoff_first_s, restart.backoff_max_s)
     plan_roles(config, system)
-    run_dir = resolve_run_dir(config)
+    run_dir = Path(config.run.dir)
     lock_fd = _lock(_make_run_dir(run_dir), run_dir)
     try:
         digest = config_digest(config)
@@ -114,7 +108,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
     except BaseException:
         os.close(lock_fd)
         raise
-    write_json(run_dir / RESOLVED_CONFIG, config.model_dump(mode="json"))
+    write_resolved(config, run_dir / RESOLVED_CONFIG)
     if config_path.suffix == ".toml":
         shutil.copyfile(config_path, run_dir / "roles.toml")
     update_run(
@@ -129,18 +123,6 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
         **dict.fromkeys(("ended_at", "exit_code", "reason", "diagnosis", "first", "agent")),
     )
     return Prepared(config, paths, lock_fd)
-
-
-def resolve_run_dir(config: RunConfig) -> Path:
-    """The run directory as an absolute path."""
-    return Path(config.run.dir.replace("{name}", config.run.name)).expanduser().resolve()
-
-
-def config_digest(config: RunConfig) -> str:
-    """Digest of everything in a config but where the run lives."""
-    content = config.model_dump(mode="json")
-    content["run"].pop("dir", None)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _make_run_dir(run_dir: Path) -> int:

@@ -99,7 +99,8 @@ class Notices:
         """Try until it is taken: a system role that is down comes back, or the run ends and so does this task."""
         while True:
             try:
-                return await call()
+                await call()
+                return
             except (Unreachable, DeadlineExceeded) as error:
                 self._log.info("waiting to report an exit", to=to, who=str(who), error=str(error))
             except RelaxError as error:

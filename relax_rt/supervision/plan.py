@@ -9,8 +9,7 @@ import msgspec
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
-from relax_rt.loading import RoleNotFound, load_role, role_target
-from relax_rt.role import Role
+from relax_rt.loading import load_role, role_target
 from relax_rt.supervision.spec import RestartClass, SlotSpec
 from relax_rt.transport.errors import RelaxError
 
@@ -52,22 +51,21 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_roles(config: RunConfig, system: Sequence[str] = SYSTEM_ROLES) -> list[RolePlan]:
     """The roles of a run: one for each table in config.roles, and the system roles.
 
+    Args:
+        config: the loaded config.
+        system: the system roles to run; empty for a supervised tree on its own.
+
     Raises:
         RelaxError: a role is unknown, cannot be imported, or its class is not as it must be.
     """
-    kinds = [*system, *(kind for kind in config.roles if kind not in system)]
+    kinds = [*system, *(kind for kind in config.roles if kind not in SYSTEM_ROLES)]
     return [_plan(config, kind) for kind in kinds]
 
 
 def _plan(config: RunConfig, kind: str) -> RolePlan:
     table = config.roles.get(kind)
     target = role_target(kind, table_target(table))
-    try:
-        role = load_role(target)
-    except ImportError as error:
-        raise RoleNotFound(
-            f"roles.{kind}: {target} cannot be imported", why=str(error), hint="a role imports heavy packages in setup"
-        ) from error
+    role = load_role(target)
     if role.restart not in ("permanent", "transient", "temporary"):
         raise RelaxError(
             f"roles.{kind}: {target}.restart is {role.restart!r}", hint="use permanent, transient or temporary"
@@ -86,8 +84,3 @@ def table_target(table: Any) -> str | None:
     """The `target` of a role's table, whether it is still a mapping or already its settings."""
     found = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
     return found if isinstance(found, str) else None
-
-
-def role_class_of(plan: RolePlan) -> type[Role]:
-    """The class of a plan."""
-    return load_role(plan.target)

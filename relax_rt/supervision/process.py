@@ -247,8 +247,15 @@ class Spawner:
         try:
             loop = asyncio.get_running_loop()
             child, control, log_start = await loop.run_in_executor(self._thread, _popen, launch)
-            process = RoleProcess(launch, child, control, log_start, on_message, on_exit)
-            process.watch()
+            try:
+                process = RoleProcess(launch, child, control, log_start, on_message, on_exit)
+                process.watch()
+            except BaseException:
+                # Nobody would ever see it exit.
+                control.close()
+                child.kill()
+                child.wait()
+                raise
             return process
         finally:
             self.in_flight -= 1

@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.transport.errors import RelaxError
-
 RestartClass = Literal["permanent", "transient", "temporary"]
 
 
@@ -45,42 +43,3 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float = 120.0
     backoff_first_s: float = 0.1
     backoff_max_s: float = 5.0
-
-
-def longest_backoff_s(spec_max_restarts: int, first_s: float, max_s: float) -> float:
-    """Upper limit of all waits together until `spec_max_restarts` restarts are used up."""
-    total, wait = 0.0, first_s
-    for done in range(spec_max_restarts):
-        if wait >= max_s:
-            return total + (spec_max_restarts - done) * max_s
-        total += wait
-        wait *= 2
-    return total
-
-
-def check_restart_policy(
-    max_restarts: int,
-    period_s: float,
-    backoff_first_s: float,
-    backoff_max_s: float,
-    *,
-    table: str = "supervision.restart",
-) -> None:
-    """Refuse a restart limit that can never fire; called when a config is loaded.
-
-    Raises:
-        RelaxError: the waits between restarts fill the window in which restarts are counted, or the first wait is
-            longer than the longest one.
-    """
-    if backoff_first_s > backoff_max_s:
-        raise RelaxError(
-            f"{table}.backoff_first_s = {backoff_first_s:g} is above backoff_max_s = {backoff_max_s:g}",
-            hint="the first wait is the shortest one: lower backoff_first_s or raise backoff_max_s",
-        )
-    waits_s = longest_backoff_s(max_restarts, backoff_first_s, backoff_max_s)
-    if waits_s >= period_s:
-        raise RelaxError(
-            f"{table}: the limit of {max_restarts} restarts in {period_s:g} s can never fire",
-            why=f"the waits before {max_restarts} restarts alone may take {waits_s:g} s",
-            hint="raise period_s, or lower max_restarts or backoff_max_s",
-        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.role import Role
@@ -61,14 +60,16 @@ class Crasher(Toy):
 
 
 class Hanger(Toy):
-    """Its loop and its interpreter are stuck in native code that never lets go."""
+    """The first time, its interpreter is stuck in native code that never lets go."""
 
     kind = "hanger"
 
     async def run(self) -> None:
         await self.ctx.ready()
         self.ctx.progress.advance(1, "about to hang")
-        if self.ctx.who.epoch == 1 or self.ctx.settings.after_s:  # type: ignore[attr-defined]
+        mark = self.ctx.run_dir / "hung_once"
+        if not mark.exists():
+            mark.touch()
             stuck_in_native_code()
         await super().run()
 
@@ -84,7 +85,9 @@ class Brooder(Toy):
     kind = "brooder"
 
     async def setup(self) -> None:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "import time; time.sleep(600)", start_new_session=True
+        )
         self.ctx.event("brood", pid=child.pid)
 
 
@@ -123,7 +126,7 @@ class ToyJob:
     """The job `toy`."""
 
     Config = RunConfig
-    Roles: dict[str, type[RoleSettings]] = {}
+    Roles: ClassVar[dict[str, type[RoleSettings]]] = {}
     headline: tuple[()] = ()
 
     def check(self, config: Any, config_dir: Path) -> list[Any]:

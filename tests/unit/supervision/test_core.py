@@ -27,8 +27,8 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.spec import SlotSpec, check_restart_policy, longest_backoff_s
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.supervision.spec import SlotSpec
+from relax_rt.transport.errors import Refused
 
 
 class Bench:
@@ -352,13 +352,3 @@ def test_invalid_transition_tells_the_slots_story() -> None:
     b.dies("a/0")
     with pytest.raises(InvalidTransition, match="requested -> backoff"):
         b(SlotSpawned("a/0", 3, 9))
-
-
-def test_restart_policy_that_can_never_fire_is_refused() -> None:
-    check_restart_policy(5, 120, 0.1, 5)
-    check_restart_policy(0, 1, 0.1, 5)
-    with pytest.raises(RelaxError, match="can never fire"):
-        check_restart_policy(5, 10, 4, 4)
-    with pytest.raises(RelaxError, match="backoff_first_s"):
-        check_restart_policy(5, 120, 6, 5)
-    assert longest_backoff_s(4, 1, 3) == 1 + 2 + 3 + 3

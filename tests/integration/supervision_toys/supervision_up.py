@@ -1,0 +1,16 @@
+"""``python -m supervision_up roles.toml``: what `relax-rt up` does, for a tree without registry and queue."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from relax_rt.supervision.launch import up
+from relax_rt.transport.errors import RelaxError
+
+if __name__ == "__main__":
+    try:
+        sys.exit(up(Path(sys.argv[1]), system=()))
+    except RelaxError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
