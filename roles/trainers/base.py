@@ -17,6 +17,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
     Attributes:
         applied: False when the step was thrown away (a loss or gradient that is not finite); `why` says which.
+        changed: whether the weights are others than before (not when every group's rewards were equal).
         tokens: trained tokens of the batch. loss: mean over them.
         grad_norm: before clipping. learning_rate: that of the step.
         ratio_max_deviation: largest |ratio - 1| between the trainer's and the behaviour probability.
@@ -25,6 +26,7 @@ class StepResult(msgspec.Struct, frozen=True):
     """
 
     applied: bool
+    changed: bool
     why: str
     tokens: int
     loss: float

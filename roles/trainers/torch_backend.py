@@ -39,12 +39,14 @@ class TorchBackend:
         dtype: str,
         threads: int,
         tokens_per_micro_batch: int,
+        temperature: float,
         on_progress: Callable[[int], None],
     ) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         self._source = model_dir
         self._algorithm, self._budget, self._on_progress = algorithm, tokens_per_micro_batch, on_progress
+        self._temperature = temperature
         self._autocast = dtype == "bfloat16"
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
         self._model.train()
@@ -87,6 +89,7 @@ class TorchBackend:
             self._optimizer.step()
         return StepResult(
             applied=True,
+            changed=bool(trainable),
             why="" if trainable else "no group has an advantage: all its rewards are equal",
             tokens=tokens,
             loss=sums["loss"] / max(tokens, 1),
@@ -111,22 +114,20 @@ class TorchBackend:
             clip_high=self._algorithm.clip_high,
         )
 
-    def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> torch.Tensor:
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities float32 [m] of the batch's trained tokens under the current weights.
 
-        Only positions that predict a trained token go through the output layer.
+        They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a
+        trained token go through the output layer.
         """
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
             hidden = self._model.base_model(
                 input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
             ).last_hidden_state
             logits = self._model.get_output_embeddings()(hidden[batch.predict_row, batch.predict_at])
-        logits = logits.float() / (self.temperature if temperature is None else temperature)
+        logits = logits.float() / self._temperature
         picked: torch.Tensor = torch.log_softmax(logits, -1).gather(-1, batch.targets[:, None])[:, 0]
         return picked
-
-    temperature: float = 1.0
-    """That of the sampling: behaviour log-probabilities are of logits / temperature."""
 
     def _learning_rate(self, number: int) -> float:
         warmup = self._algorithm.warmup_steps
@@ -192,4 +193,4 @@ class TorchBackend:
 
 
 def _thrown_away(why: str, tokens: int, rate: float) -> StepResult:
-    return StepResult(False, why, tokens, float("nan"), float("nan"), rate, 0.0, 0.0, 0.0, 0.0, 0)
+    return StepResult(False, False, why, tokens, float("nan"), float("nan"), rate, 0.0, 0.0, 0.0, 0.0, 0)

@@ -103,6 +103,10 @@ class WeightStage:
             if int(path.stem[1:]) < committed:
                 path.unlink(missing_ok=True)
 
+    def newest(self) -> int:
+        """The highest version on the stage, 0 if there is none; it must be kept while another is written."""
+        return max((int(path.stem[1:]) for path in self.folder.glob("v*.json")), default=0)
+
     def close(self) -> None:
         """Unmap; the files stay with the node."""
         for mapping in self._maps.values():

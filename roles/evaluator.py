@@ -1,0 +1,185 @@
+"""The evaluator role: held-out accuracy before, during and after, at committed versions, beside the training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.sections import EvaluatorSettings, RLConfig
+from relax_rt.transport.versions import VersionRecord
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.items import PromptItem
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.engines.base import Completion, GroupRequest
+    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.publication import EngineFailure, WeightFollower
+
+LOAD_ALLOWANCE_S = 120.0
+SEED_DOMAIN = 1 << 62
+"""Keeps the evaluator's sample seeds apart from those of training."""
+
+
+class EvaluatorRole(Role):
+    """Evaluates on items that training never sees (split by hash of the canonical question).
+
+    It finishes after the evaluation of the last step's weights; with the trainer it is what the run waits for. What it
+    has evaluated is read back from metrics.jsonl, so that a restart repeats at most the evaluation in hand.
+    """
+
+    kind: ClassVar[str] = "evaluator"
+    tier: ClassVar[int] = 40
+    restart: ClassVar[str] = "transient"
+    significant: ClassVar[bool] = True
+    Settings: ClassVar[type[RoleSettings]] = EvaluatorSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EvaluatorSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self._arrived: dict[int, Completion] = {}
+        self._all = asyncio.Event()
+        self._expected = 0
+        self._before: dict[str, Any] | None = None
+        self._last_step = -1
+        self.engine: EmbeddedEngine
+        self.tokenizer: ChatTokenizer
+        self.source: PromptSource
+        self.failure: EngineFailure
+        self.follower: WeightFollower
+
+    async def setup(self) -> None:
+        from relax_rt.roles.publication import EngineFailure, WeightFollower
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load)
+        loop = asyncio.get_running_loop()
+        self.failure = EngineFailure()
+        self.follower = WeightFollower(self.ctx, self.engine)
+        self.engine.start(lambda done: loop.call_soon_threadsafe(self._arrive, done), self.failure)
+
+    def _load(self) -> None:
+        from relax_rt.roles.data.source import PromptSource
+        from relax_rt.roles.engines.embedded import EmbeddedEngine
+        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+
+        folder = model_folder(self.ctx)
+        self.tokenizer = load_tokenizer(folder)
+        self.source = PromptSource.load(
+            self.config.data, self.tokenizer, seed=self.config.run.seed, config_dir=config_dir(self.ctx)
+        )
+        self.engine = EmbeddedEngine(
+            folder, dtype=self.settings.dtype, max_sequences=self.settings.max_sequences, threads=self.settings.threads
+        )
+        self._read_back()
+
+    def _read_back(self) -> None:
+        """What an earlier incarnation has evaluated."""
+        from relax_rt.metrics import read_metrics
+
+        for record in read_metrics(self.ctx.run_dir):
+            if record.get("kind") == "evaluation":
+                self._last_step = max(self._last_step, int(record["step"]))
+                if record["when"] == "before":
+                    self._before = record
+
+    async def run(self) -> None:
+        work = asyncio.create_task(self._work())
+        broken = asyncio.create_task(self.failure.wait())
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        tasks = (work, broken, stop)
+        try:
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            await asyncio.to_thread(self.engine.close, 5.0)
+
+    async def _work(self) -> None:
+        from relax_rt.roles.publication import committed_versions
+
+        self.ctx.progress.waiting("the first committed weights")
+        await self.ctx.ready()
+        async for record in committed_versions(self.ctx):
+            when = self._when(record)
+            if when and await self.follower.follow(record):
+                self.ctx.progress.waiting("")
+                await self._evaluate(record, when)
+                self.ctx.progress.waiting("the next version to evaluate")
+            if record.step >= self.config.algorithm.steps and self._last_step >= self.config.algorithm.steps:
+                return
+
+    def _when(self, record: VersionRecord) -> str:
+        table = self.config.evaluation
+        if record.step <= self._last_step:
+            return ""
+        if record.step >= self.config.algorithm.steps:
+            return "after"
+        if self._before is None and record.step == 0:
+            return "before"
+        due = table.every_steps and record.step // table.every_steps > max(self._last_step, 0) // table.every_steps
+        return "during" if due else ""
+
+    async def _evaluate(self, record: VersionRecord, when: str) -> None:
+        from relax_rt.roles.evaluation import evaluate
+
+        table = self.config.evaluation
+        count = table.during_items if when == "during" else table.items
+        items = self.source.held_out[:count]
+        began = time.monotonic()
+        self.ctx.event("evaluation_started", when=when, version=record.version, step=record.step, items=len(items))
+        texts = await self._generate(items)
+        scores = await asyncio.to_thread(
+            evaluate, [t for t, _ in texts], [i.answer for i in items], [stopped for _, stopped in texts], self._before
+        )
+        result = {
+            "kind": "evaluation",
+            "when": when,
+            "step": record.step,
+            "version": record.version,
+            **scores,
+            "seconds": round(time.monotonic() - began, 3),
+        }
+        self.ctx.metrics(result)
+        self._last_step = record.step
+        if when == "before":
+            self._before = result
+
+    async def _generate(self, items: list[PromptItem]) -> list[tuple[str, bool]]:
+        """The completion's text of each item, and whether it ended by itself."""
+        self._arrived.clear()
+        self._all.clear()
+        self._expected = len(items)
+        self.engine.submit([self._request(number, item) for number, item in enumerate(items)])
+        await self._all.wait()
+        done = [self._arrived[number] for number in range(len(items))]
+        return [(self.tokenizer.decode(c.tokens), c.finish_reason == "stop") for c in done]
+
+    def _request(self, number: int, item: PromptItem) -> GroupRequest:
+        from relax_rt.roles.engines.base import GroupRequest
+
+        return GroupRequest(
+            id=number,
+            prompt=tuple(item.tokens),
+            seeds=(self.source.sample_seed(number, 0, 0) | SEED_DOMAIN,),
+            temperature=self.config.evaluation.temperature,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+            stop_ids=self.tokenizer.stop_ids,
+        )
+
+    def _arrive(self, completion: Completion) -> None:
+        self._arrived[completion.request] = completion
+        self.ctx.progress.advance(len(completion.tokens), f"evaluating version {self.follower.record.version}")
+        if len(self._arrived) >= self._expected:
+            self._all.set()

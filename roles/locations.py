@@ -1,0 +1,23 @@
+"""Where a run's inputs lie, as the launcher resolved them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_rt.roles.models.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from relax_rt.role import RoleContext
+    from relax_rt.roles.sections import RLConfig
+
+
+def config_dir(ctx: RoleContext) -> Path:
+    """The folder that relative paths of the config start from."""
+    return Path(ctx.config.config_dir)
+
+
+def model_folder(ctx: RoleContext) -> Path:
+    """The Hugging Face folder of the model; a package was converted at the launch."""
+    config: RLConfig = ctx.config  # type: ignore[assignment]
+    return resolve_model(config.model.path, config_dir(ctx))

@@ -1,0 +1,238 @@
+"""The rollout role: asks for groups, has the engine sample them, puts them on the queue, follows the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.sections import RLConfig, RolloutSettings
+from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.engines.base import Completion, GroupRequest
+    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.sample import Sample
+    from relax_rt.transport.queue.client import QueueClient
+
+ADMIT_WAIT_S = 10.0
+METRICS_EVERY_S = 2.0
+LOAD_ALLOWANCE_S = 120.0
+
+
+class RolloutRole(Role):
+    """One engine. It generates whole groups within the staleness bound and serves nothing before it has the
+    committed weights; when it dies, its tickets lapse and other rollouts make the groups."""
+
+    kind: ClassVar[str] = "rollout"
+    tier: ClassVar[int] = 40
+    Settings: ClassVar[type[RoleSettings]] = RolloutSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RolloutSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self._tickets: dict[int, Ticket] = {}
+        self._left: dict[int, int] = {}
+        self._done: asyncio.Queue[Completion] = asyncio.Queue(maxsize=0)
+        self._room = asyncio.Event()
+        self._complete = False
+        self.engine: EmbeddedEngine
+        self.tokenizer: ChatTokenizer
+        self.source: PromptSource
+        self.queue: QueueClient
+        self.failure: EngineFailure
+        self.follower: WeightFollower
+
+    async def setup(self) -> None:
+        from relax_rt.roles.publication import EngineFailure, WeightFollower
+        from relax_rt.transport.queue.client import QueueClient
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load)
+        self.queue = QueueClient(
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.shm_dir,
+            slab_bytes=self.config.queue.slab_mib << 20,
+            capacity_bytes=self.config.queue.capacity_mib << 20,
+        )
+        loop = asyncio.get_running_loop()
+        self.failure = EngineFailure()
+        self.follower = WeightFollower(self.ctx, self.engine)
+        self.engine.start(lambda done: loop.call_soon_threadsafe(self._done.put_nowait, done), self.failure)
+
+    def _load(self) -> None:
+        from relax_rt.roles.engines.embedded import EmbeddedEngine
+        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+
+        folder = model_folder(self.ctx)
+        self.tokenizer = load_tokenizer(folder)
+        self.source = self._prompts(config_dir(self.ctx))
+        self.engine = EmbeddedEngine(
+            folder,
+            dtype=self.settings.dtype,
+            max_sequences=max(self.settings.max_sequences, self.config.algorithm.group_size),
+            threads=self.settings.threads,
+        )
+
+    def _prompts(self, folder: Any) -> PromptSource:
+        from relax_rt.roles.data.source import PromptSource
+
+        return PromptSource.load(self.config.data, self.tokenizer, seed=self.config.run.seed, config_dir=folder)
+
+    async def run(self) -> None:
+        jobs = [
+            asyncio.create_task(job)
+            for job in (self._follow(), self._ask(), self._deliver(), self._report(), self.failure.wait())
+        ]
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        try:
+            finished, _ = await asyncio.wait([stop, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+        finally:
+            for task in (stop, *jobs):
+                task.cancel()
+            await asyncio.gather(stop, *jobs, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            await asyncio.to_thread(self.engine.close, 5.0)
+        if hasattr(self, "queue"):
+            await self.queue.give_back(list(self._tickets), "the rollout stops")
+            await self.queue.close()
+
+    async def _follow(self) -> None:
+        from relax_rt.roles.publication import committed_versions
+
+        self.ctx.progress.waiting("the first committed weights")
+        async for record in committed_versions(self.ctx):
+            if await self.follower.follow(record):
+                self._complete = record.step >= self.config.algorithm.steps
+                self._room.set()
+
+    async def _ask(self) -> None:
+        """Keep up to `groups_in_flight` groups in the engine."""
+        while True:
+            await self._wait_for_room()
+            wanted = self.settings.groups_in_flight - len(self._tickets)
+            if not self._tickets:
+                self.ctx.progress.waiting("admission by the staleness bound")
+            answer = await self.queue.admit(self.follower.record.version, wanted, ADMIT_WAIT_S)
+            if not answer.tickets:
+                if not self._tickets:
+                    self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
+                continue
+            self.ctx.progress.waiting("")
+            for ticket in answer.tickets:
+                self._tickets[ticket.group] = ticket
+                self._left[ticket.group] = ticket.size
+            self.engine.submit([self._request(t) for t in answer.tickets])
+
+    async def _wait_for_room(self) -> None:
+        while (
+            self._complete
+            or not self.follower.record.version
+            or len(self._tickets) >= self.settings.groups_in_flight
+        ):
+            if self._complete and not self._tickets:
+                self.ctx.progress.waiting("the end of the run: the last step is done")
+            self._room.clear()
+            await self._room.wait()
+
+    def _request(self, ticket: Ticket) -> GroupRequest:
+        from relax_rt.roles.engines.base import GroupRequest
+
+        item = self.source.prompt(ticket.prompt)
+        return GroupRequest(
+            id=ticket.group,
+            prompt=tuple(item.tokens),
+            seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in range(ticket.size)),
+            temperature=self.config.sampling.temperature,
+            max_new_tokens=self.config.sampling.max_new_tokens,
+            stop_ids=self.tokenizer.stop_ids,
+        )
+
+    async def _deliver(self) -> None:
+        """Put finished samples on the queue, all that are there at once."""
+        while True:
+            finished = [await self._done.get()]
+            while not self._done.empty():
+                finished.append(self._done.get_nowait())
+            mine = [c for c in finished if c.request in self._tickets]
+            await self.queue.put_samples([(SampleKey(c.request, c.member), self._sample(c)) for c in mine])
+            self.ctx.progress.advance(sum(len(c.tokens) for c in mine), f"version {self.follower.record.version}")
+            for completion in mine:
+                self._left[completion.request] -= 1
+                if not self._left[completion.request]:
+                    del self._left[completion.request], self._tickets[completion.request]
+            if mine:
+                self._room.set()
+
+    def _sample(self, completion: Completion) -> tuple[dict[str, Any], list[VersionSpan]]:
+        from relax_rt.roles.columns import generated_columns
+
+        sample = self._as_sample(completion)
+        return generated_columns(sample), sample.versions
+
+    def _as_sample(self, completion: Completion) -> Sample:
+        import numpy as np
+
+        from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan
+
+        ticket = self._tickets[completion.request]
+        item = self.source.prompt(ticket.prompt)
+        start, total = len(item.tokens), len(item.tokens) + len(completion.tokens)
+        mask, logprobs = np.zeros(total, np.uint8), np.zeros(total, np.float32)
+        mask[start:] = 1
+        logprobs[start:] = completion.logprobs
+        meta = SampleMeta(
+            group=ticket.group,
+            member=completion.member,
+            prompt=ticket.prompt,
+            attempt=ticket.attempt,
+            item=item.item,
+            split=item.split,
+            finish_reason=completion.finish_reason,
+            truncated=completion.finish_reason == "length",
+            sampling={
+                "temperature": self.config.sampling.temperature,
+                "max_new_tokens": self.config.sampling.max_new_tokens,
+                "seed": self.source.sample_seed(ticket.prompt, completion.member, ticket.attempt),
+            },
+            tokenizer_digest=self.tokenizer.tokenizer_digest,
+            template_digest=self.tokenizer.template_digest,
+            turns=[TurnSpan(0, start, "user"), TurnSpan(start, total, "assistant")],
+            engine=str(self.ctx.who),
+            answer=item.answer,
+            info=item.info,
+        )
+        # Spans of the completion, moved to positions in the whole sample.
+        spans = [VersionSpan(s.start + start, s.end + start, s.version, s.kv_version) for s in completion.versions]
+        tokens = np.array([*item.tokens, *completion.tokens], np.int32)
+        return Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
+
+    async def _report(self) -> None:
+        tokens, then = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(METRICS_EVERY_S)
+            load, now = self.engine.load(), time.monotonic()
+            self.ctx.metrics(
+                {
+                    "kind": "rollout",
+                    "slot": self.ctx.who.slot,
+                    "version": load.version,
+                    "tokens": load.tokens_generated,
+                    "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
+                    "running": load.running,
+                    "waiting": load.waiting,
+                }
+            )
+            tokens, then = load.tokens_generated, now

@@ -1,0 +1,274 @@
+"""The trainer role: leases whole groups, takes the step, publishes the weights, writes checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.sections import RLConfig, TrainerSettings
+from relax_rt.transport.errors import OutOfSpace, RelaxError
+from relax_rt.transport.versions import ROOT, VersionRecord
+
+if TYPE_CHECKING:
+    from relax_rt.roles.sample import Sample
+    from relax_rt.roles.trainers.base import StepResult, TrainerBackend
+    from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
+    from relax_rt.transport.queue.client import Lease, QueueClient
+    from relax_rt.transport.weights.stage import WeightStage
+
+TAKE_WAIT_S = 10.0
+LOAD_ALLOWANCE_S = 180.0
+SAVE_ALLOWANCE_S = 120.0
+STAGE_WAIT_S = 60.0
+STAGE_RETRY_S = 0.1
+SKIPPED_IN_A_ROW = 5
+"""Steps thrown away one after the other before the trainer gives up."""
+
+
+class TrainerRole(Role):
+    """Its weights count as the next policy version from the optimizer step on. When it dies, the steps since the last
+    checkpoint are done again; the rollouts go on up to the staleness bound."""
+
+    kind: ClassVar[str] = "trainer"
+    tier: ClassVar[int] = 40
+    restart: ClassVar[str] = "transient"
+    significant: ClassVar[bool] = True
+    Settings: ClassVar[type[RoleSettings]] = TrainerSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self.step = 0
+        self.weights = VersionRecord(ROOT, ROOT, 0)
+        self._saving: asyncio.Task[None] | None = None
+        self._skipped = 0
+        self._trained_before_s = 0.0
+        self._started = time.monotonic()
+        self.backend: TrainerBackend
+        self.queue: QueueClient
+        self.stage: WeightStage
+        self.store: CheckpointStore
+
+    async def setup(self) -> None:
+        from relax_rt.roles.publication import stage_folder
+        from relax_rt.roles.trainers.checkpoint import CheckpointStore
+        from relax_rt.transport.queue.client import QueueClient
+        from relax_rt.transport.weights.stage import WeightStage
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        self.store = CheckpointStore(
+            self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep
+        )
+        await asyncio.to_thread(self._load)
+        self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
+        self.queue = QueueClient(await self.ctx.queue(), self.ctx.who, self.ctx.shm_dir)
+
+    def _load(self) -> None:
+        from relax_rt.roles.locations import model_folder
+        from relax_rt.roles.trainers.torch_backend import TorchBackend
+
+        self.backend = TorchBackend(
+            model_folder(self.ctx),
+            self.config.algorithm,
+            dtype=self.settings.dtype,
+            threads=self.settings.threads,
+            tokens_per_micro_batch=self.settings.tokens_per_micro_batch,
+            temperature=self.config.sampling.temperature,
+            on_progress=self.ctx.progress.advance,
+        )
+
+    async def run(self) -> None:
+        await self._resume()
+        await self.ctx.ready(self.weights.version)
+        while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
+            await self._one_step()
+        if self.step and (self.store.newest() is None or self._newest_step() < self.step):
+            await self._save(final=True)
+        elif self._saving is not None:
+            await self._saving
+        self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
+
+    async def teardown(self) -> None:
+        if self._saving is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._saving
+        if hasattr(self, "queue"):
+            await self.queue.close()
+        if hasattr(self, "stage"):
+            self.stage.close()
+
+    async def _resume(self) -> None:
+        """Start from the newest checkpoint; tell the queue, then publish these weights as a new version.
+
+        The version is a re-publication of the checkpoint's: it adds nothing to any distance.
+        """
+        found = self.store.newest()
+        parent = ROOT
+        if found is not None:
+            folder, state = found
+            await asyncio.to_thread(self.backend.restore, folder)
+            self.step, parent = state.step, state.version
+            self._trained_before_s = state.elapsed_s
+            self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
+        else:
+            known = await self.ctx.registry.versions()
+            # The initial weights were published before, by an incarnation that died before its first checkpoint.
+            parent = known[0].version if known else ROOT
+        version = await self.ctx.registry.issue_version()
+        self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
+        await self.queue.rollback(self.step, self.weights)
+        await self._publish()
+
+    async def _one_step(self) -> None:
+        asked = time.monotonic()
+        lease = await self._batch()
+        if lease is None:
+            return
+        got = time.monotonic()
+        samples = [self._read(view) for view in lease.samples]
+        result = await asyncio.to_thread(self._train, samples)
+        trained = time.monotonic()
+        await self._account(lease, result)
+        done = time.monotonic()
+        self.ctx.metrics(self._record(lease, samples, result, (asked, got, trained, done)))
+        self.ctx.progress.advance(1, f"step {self.step} of {self.config.algorithm.steps}")
+        if self.step % self.config.checkpoint.every_steps == 0 or self.step >= self.config.algorithm.steps:
+            await self._save(final=self.step >= self.config.algorithm.steps)
+
+    async def _batch(self) -> Lease | None:
+        lease = await self.queue.take("train", groups=self.config.algorithm.prompts_per_step, wait_s=TAKE_WAIT_S)
+        if lease is None:
+            self.ctx.progress.waiting(self.queue.waiting_on or "whole groups with rewards")
+            return None
+        self.ctx.progress.waiting("")
+        return lease
+
+    def _read(self, view: Any) -> Sample:
+        from relax_rt.roles.columns import read_sample
+
+        return read_sample(view.field, frozenset(view.names), view.info.versions)
+
+    def _train(self, samples: list[Sample]) -> StepResult:
+        from relax_rt.roles.algorithms.batch import set_advantages
+
+        set_advantages(samples, self.config.algorithm)
+        return self.backend.step(samples, self.step + 1)
+
+    async def _account(self, lease: Lease, result: StepResult) -> None:
+        """The step is done: the queue hears of it first, then the weights are published."""
+        if not result.applied:
+            self._skipped += 1
+            self.ctx.event("step_skipped", step=self.step + 1, why=result.why)
+            if self._skipped >= SKIPPED_IN_A_ROW:
+                raise RelaxError(
+                    f"{self._skipped} steps in a row were thrown away", why=result.why, hint="lower the learning rate"
+                )
+        else:
+            self._skipped = 0
+        version = await self.ctx.registry.issue_version()
+        self.step += 1
+        self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
+        await self.queue.trained(lease, self.step, self.weights)
+        await self._publish()
+
+    async def _publish(self) -> None:
+        """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""
+        deadline = time.monotonic() + STAGE_WAIT_S
+        while True:
+            try:
+                digest = await asyncio.to_thread(self._stage)
+                break
+            except OutOfSpace as error:
+                # Slow readers hold every buffer; their pins end when they have copied or died.
+                if time.monotonic() > deadline:
+                    raise
+                self.ctx.progress.waiting(str(error))
+                await asyncio.sleep(STAGE_RETRY_S)
+        self.ctx.progress.waiting("")
+        record = VersionRecord(
+            self.weights.version, self.weights.parent, self.weights.step, digest, self.weights.changed
+        )
+        self.weights = await self.ctx.registry.commit_version(record)
+        self._committed = record.version
+        await asyncio.to_thread(self.stage.retire, record.version)
+        self.ctx.event("published", version=record.version, parent=record.parent, step=record.step, digest=digest)
+
+    _committed = 0
+
+    def _stage(self) -> str:
+        dtype = published_dtype(self.config)
+        layout = self.backend.layout(dtype)
+        with self.stage.writing(layout, self.stage.newest()) as (file, view):
+            self.backend.export(view, dtype)
+            return self.stage.seal(self.weights.version, layout, file, view).digest
+
+    async def _save(self, *, final: bool) -> None:
+        """Copy the state aside and write it while training goes on; the last one is waited for."""
+        if self._saving is not None:
+            await self._saving
+        self.ctx.progress.extend(SAVE_ALLOWANCE_S, "taking a checkpoint")
+        await asyncio.to_thread(self.backend.snapshot)
+        elapsed = self._trained_before_s + time.monotonic() - self._started
+        state = self._state(elapsed)
+        self._saving = asyncio.create_task(self._write(state))
+        if final:
+            await self._saving
+
+    def _state(self, elapsed_s: float) -> CheckpointState:
+        from relax_rt.roles.trainers.checkpoint import CheckpointState
+
+        w = self.weights
+        return CheckpointState(self.step, w.version, w.digest, self.ctx.who.epoch, self.step, elapsed_s)
+
+    async def _write(self, state: CheckpointState) -> None:
+        began = time.monotonic()
+        folder: Path = await asyncio.to_thread(self.store.save, state, self.backend.write)
+        await self.queue.committed(state.step, folder.name)
+        self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
+
+    def _newest_step(self) -> int:
+        found = self.store.newest()
+        return found[1].step if found else 0
+
+    def _record(
+        self, lease: Lease, samples: list[Sample], result: StepResult, at: tuple[float, ...]
+    ) -> dict[str, Any]:
+        import numpy as np
+
+        rewards = np.array([s.reward or 0.0 for s in samples])
+        names = sorted({name for s in samples for name in s.rewards})
+        asked, got, trained, done = at
+        return {
+            "kind": "step",
+            "step": self.step,
+            "version": self.weights.version,
+            "epoch": self.ctx.who.epoch,
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "rewards": {n: float(np.mean([s.rewards.get(n, 0.0) for s in samples])) for n in names},
+            "staleness": [view.info.staleness for view in lease.samples],
+            "versions": [sorted({span.version for span in s.versions}) for s in samples],
+            "trained_version": self.weights.parent,
+            "keys": [str(view.info.key) for view in lease.samples],
+            "prompts": sorted({s.meta.prompt for s in samples}),
+            "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
+            "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
+            **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
+            "skipped": "" if result.applied else result.why,
+            "wait_s": got - asked,
+            "train_s": trained - got,
+            "publish_s": done - trained,
+            "elapsed_s": self._trained_before_s + done - self._started,
+        }
+
+
+def published_dtype(config: RLConfig) -> str:
+    """The dtype of published weights: the engines' own, or float32 when they differ."""
+    kinds = {table.dtype for kind, table in config.roles.items() if kind in ("rollout", "evaluator")}
+    return kinds.pop() if len(kinds) == 1 else "float32"

@@ -1,0 +1,167 @@
+"""A group's shared prompt is computed once; loss and gradients are those of separate sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from relax_rt.roles.algorithms.grpo import clipped_policy_loss  # noqa: E402
+from relax_rt.roles.sample import Sample, SampleMeta  # noqa: E402
+from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.trainers.packing import collate, micro_batches, shared_rows  # noqa: E402
+from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
+
+
+def make_sample(group: int, member: int, prompt: list[int], tail: list[int], mask: list[int] | None = None) -> Sample:
+    rng = np.random.default_rng(group * 100 + member)
+    length = len(prompt) + len(tail)
+    loss_mask = np.array([0] * len(prompt) + (mask or [1] * len(tail)), np.uint8)
+    meta = SampleMeta(
+        group=group,
+        member=member,
+        prompt=group,
+        attempt=0,
+        item="i",
+        split="train",
+        finish_reason="stop",
+        truncated=False,
+        sampling={},
+        tokenizer_digest="",
+        template_digest="",
+        turns=[],
+    )
+    return Sample(
+        meta=meta,
+        tokens=np.array(prompt + tail, np.int32),
+        loss_mask=loss_mask,
+        behaviour_logprobs=(rng.normal(-4, 0.3, length) * loss_mask).astype(np.float32),
+        versions=[],
+        advantages=(loss_mask * rng.normal()).astype(np.float32),
+    )
+
+
+SAMPLES = [
+    make_sample(0, 0, [1, 2, 3, 4], [5, 6]),
+    make_sample(0, 1, [1, 2, 3, 4], [7]),
+    make_sample(0, 2, [1, 2, 3, 4], [8, 9, 10, 11, 12]),
+    make_sample(1, 0, [20], [21, 22, 23]),
+    make_sample(1, 1, [20], [24, 25]),
+    # A turn of the environment in the middle: its tokens are context, not trained.
+    make_sample(2, 0, [30, 31], [32, 33, 34, 35, 36], [1, 1, 0, 0, 1]),
+    make_sample(2, 1, [30, 31], [37, 38, 39], [1, 0, 1]),
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def backend(model_dir: Path, budget: int) -> TorchBackend:
+    table = AlgorithmTable(learning_rate=1e-3, max_grad_norm=1e9)
+    return TorchBackend(
+        model_dir,
+        table,
+        dtype="float32",
+        threads=1,
+        tokens_per_micro_batch=budget,
+        temperature=0.8,
+        on_progress=lambda _: None,
+    )
+
+
+def gradients_one_by_one(model_dir: Path) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    total = sum(int(s.loss_mask.sum()) for s in SAMPLES)
+    for s in SAMPLES:
+        ids = torch.from_numpy(s.tokens.astype(np.int64))
+        logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1] / 0.8, -1).gather(-1, ids[1:, None])[:, 0]
+        assert s.advantages is not None
+        loss, _ = clipped_policy_loss(
+            logprobs,
+            torch.from_numpy(s.behaviour_logprobs[1:]),
+            torch.from_numpy(s.advantages[1:]),
+            torch.from_numpy(s.loss_mask[1:].astype(np.float32)),
+            clip_low=0.2,
+            clip_high=0.28,
+        )
+        (loss / total).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("budget", [8, 16, 4096])
+def test_gradients_equal_those_of_separate_sequences(model_dir: Path, budget: int) -> None:
+    trainer = backend(model_dir, budget)
+    trainer._optimizer.step = lambda *a, **k: None  # type: ignore[method-assign]
+    result = trainer.step(SAMPLES, 1)
+    expected = gradients_one_by_one(model_dir)
+    assert result.tokens == sum(int(s.loss_mask.sum()) for s in SAMPLES)
+    for name, parameter in trainer._model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4)
+
+
+def test_the_shared_prompt_is_computed_once(model_dir: Path) -> None:
+    rows = shared_rows(SAMPLES, 4096)
+    assert [row.length for row in rows] == [4 + 2 + 1 + 5, 1 + 3 + 2, 2 + 5 + 3]
+    assert backend(model_dir, 4096).step(SAMPLES, 1).computed_tokens == 12 + 6 + 10
+
+
+def test_no_micro_batch_is_above_the_budget_unless_one_sample_is() -> None:
+    rows = shared_rows(SAMPLES, 9)
+    for batch in micro_batches(rows, 9):
+        longest = max(r.length for r in batch)
+        assert len(batch) * longest <= 9 or (len(batch) == 1 and len(batch[0].members) == 1)
+    assert sorted(i for r in rows for i, _ in r.members) == list(range(len(SAMPLES)))
+
+
+def test_a_member_sees_the_prompt_and_itself_only() -> None:
+    batch = collate(shared_rows(SAMPLES[:3], 4096))
+    mask = batch.mask[0, 0]
+    assert mask[5, :6].tolist() == [True] * 6  # second token of the first member
+    assert mask[6].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 6]  # the second member's only token
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 4, 4, 5, 6, 7, 8]
+
+
+def test_a_loss_that_is_not_finite_throws_the_step_away(model_dir: Path) -> None:
+    trainer = backend(model_dir, 4096)
+    before = [p.detach().clone() for p in trainer._model.parameters()]
+    bad = make_sample(3, 0, [1, 2], [3, 4])
+    bad.advantages = np.array([0, 0, np.nan, 1], np.float32)
+    result = trainer.step([*SAMPLES, bad], 1)
+    assert not result.applied
+    assert "step 1" in result.why
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer._model.parameters(), strict=True))
+    assert trainer.step(SAMPLES, 1).applied
+
+
+def test_state_comes_back_from_a_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+    straight, resumed = backend(model_dir, 64), backend(model_dir, 64)
+    straight.step(SAMPLES, 1)
+    straight.snapshot()
+    straight.step(SAMPLES, 2)
+    straight.write(tmp_path)  # of the snapshot, not of the step after it
+    resumed.restore(tmp_path)
+    resumed.step(SAMPLES, 2)
+    for a, b in zip(straight._model.parameters(), resumed._model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.num_hidden_layers == 2
