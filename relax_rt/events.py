@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -153,33 +153,57 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 class EventFollower:
-    """Reads a growing event log from the start on, through rotations; `poll` answers with what is new."""
+    """Reads a growing event log from the start on, through rotations; `poll` answers with what is new.
+
+    A file that is being read stays open, so that no new file can take its inode; a closed segment is read once more
+    after it was first seen closed, for a writer that had it open when it was renamed.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / "events"
-        self._offsets: dict[int, int] = {}
+        self._open: dict[int, BinaryIO] = {}
         self._rest: dict[int, bytes] = {}
+        self._closed: set[str] = set()
+        self._finished: set[str] = set()
 
     def poll(self) -> list[dict[str, Any]]:
         """Events written since the last poll."""
         found: list[dict[str, Any]] = []
-        seen: set[int] = set()
-        for path in [*segments(self._directory), self._directory / CURRENT]:
-            try:
-                file = path.open("rb")
-            except FileNotFoundError:
+        closed = {path.name for path in segments(self._directory)}
+        for name in [*sorted(closed - self._finished), CURRENT]:
+            inode = self._find(self._directory / name)
+            if inode is None:
                 continue
-            with file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode in seen:
-                    continue
-                seen.add(inode)
-                file.seek(self._offsets.get(inode, 0))
-                data = self._rest.pop(inode, b"") + file.read()
-                self._offsets[inode] = file.tell()
-            *lines, rest = data.split(b"\n")
-            if rest:
-                self._rest[inode] = rest
-            found += [event for line in lines if (event := parse_line(line)) is not None]
-        self._offsets = {inode: at for inode, at in self._offsets.items() if inode in seen}
+            found += self._read(inode)
+            if name in self._closed:
+                self._finished.add(name)
+                self._open.pop(inode).close()
+        self._closed = closed
+        self._finished &= closed
         return found
+
+    def close(self) -> None:
+        """Release the files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def _find(self, path: Path) -> int | None:
+        try:
+            inode = path.stat().st_ino
+            if inode not in self._open:
+                file = path.open("rb")
+                inode = os.fstat(file.fileno()).st_ino
+                if inode in self._open:
+                    file.close()
+                else:
+                    self._open[inode] = file
+        except FileNotFoundError:
+            return None
+        return inode
+
+    def _read(self, inode: int) -> list[dict[str, Any]]:
+        *lines, rest = (self._rest.pop(inode, b"") + self._open[inode].read()).split(b"\n")
+        if rest:
+            self._rest[inode] = rest
+        return [event for line in lines if (event := parse_line(line)) is not None]

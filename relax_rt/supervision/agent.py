@@ -431,7 +431,7 @@ class Agent:
 
     def _kill_rest(self) -> None:
         mine = {self._stand_in_pid, os.getpid()}
-        procfs.kill_until_none(lambda: procfs.descendants(os.getpid()) - mine)
+        procfs.kill_until_none(lambda: procfs.descendants(os.getpid()) - mine, reap=True)
 
 
 class _Desk:

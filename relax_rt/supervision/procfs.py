@@ -108,8 +108,11 @@ def members_of_run(run_id: str) -> set[int]:
     return {pid for pid in pids() if pid != os.getpid() and has_environment(pid, tag) and start_time(pid)}
 
 
-def kill_until_none(find: Callable[[], Iterable[int]], *, limit_s: float = 20.0) -> list[int]:
-    """SIGKILL what `find` finds, and reap what is ours, until it finds nothing. Answers with what would not die."""
+def kill_until_none(find: Callable[[], Iterable[int]], *, reap: bool, limit_s: float = 20.0) -> list[int]:
+    """SIGKILL what `find` finds until it finds nothing; answers with what would not die.
+
+    reap: also reap every dead child of this process, as only a process whose children are all of its own making may.
+    """
     end = time.monotonic() + limit_s
     while True:
         left = list(find())
@@ -118,7 +121,8 @@ def kill_until_none(find: Callable[[], Iterable[int]], *, limit_s: float = 20.0)
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 continue
-        reap_all()
+        if reap:
+            reap_all()
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.005)

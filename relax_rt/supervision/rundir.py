@@ -152,7 +152,7 @@ def end_run(paths: RunPaths, by: str, cause: str) -> None:
     """After an agent's death: nothing that bears this run's id lives on, its directories go, run.json says what came
     to pass. Does the rest of the work when an agent ended in order."""
     procfs.kill_until_none(
-        lambda: (procfs.descendants(os.getpid()) | procfs.members_of_run(paths.run_id)) - {os.getpid()}
+        lambda: (procfs.descendants(os.getpid()) | procfs.members_of_run(paths.run_id)) - {os.getpid()}, reap=True
     )
     paths.remove_private()
     run = read_run(paths.run_dir) or {}
@@ -193,7 +193,7 @@ def clean_stale_runs() -> list[str]:
     """Kill and remove what dead runs of this user left behind; answers with their ids."""
     cleaned = []
     for paths in stale_runs():
-        procfs.kill_until_none(lambda run_id=paths.run_id: procfs.members_of_run(run_id))  # type: ignore[misc]
+        procfs.kill_until_none(lambda run_id=paths.run_id: procfs.members_of_run(run_id), reap=False)  # type: ignore[misc]
         paths.remove_private()
         run = read_run(paths.run_dir) or {}
         if run.get("run_id") == paths.run_id and run.get("status") in RUNNING:

@@ -73,9 +73,10 @@ class LiveRun:
             if pid and procfs.start_time(pid):
                 os.kill(pid, signal.SIGKILL)
         for run_id in self.run_ids:
-            procfs.kill_until_none(lambda run_id=run_id: procfs.members_of_run(run_id))  # type: ignore[misc]
+            procfs.kill_until_none(lambda run_id=run_id: procfs.members_of_run(run_id), reap=False)  # type: ignore[misc]
             RunPaths(run_id, self.run_dir).remove_private()
         self.process.wait()
+        self._follower.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -1,0 +1,91 @@
+"""From the facts of an exit to its cause."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from relax_rt.supervision.diagnosis import (
+    Diagnosis,
+    Exit,
+    Kind,
+    Report,
+    classify_exception,
+    diagnose,
+    kernel_oom_line,
+    read_tail,
+)
+
+TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
+
+
+def judge(**facts: object) -> Diagnosis:
+    return diagnose("rollout/0", 7, 42, Exit(**{"exit_code": None, **facts}), at=5.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "cause"),
+    [
+        ({"exit_code": 0}, "clean", "finished"),
+        ({"signal": signal.SIGKILL}, "killed", "SIGKILL from outside the run"),
+        ({"signal": signal.SIGKILL, "kill": ("hang", "no progress")}, "hang", "no progress"),
+        ({"signal": signal.SIGSEGV, "kill": ("hang", "no progress")}, "killed", "segmentation fault"),
+        (
+            {"signal": signal.SIGKILL, "oom": "Out of memory: Killed process 42"},
+            "oom",
+            "Out of memory: Killed process 42",
+        ),
+        (
+            {"signal": signal.SIGABRT, "log": "what(): CUDA error: device-side assert"},
+            "cuda",
+            "CUDA error: device-side",
+        ),
+        ({"signal": signal.SIGBUS}, "killed", "shared memory"),
+        ({"exit_code": 1, "report": Report(kind="exception", cause="ValueError: no")}, "exception", "ValueError: no"),
+        ({"exit_code": 1, "log": TRACE + "ModuleNotFoundError: No module named 'x'"}, "import_error", "No module"),
+        ({"exit_code": 1, "log": TRACE + "torch.OutOfMemoryError: CUDA out of memory."}, "cuda", "CUDA out of memory"),
+        ({"exit_code": 1, "log": TRACE + "MemoryError"}, "oom", "MemoryError"),
+        ({"exit_code": 1, "log": TRACE + "pkg.CustomError: bad luck\n"}, "exception", "pkg.CustomError: bad luck"),
+        ({"exit_code": 1, "log": "ValueError: only talked about, not raised"}, "unknown", "exit code 1"),
+        ({"exit_code": 2, "log": "no such key\n"}, "config", "no such key"),
+        ({"exit_code": 70}, "unknown", "exit code 70"),
+    ],
+)
+def test_kind_and_cause(facts: dict[str, object], kind: Kind, cause: str) -> None:
+    found = judge(**facts)
+    assert found.kind == kind and cause in found.cause
+    assert found.failed == (kind != "clean")
+
+
+def test_says_who_and_when_and_keeps_the_end_of_the_log() -> None:
+    found = judge(signal=signal.SIGTERM, log="\n".join(f"line {n}" for n in range(100)))
+    assert (found.slot, found.epoch, found.pid, found.at, found.signal) == ("rollout/0", 7, 42, 5.0, "SIGTERM")
+    assert found.exit_code is None and found.last_lines[-1] == "line 99" and len(found.last_lines) == 20
+
+
+def test_traceback_comes_from_the_report_else_from_the_log() -> None:
+    assert judge(exit_code=1, report=Report(kind="exception", cause="c", trace="reported")).trace == "reported"
+    log = "before\n" + TRACE + "first\n" + TRACE + "KeyError: 'k'"
+    assert judge(exit_code=1, log=log).trace == TRACE + "KeyError: 'k'"
+
+
+def test_classifies_exceptions_where_they_are_raised() -> None:
+    assert classify_exception(ModuleNotFoundError("x")) == "import_error"
+    assert classify_exception(MemoryError()) == "oom"
+    assert classify_exception(RuntimeError("CUDA error: an illegal memory access")) == "cuda"
+    assert classify_exception(ValueError("x")) == "exception"
+
+
+def test_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert read_tail(log, 0) == ""
+    log.write_text("old incarnation\nnew one\n")
+    assert read_tail(log, 16) == "new one\n"
+    assert read_tail(log, 0, limit=4) == "one\n"
+    assert read_tail(log, 1000) == "old incarnation\nnew one\n", "the log was cut since: all of it is new"
+
+
+def test_kernel_log_does_not_accuse_the_innocent() -> None:
+    assert kernel_oom_line(2**22 + 1) == ""

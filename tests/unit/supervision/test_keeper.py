@@ -1,0 +1,145 @@
+"""The keeper over a stand-in for the agent: exit status, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_rt.supervision import procfs
+from relax_rt.supervision.rundir import (
+    OWNER,
+    RunPaths,
+    clean_stale_runs,
+    owner_lives,
+    owner_of,
+    read_run,
+    stale_runs,
+    update_run,
+    write_json,
+)
+
+DAEMON = (
+    "import os, sys, time\n"
+    "if os.fork() == 0:\n"
+    "    os.setsid()\n"
+    "    if os.fork() == 0:\n"
+    "        open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)\n"
+    "    os._exit(0)\n"
+    "os.wait()\n"
+)
+
+
+def until(probe: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not probe():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Iterator[RunPaths]:
+    found = RunPaths(secrets.token_hex(4), tmp_path)
+    found.make_private()
+    update_run(tmp_path, run_id=found.run_id, status="running")
+    yield found
+    found.remove_private()
+
+
+def keeper(paths: RunPaths, code: str, *argv: str, **env: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "relax_rt.supervision.keeper", "--run-id", paths.run_id]
+    command += ["--run-dir", str(paths.run_dir), "--", sys.executable, "-c", code, *argv]
+    return subprocess.Popen(command, start_new_session=True, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 128 + 9)]
+)
+def test_mirrors_the_exit_status(paths: RunPaths, code: str, status: int) -> None:
+    assert keeper(paths, code).wait(20) == status
+    assert not paths.socket_dir.exists() and not paths.shm_dir.exists()
+
+
+def test_writes_down_that_the_agent_died(paths: RunPaths) -> None:
+    keeper(paths, "import os; os.kill(os.getpid(), 11)").wait(20)
+    run = read_run(paths.run_dir)
+    assert run is not None and run["status"] == "agent died" and "SIGSEGV" in run["reason"]
+    (line,) = (paths.run_dir / "events" / "current.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "agent_died"
+
+
+def test_leaves_the_word_of_an_agent_that_ended_in_order(paths: RunPaths) -> None:
+    code = "import sys, pathlib; from relax_rt.supervision.rundir import update_run\n"
+    code += "update_run(pathlib.Path(sys.argv[1]), status='finished', exit_code=0)"
+    assert keeper(paths, code, str(paths.run_dir)).wait(20) == 0
+    run = read_run(paths.run_dir)
+    assert run is not None and run["status"] == "finished"
+    assert not (paths.run_dir / "events").exists()
+
+
+def test_kills_daemons_that_left_the_tree_of_processes(paths: RunPaths, tmp_path: Path) -> None:
+    pid_file = tmp_path / "daemon"
+    process = keeper(paths, DAEMON + "time.sleep(600)", str(pid_file))
+    until(lambda: pid_file.exists() and pid_file.read_text())
+    daemon = int(pid_file.read_text())
+    (agent,) = (
+        procfs.children(process.pid)
+        if len(procfs.children(process.pid)) == 1
+        else [pid for pid in procfs.children(process.pid) if pid != daemon]
+    )
+    os.kill(agent, signal.SIGKILL)
+    process.wait(20)
+    assert procfs.start_time(daemon) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_hands_signals_on(paths: RunPaths, tmp_path: Path, number: signal.Signals) -> None:
+    code = "import signal, sys, time, pathlib\n"
+    code += f"signal.signal({int(number)}, lambda *a: sys.exit(5))\n"
+    code += "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    process = keeper(paths, code, str(tmp_path / "up"))
+    until((tmp_path / "up").exists)
+    process.send_signal(number)
+    assert process.wait(20) == 5
+
+
+def test_imports_the_standard_library_only() -> None:
+    code = "import sys, relax_rt.supervision.keeper\n"
+    code += "print(*sorted({m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
+    before = subprocess.run(
+        [sys.executable, "-c", code.replace(", relax_rt.supervision.keeper", "")], capture_output=True
+    )
+    after = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert set(after.stdout.split()) - set(before.stdout.split()) == {b"relax_rt"}
+
+
+def test_owner_is_told_from_another_process_of_its_pid() -> None:
+    owner = owner_of(os.getpid())
+    assert owner_lives(owner) is True
+    assert owner_lives({**owner, "start": owner["start"] + 1}) is False
+    assert owner_lives({**owner, "boot": "another"}) is False
+    assert owner_lives({**owner, "pid_namespace": "another"}) is None
+
+
+def test_stale_runs_are_those_whose_owner_is_dead(paths: RunPaths) -> None:
+    assert paths.run_id not in [p.run_id for p in stale_runs()]
+    owner = {**owner_of(os.getpid()), "run_dir": str(paths.run_dir)}
+    write_json(paths.socket_dir / OWNER, {**owner, "pid_namespace": "another", "start": 1})
+    assert paths.run_id not in [p.run_id for p in stale_runs()], "what another namespace owns is left alone"
+    (paths.socket_dir / OWNER).unlink()
+    assert paths.run_id not in [p.run_id for p in stale_runs()], "one that is just being made is left alone"
+    write_json(paths.socket_dir / OWNER, {**owner, "start": 1})
+    child = subprocess.Popen(["sleep", "600"], env={**os.environ, "RELAX_RUN_ID": paths.run_id})
+    assert paths.run_id in clean_stale_runs()
+    assert child.wait(20) == -signal.SIGKILL
+    assert not paths.socket_dir.exists() and not paths.shm_dir.exists()
+    run = read_run(paths.run_dir)
+    assert run is not None and run["status"] == "agent died"
