@@ -36,8 +36,8 @@ def group_advantages(
     values = np.asarray(rewards, np.float64)
     if len(values) < 2 or float(np.ptp(values)) < EQUAL:
         return np.zeros(len(values))
-    centred = values - values.mean()
-    return centred / (values.std(ddof=1) + eps) if normalise_std else centred
+    centred: NDArray[np.float64] = values - values.mean()
+    return centred / float(values.std(ddof=1) + eps) if normalise_std else centred
 
 
 def apply_truncation(
