@@ -1,0 +1,102 @@
+"""Following the members of a run: who is where, as the registry tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from relax_rt.registry.api import Changes, Member, RegistryApi
+from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+from relax_rt.transport.versions import VersionRecord
+
+POLL_S = 20.0
+RETRY_S = 0.5
+
+
+class Members:
+    """What is known of the members of one role (of all, for the empty name), kept up to date in the background.
+
+    While the registry is away the last known members stay: see `away`.
+    """
+
+    def __init__(self, registry: RegistryApi, role: str) -> None:
+        self.role = role
+        self.by_slot: dict[str, Member] = {}
+        self.committed: VersionRecord | None = None
+        self.away = ""
+        """Why the registry does not answer; empty while it does."""
+        self._registry = registry
+        self._revision = 0
+        self._changed = asyncio.Condition()
+        self._count = 0
+        """Changes so far; 0: nothing is known yet."""
+
+    @property
+    def ready(self) -> list[Member]:
+        """The members that do their work, by slot."""
+        return [m for _, m in sorted(self.by_slot.items()) if m.state == "ready"]
+
+    async def changes(self) -> AsyncIterator[list[Member]]:
+        """The whole list, as soon as it is known and after each change; changes that come faster than they are read are merged."""
+        seen = 0
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda seen=seen: self._count != seen)  # type: ignore[misc]
+                seen = self._count
+                members = [m for _, m in sorted(self.by_slot.items())]
+            yield members
+
+    async def until(self, holds: Callable[[Members], bool], what: str, *, timeout_s: float) -> None:
+        """Wait until something holds of the members.
+
+        Raises:
+            DeadlineExceeded: it did not, in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: holds(self))
+        except TimeoutError as error:
+            known = ", ".join(f"{m.who} {m.state}" for m in self.by_slot.values()) or "nobody"
+            why = f"{known} after {timeout_s:g} s" + (f"; the registry is away: {self.away}" if self.away else "")
+            raise DeadlineExceeded(f"waiting for {what}", why=why) from error
+
+    async def follow(self) -> None:
+        """Watch for ever; run by Discovery.watch."""
+        while True:
+            try:
+                answer = await self._registry.watch(self._revision, POLL_S)
+            except RelaxError as error:
+                self.away = str(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.away = ""
+            await self._take(answer)
+
+    async def _take(self, answer: Changes) -> None:
+        own = {m.who.slot: m for m in answer.members if not self.role or m.who.role == self.role}
+        async with self._changed:
+            first, self._revision = self._revision == 0, answer.revision
+            if first or own or answer.snapshot or answer.committed != self.committed:
+                self.by_slot = own if answer.snapshot else {**self.by_slot, **own}
+                self.committed = answer.committed
+                self._count += 1
+                self._changed.notify_all()
+
+
+class Discovery:
+    """``async with Discovery(registry).watch("rollout") as members: ...``"""
+
+    def __init__(self, registry: RegistryApi) -> None:
+        self._registry = registry
+
+    @asynccontextmanager
+    async def watch(self, role: str = "") -> AsyncIterator[Members]:
+        """Follow the members of a role until the block ends."""
+        members = Members(self._registry, role)
+        task = asyncio.create_task(members.follow())
+        try:
+            yield members
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
