@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
@@ -36,19 +36,29 @@ class PlanLine(msgspec.Struct, frozen=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column of the live screen: the newest value of one key of metrics.jsonl.
+    """A column of the live screen: what the newest metrics records of one kind say.
 
     Attributes:
         kind: the `kind` of the metrics record it is taken from, ``step``.
-        key: the record's key.
+        key: the record's key: a number, or a list of numbers.
         title: heading.
         form: format specification for the value, ``.3f``.
+        aggregate: ``last`` the newest record's value; ``mean_max`` mean and maximum of its list; ``sum`` over the
+            newest records of all living senders.
+        of: a second key of the same record, shown after a slash (``outstanding`` of ``bound``).
+        spark: draw the last 40 values.
+        line: template of a line that tells of each record as it comes, ``{when}: {exact:.3f}``; without it the
+            column stands in the line that is printed for each step.
     """
 
     kind: str
     key: str
     title: str
     form: str = ""
+    aggregate: Literal["last", "mean_max", "sum"] = "last"
+    of: str = ""
+    spark: bool = False
+    line: str = ""
 
 
 class Job(Protocol):

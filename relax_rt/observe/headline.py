@@ -1,0 +1,154 @@
+"""The job's columns, filled from the metrics as they come: what the live screen says of the work itself."""
+
+from __future__ import annotations
+
+import string
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from relax_rt.config.job import Column
+from relax_rt.observe.text import NOTHING, number
+
+__all__ = ["Column", "Headline", "Value"]
+
+SPARK = 40
+PACE_STEPS = 20
+FRESH_S = 10.0
+MAX_SENDERS = 4096
+
+
+class Value(msgspec.Struct, frozen=True):
+    """A column as it stands: heading, text, and the values of its sparkline if it has one."""
+
+    title: str
+    text: str
+    spark: Sequence[float] = ()
+
+
+class _Forgiving(string.Formatter):
+    """A template may name what a record does not have, or what is not a number there."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Any) -> Any:
+        return kwargs.get(key) if isinstance(key, str) else None
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return number(value, format_spec)
+
+
+class Headline:
+    """Newest values of the job's columns and how far the run has come. Bounded; no I/O.
+
+    Args:
+        columns: the job's columns.
+        target: steps the run is to make, if known.
+        progress: kind and key of the records that count steps.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], target: int | None = None, progress: tuple[str, str] = ("step", "step")
+    ) -> None:
+        self.columns, self.target = tuple(columns), target
+        self.step: int | None = None
+        self.versions: dict[str, int] = {}
+        self._progress = progress
+        self._kinds = {column.kind for column in columns} | {progress[0]}
+        self._newest: dict[str, dict[str, Any]] = {}
+        self._by_sender: dict[str, dict[str, dict[str, Any]]] = {}
+        self._sparks: dict[int, deque[tuple[int, float]]] = {
+            i: deque(maxlen=SPARK) for i, column in enumerate(columns) if column.spark
+        }
+        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+
+    def take(self, record: dict[str, Any]) -> bool:
+        """Take in one metrics record. True: it counts a step."""
+        kind = str(record.get("kind", ""))
+        slot = str(record.get("by", "")).partition("#")[0]
+        if slot and isinstance(version := record.get("version"), int) and len(self.versions) < MAX_SENDERS:
+            self.versions[slot] = version
+        if kind not in self._kinds:
+            return False
+        self._newest[kind] = record
+        senders = self._by_sender.setdefault(kind, {})
+        if slot in senders or len(senders) < MAX_SENDERS:
+            senders[slot] = record
+        step = record.get(self._progress[1])
+        counts = kind == self._progress[0] and isinstance(step, int)
+        if counts:
+            self._count(int(step or 0), _float(record.get("t")))
+        self._draw(kind, record)
+        return counts
+
+    def _count(self, step: int, t: float) -> None:
+        if self._pace and self._pace[-1][0] >= step:
+            self._pace.clear()
+        self._pace.append((step, t))
+        self.step = step
+
+    def _draw(self, kind: str, record: dict[str, Any]) -> None:
+        for i, spark in self._sparks.items():
+            if self.columns[i].kind == kind:
+                at = self.step or 0
+                # Steps made again after a restart replace what stood there.
+                while kind == self._progress[0] and spark and spark[-1][0] >= at:
+                    spark.pop()
+                spark.append((at, _float(record.get(self.columns[i].key))))
+
+    def values(self, now: float) -> list[Value]:
+        """Every column as it stands at wall-clock time `now` (s)."""
+        return [
+            Value(column.title, self._text(column, now), tuple(v for _, v in self._sparks.get(i, ())))
+            for i, column in enumerate(self.columns)
+        ]
+
+    def step_line(self, now: float) -> str:
+        """The line for a step: every column that has no line of its own and a value."""
+        of = f"/{self.target}" if self.target else ""
+        parts = [f"{self._progress[1]} {self.step if self.step is not None else 0}{of}"]
+        for column in self.columns:
+            text = self._text(column, now)
+            if not column.line and text != NOTHING:
+                parts.append(f"{column.title} {text.replace(' / ', '/')}")
+        return "  ".join(parts)
+
+    def lines(self, record: dict[str, Any]) -> list[str]:
+        """Lines that tell of this record, from the columns that have a template."""
+        return [
+            f"{column.title} {_Forgiving().vformat(column.line, (), record)}"
+            for column in self.columns
+            if column.line and column.kind == record.get("kind")
+        ]
+
+    def left_s(self, now: float) -> float | None:
+        """Time to the target at the pace of the last steps; None when it is not known."""
+        if self.target is None or self.step is None or len(self._pace) < 2:
+            return None
+        (first, began), (last, t) = self._pace[0], self._pace[-1]
+        per_step = (t - began) / (last - first)
+        return max(0.0, (self.target - last) * per_step - max(0.0, now - t)) if self.target > last else 0.0
+
+    def _text(self, column: Column, now: float) -> str:
+        newest = self._newest.get(column.kind)
+        if newest is None:
+            return NOTHING
+        if column.aggregate == "sum":
+            return number(self._sum(column, now), column.form)
+        value = newest.get(column.key)
+        if column.aggregate == "mean_max":
+            known = [float(v) for v in value if isinstance(v, int | float)] if isinstance(value, list) else []
+            if not known:
+                return NOTHING
+            return f"{number(sum(known) / len(known), column.form)} / {number(max(known))}"
+        text = number(value, column.form)
+        return f"{text} / {number(newest.get(column.of))}" if column.of and text != NOTHING else text
+
+    def _sum(self, column: Column, now: float) -> float:
+        records = self._by_sender.get(column.kind, {}).values()
+        fresh = [_float(r.get(column.key)) for r in records if now - _float(r.get("t")) <= FRESH_S]
+        return sum(v for v in fresh if v == v)
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

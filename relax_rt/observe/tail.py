@@ -1,0 +1,107 @@
+"""Reads a JSON-lines file that other processes append to, a bounded piece at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from relax_rt.events import parse_line
+
+READ_BYTES = 256 << 10
+LINE_BYTES = 1 << 20
+
+
+class Tail:
+    """Follows one file: `poll` answers with the records that came since the last poll.
+
+    A file that does not exist yet, is cut short, or is renamed away and begun anew is followed all the same; the
+    renamed file is read to its end first. An unfinished last line waits for its rest.
+
+    Args:
+        path: the file.
+        last_bytes: begin at most so far before the end that the file has at the first poll; None: at its start.
+        read_bytes: read at most so much in one poll.
+        line_bytes: longest line that is taken; longer ones are passed over and counted in `skipped`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        last_bytes: int | None = None,
+        read_bytes: int = READ_BYTES,
+        line_bytes: int = LINE_BYTES,
+    ) -> None:
+        self.path = path
+        self.skipped = 0
+        self._last_bytes = last_bytes
+        self._read_bytes, self._line_bytes = read_bytes, line_bytes
+        self._fd = -1
+        self._inode = 0
+        self._at = 0
+        self._rest = b""
+        self._passing_over = False
+
+    def poll(self) -> list[dict[str, Any]]:
+        """New records, in the order written; lines that are no JSON object are left out."""
+        if self._fd < 0 and not self._open():
+            return []
+        data = self._read()
+        if not data and self._replaced():
+            self.close()
+            data = self._read() if self._open() else b""
+        return self._records(data)
+
+    def close(self) -> None:
+        """Release the file. A later poll reads it from its start."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+        self._rest, self._passing_over = b"", False
+
+    def _open(self) -> bool:
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._last_bytes = None
+            return False
+        stat = os.fstat(self._fd)
+        self._inode, self._at = stat.st_ino, 0
+        if self._last_bytes is not None and stat.st_size > self._last_bytes:
+            # One byte earlier: the first line is whole only if a newline stands before it.
+            self._at = stat.st_size - self._last_bytes - 1
+            self._passing_over = True
+        self._last_bytes = None
+        return True
+
+    def _read(self) -> bytes:
+        if os.fstat(self._fd).st_size < self._at:
+            self._at, self._rest, self._passing_over = 0, b"", False
+        data = os.pread(self._fd, self._read_bytes, self._at)
+        self._at += len(data)
+        return data
+
+    def _replaced(self) -> bool:
+        try:
+            return self.path.stat().st_ino != self._inode
+        except FileNotFoundError:
+            return False
+
+    def _records(self, data: bytes) -> list[dict[str, Any]]:
+        if self._passing_over:
+            _, newline, data = data.partition(b"\n")
+            if not newline:
+                return []
+            self._passing_over = False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self._line_bytes:
+            self._rest, self._passing_over = b"", True
+            self.skipped += 1
+        found = []
+        for line in lines:
+            if len(line) > self._line_bytes:
+                self.skipped += 1
+            elif (record := parse_line(line)) is not None:
+                found.append(record)
+        return found
