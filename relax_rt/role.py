@@ -86,7 +86,7 @@ class Role:
     restart: ClassVar[str] = "permanent"
     """permanent: always restarted; transient: only after a failure; temporary: never."""
     significant: ClassVar[bool] = False
-    """When a significant role finishes (exit 0), the run ends in order."""
+    """The run ends in order when every significant role has finished (exit 0)."""
 
     def __init__(self, ctx: RoleContext) -> None:
         self.ctx = ctx

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from relax_rt.roles.sample import Sample, SampleMeta
-from relax_rt.transport.queue.api import VersionSpan
+
+if TYPE_CHECKING:
+    from relax_rt.transport.queue.client import LeasedSample
 
 
 def generated_columns(sample: Sample) -> dict[str, Any]:
@@ -25,24 +25,19 @@ def generated_columns(sample: Sample) -> dict[str, Any]:
     return columns
 
 
-def read_meta(raw: Any) -> SampleMeta:
-    """The `meta` column as its type."""
-    return msgspec.convert(raw, SampleMeta)
-
-
-def read_sample(field: Callable[[str], Any], names: frozenset[str], versions: list[VersionSpan]) -> Sample:
-    """A sample from its columns; `field` gives a column's value, `names` are those that are there."""
+def read_sample(leased: LeasedSample) -> Sample:
+    """A leased sample as its type. Arrays are views in shared memory, good until the lease ends."""
 
     def optional(name: str) -> Any:
-        return field(name) if name in names else None
+        return leased[name] if name in leased else None
 
     reward = optional("reward")
     return Sample(
-        meta=read_meta(field("meta")),
-        tokens=field("tokens"),
-        loss_mask=field("loss_mask"),
-        behaviour_logprobs=field("behaviour_logprobs"),
-        versions=versions,
+        meta=leased.decode("meta", SampleMeta),
+        tokens=leased["tokens"],
+        loss_mask=leased["loss_mask"],
+        behaviour_logprobs=leased["behaviour_logprobs"],
+        versions=leased.versions,
         reward=None if reward is None else float(np.asarray(reward)),
         rewards=dict(optional("rewards") or {}),
         advantages=optional("advantages"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.publication import EngineFailure, WeightFollower
     from relax_rt.roles.sample import Sample
-    from relax_rt.transport.queue.client import QueueClient
+    from relax_rt.transport.queue.client import NewSample, QueueClient
 
 ADMIT_WAIT_S = 10.0
 METRICS_EVERY_S = 2.0
@@ -61,7 +61,10 @@ class RolloutRole(Role):
             self.ctx.shm_dir,
             slab_bytes=self.config.queue.slab_mib << 20,
             capacity_bytes=self.config.queue.capacity_mib << 20,
+            on_lost=self._lost,
         )
+        await self.queue.__aenter__()
+        await self.queue.warm()
         loop = asyncio.get_running_loop()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
@@ -106,7 +109,8 @@ class RolloutRole(Role):
         if hasattr(self, "engine"):
             await asyncio.to_thread(self.engine.close, 5.0)
         if hasattr(self, "queue"):
-            await self.queue.give_back(list(self._tickets), "the rollout stops")
+            if self._tickets:
+                await self.queue.give_back(list(self._tickets), "the rollout stops")
             await self.queue.close()
 
     async def _follow(self) -> None:
@@ -125,7 +129,7 @@ class RolloutRole(Role):
             wanted = self.settings.groups_in_flight - len(self._tickets)
             if not self._tickets:
                 self.ctx.progress.waiting("admission by the staleness bound")
-            answer = await self.queue.admit(self.follower.record.version, wanted, ADMIT_WAIT_S)
+            answer = await self.queue.admit(self.follower.record.version, wanted, wait_s=ADMIT_WAIT_S)
             if not answer.tickets:
                 if not self._tickets:
                     self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
@@ -138,9 +142,7 @@ class RolloutRole(Role):
 
     async def _wait_for_room(self) -> None:
         while (
-            self._complete
-            or not self.follower.record.version
-            or len(self._tickets) >= self.settings.groups_in_flight
+            self._complete or not self.follower.record.version or len(self._tickets) >= self.settings.groups_in_flight
         ):
             if self._complete and not self._tickets:
                 self.ctx.progress.waiting("the end of the run: the last step is done")
@@ -167,7 +169,7 @@ class RolloutRole(Role):
             while not self._done.empty():
                 finished.append(self._done.get_nowait())
             mine = [c for c in finished if c.request in self._tickets]
-            await self.queue.put_samples([(SampleKey(c.request, c.member), self._sample(c)) for c in mine])
+            await self.queue.put_samples([self._sample(c) for c in mine])
             self.ctx.progress.advance(sum(len(c.tokens) for c in mine), f"version {self.follower.record.version}")
             for completion in mine:
                 self._left[completion.request] -= 1
@@ -176,11 +178,22 @@ class RolloutRole(Role):
             if mine:
                 self._room.set()
 
-    def _sample(self, completion: Completion) -> tuple[dict[str, Any], list[VersionSpan]]:
+    def _lost(self, groups: list[int]) -> None:
+        """The queue gave these groups to others (a lapsed lease) or wants them no more: stop working on them."""
+        for group in groups:
+            if self._tickets.pop(group, None) is not None:
+                del self._left[group]
+                self.engine.abort(group)
+        self.ctx.event("groups_lost", groups=groups)
+        self._room.set()
+
+    def _sample(self, completion: Completion) -> NewSample:
         from relax_rt.roles.columns import generated_columns
+        from relax_rt.transport.queue.client import NewSample
 
         sample = self._as_sample(completion)
-        return generated_columns(sample), sample.versions
+        key = SampleKey(completion.request, completion.member)
+        return NewSample(key, generated_columns(sample), sample.versions)
 
     def _as_sample(self, completion: Completion) -> Sample:
         import numpy as np

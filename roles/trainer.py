@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
     from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
-    from relax_rt.transport.queue.client import Lease, QueueClient
+    from relax_rt.transport.queue.client import LeasedBatch, QueueClient
     from relax_rt.transport.weights.stage import WeightStage
 
 TAKE_WAIT_S = 10.0
@@ -62,12 +62,13 @@ class TrainerRole(Role):
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        self.store = CheckpointStore(
-            self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep
-        )
+        self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
         await asyncio.to_thread(self._load)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
-        self.queue = QueueClient(await self.ctx.queue(), self.ctx.who, self.ctx.shm_dir)
+        self.queue = QueueClient(
+            await self.ctx.queue(), self.ctx.who, self.ctx.shm_dir, on_wait=self.ctx.progress.waiting
+        )
+        await self.queue.__aenter__()
 
     def _load(self) -> None:
         from relax_rt.roles.locations import model_folder
@@ -126,12 +127,14 @@ class TrainerRole(Role):
         await self._publish()
 
     async def _one_step(self) -> None:
+        from relax_rt.roles.columns import read_sample
+
         asked = time.monotonic()
         lease = await self._batch()
         if lease is None:
             return
         got = time.monotonic()
-        samples = [self._read(view) for view in lease.samples]
+        samples = [read_sample(leased) for leased in lease.samples]
         result = await asyncio.to_thread(self._train, samples)
         trained = time.monotonic()
         await self._account(lease, result)
@@ -141,18 +144,13 @@ class TrainerRole(Role):
         if self.step % self.config.checkpoint.every_steps == 0 or self.step >= self.config.algorithm.steps:
             await self._save(final=self.step >= self.config.algorithm.steps)
 
-    async def _batch(self) -> Lease | None:
+    async def _batch(self) -> LeasedBatch | None:
         lease = await self.queue.take("train", groups=self.config.algorithm.prompts_per_step, wait_s=TAKE_WAIT_S)
-        if lease is None:
-            self.ctx.progress.waiting(self.queue.waiting_on or "whole groups with rewards")
+        if not lease:
+            self.ctx.progress.waiting(lease.waiting_on or "whole groups with rewards")
             return None
         self.ctx.progress.waiting("")
         return lease
-
-    def _read(self, view: Any) -> Sample:
-        from relax_rt.roles.columns import read_sample
-
-        return read_sample(view.field, frozenset(view.names), view.info.versions)
 
     def _train(self, samples: list[Sample]) -> StepResult:
         from relax_rt.roles.algorithms.batch import set_advantages
@@ -160,7 +158,7 @@ class TrainerRole(Role):
         set_advantages(samples, self.config.algorithm)
         return self.backend.step(samples, self.step + 1)
 
-    async def _account(self, lease: Lease, result: StepResult) -> None:
+    async def _account(self, lease: LeasedBatch, result: StepResult) -> None:
         """The step is done: the queue hears of it first, then the weights are published."""
         if not result.applied:
             self._skipped += 1
@@ -237,7 +235,7 @@ class TrainerRole(Role):
         return found[1].step if found else 0
 
     def _record(
-        self, lease: Lease, samples: list[Sample], result: StepResult, at: tuple[float, ...]
+        self, lease: LeasedBatch, samples: list[Sample], result: StepResult, at: tuple[float, ...]
     ) -> dict[str, Any]:
         import numpy as np
 
@@ -252,10 +250,10 @@ class TrainerRole(Role):
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             "rewards": {n: float(np.mean([s.rewards.get(n, 0.0) for s in samples])) for n in names},
-            "staleness": [view.info.staleness for view in lease.samples],
+            "staleness": [s.staleness for s in lease.samples],
             "versions": [sorted({span.version for span in s.versions}) for s in samples],
             "trained_version": self.weights.parent,
-            "keys": [str(view.info.key) for view in lease.samples],
+            "keys": [str(s.key) for s in lease.samples],
             "prompts": sorted({s.meta.prompt for s in samples}),
             "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
             "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),

@@ -243,7 +243,9 @@ class Supervisor:
             self._retry(s, 0.0)
         elif finished and s.spec.significant:
             self._end(s, failed=False)
-            self._drain(Ending(0, f"{s.spec.slot} has finished"))
+            open_ = [o.spec.slot for o in self._slots.values() if o.spec.significant and o.state != "ended"]
+            if not open_:
+                self._drain(Ending(0, f"{s.spec.slot} has finished"))
         elif finished and s.spec.restart != "permanent":
             self._end(s, failed=False)
         elif diagnosis.kind == "config" or (diagnosis.kind == "import_error" and not s.was_ready):

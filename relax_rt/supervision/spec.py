@@ -17,7 +17,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         kind: the role that fills it.
         tier: start order; lower tiers are ready before higher ones start, stop runs in reverse.
         restart: permanent (always), transient (after a failure), temporary (never).
-        significant: the run ends in order when this slot finishes.
+        significant: the run ends in order when every significant slot has finished.
         system: part of every run (registry, queue); the run ends when all slots that are not have ended.
         start_timeout_s: from spawn to ready; also the longest wait for an epoch before the spawn.
         stop_timeout_s: from the stop request to the kill.

@@ -57,7 +57,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     swaps: int
 
 
-OnCompletion = Callable[[Completion], None]
+OnCompletion = Callable[[Completion], object]
 
 
 class Engine(Protocol):

@@ -176,7 +176,7 @@ class EmbeddedEngine:
     def abort(self, request: int) -> None:
         self._call(lambda: self._abort(request))
 
-    def swap(self, version: int, done: Callable[[], None]) -> None:
+    def swap(self, version: int, done: Callable[[], object]) -> None:
         """Make the weights in the standby buffer the ones sampled from, at the next token boundary; then call done."""
 
         def apply() -> None:

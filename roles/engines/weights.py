@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout, TensorEntry, layout_of
@@ -34,8 +35,8 @@ class FlatWeights:
 
     def standby(self) -> memoryview:
         """The bytes of the buffer that is not in use, writable."""
-        array: np.ndarray = self._buffers[1 - self._active].numpy()
-        return memoryview(array)
+        array: NDArray[np.uint8] = self._buffers[1 - self._active].numpy()
+        return array.data
 
     def check(self, layout: Layout) -> None:
         """Refuse a publication of another model before a byte of it is used.

@@ -21,7 +21,14 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "added_tokens.json")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+)
 
 
 class TorchBackend:
@@ -71,7 +78,7 @@ class TorchBackend:
             if not bool(torch.isfinite(loss)):
                 self._optimizer.zero_grad(set_to_none=False)
                 return _thrown_away(f"loss is {loss.item()} in step {number}", tokens, rate)
-            (loss / max(tokens, 1)).backward()
+            torch.autograd.backward(loss / max(tokens, 1))
             sums["loss"] += loss.item()
             for name in ("ratio", "clipped", "kl"):
                 sums[name] += metrics[f"{name}_sum"]

@@ -58,7 +58,7 @@ class Plain:
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Left-padded prompts [b, p], their mask, sampled tokens [b, n] (-1 after the end), log-probabilities [b, n]."""
+        """Left-padded prompts [b, p], their mask, sampled tokens [b, n] (-1 after the end), their log-probabilities."""
         width = max(len(p) for p in prompts)
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])

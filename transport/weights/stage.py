@@ -1,9 +1,9 @@
 """Weights on their way from the trainer to the engines of a node, through shared memory.
 
-The stage is a folder of the run's shared memory: buffers (``w0.buf`` …, recycled) and one manifest a version. It belongs
-to the node, not to the trainer: the newest committed version stays there in full when the trainer dies. A reader pins a
-buffer with a shared file lock, which the kernel drops when the reader dies; the writer reuses only buffers that it can
-lock alone and that hold no version still wanted.
+The stage is a folder of the run's shared memory: buffers (``w0.buf`` …, recycled) and one manifest a version. It
+belongs to the node, not to the trainer: the newest committed version stays there in full when the trainer dies. A
+reader pins a buffer with a shared file lock, which the kernel drops when the reader dies; the writer reuses only
+buffers that it can lock alone and that hold no version still wanted.
 """
 
 from __future__ import annotations

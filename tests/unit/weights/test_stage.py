@@ -77,7 +77,8 @@ def test_a_pinned_buffer_is_not_reused_and_a_killed_reader_lets_go(tmp_path: Pat
     files = {publish(stage, 1, 1).file}
     code = (
         "import fcntl,os,sys,time\n"
-        "fd=os.open(sys.argv[1],os.O_RDONLY); fcntl.flock(fd,fcntl.LOCK_SH); print('pinned',flush=True); time.sleep(600)"
+        "fd=os.open(sys.argv[1],os.O_RDONLY); fcntl.flock(fd,fcntl.LOCK_SH); print('pinned',flush=True)\n"
+        "time.sleep(600)"
     )
     readers = []
     try:
