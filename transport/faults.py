@@ -25,9 +25,10 @@ def fault_of(error: BaseException, request: int, where: str) -> Fault:
     return Fault(
         request,
         kinds=tuple(_name(kind) for kind in type(error).__mro__ if issubclass(kind, RelaxError)),
-        what=error.what[:TEXT_MAX_CHARS],
-        why=error.why[:TEXT_MAX_CHARS],
-        hint=error.hint[:TEXT_MAX_CHARS],
+        # A subclass may have passed anything for them, or nothing.
+        what=str(getattr(error, "what", error))[:TEXT_MAX_CHARS],
+        why=str(getattr(error, "why", ""))[:TEXT_MAX_CHARS],
+        hint=str(getattr(error, "hint", ""))[:TEXT_MAX_CHARS],
         where=where,
         trace=trace,
     )

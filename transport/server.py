@@ -255,6 +255,7 @@ class _Connection:
         self.peer: HelloFrame | None = None
         self.requests: dict[int, _Call] = {}
         self.inflight = 0
+        self._held: Request | Tell | None = None
         self.ended: asyncio.Future[None] = loop.create_future()
         self._context = contextvars.copy_context()
         self._hello_timer = loop.call_later(server.hello_timeout_s, self._no_hello)
@@ -315,7 +316,12 @@ class _Connection:
             return
         if isinstance(request, Request) and request.id in self.requests:
             raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
-        self._start(request)
+        if self.inflight >= self.server.max_inflight:
+            # Only one that goes beyond the bound ends the reading: at the bound cancellations still come through.
+            self._held = request
+            self.channel.pause()
+        else:
+            self._start(request)
 
     def _start(self, request: Request | Tell) -> None:
         server = self.server
@@ -329,15 +335,15 @@ class _Connection:
         else:
             server.counters.tells += 1
         self.inflight += 1
-        if self.inflight >= server.max_inflight:
-            self.channel.pause()
 
     def finished(self, call: _Call) -> None:
         self.server.calls.discard(call)
         if isinstance(call.request, Request):
             del self.requests[call.request.id]
         self.inflight -= 1
-        if self.inflight == self.server.max_inflight - 1 and not self.server.closing:
+        if self._held is not None and not self.server.closing and not self.ended.done():
+            held, self._held = self._held, None
+            self._start(held)
             self.channel.resume()
 
 
