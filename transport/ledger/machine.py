@@ -247,12 +247,14 @@ class Ledger:
         leases = [id_ for id_ in late if id_ in self.core.state.leases]
         return Lapse([id_ for id_ in late if id_ not in self.core.state.leases], leases) if late else None
 
-    def next_deadline(self) -> float | None:
-        """When something is due next: a lapse, or the end of a wait for stragglers."""
-        times = list(self.core.deadlines.values())
-        if self.core.state.blocked_since is not None:
-            times.append(self.core.state.blocked_since + self.core.policy.straggler_wait_s)
-        return min(times, default=None)
+    def next_lapse(self) -> float | None:
+        """When the next ticket or lease lapses, unless it is renewed."""
+        return min(self.core.deadlines.values(), default=None)
+
+    def straggler_deadline(self) -> float | None:
+        """Until when a batch that could be granted waits for stragglers; None if none does."""
+        since = self.core.state.blocked_since
+        return None if since is None else since + self.core.policy.straggler_wait_s
 
     def account(self) -> dict[str, int]:
         """Counts since the run began (see account.account)."""

@@ -156,8 +156,7 @@ def test_a_batch_waits_for_stragglers_then_revokes_them() -> None:
     d.reward_all(JUDGE)
     waiting = d.take(TRAINER, "train", groups=2).waiting_on
     assert f"group {slow.group}" in waiting and "rollout/1#2 has made 1 of 2" in waiting
-    deadline = d.ledger.next_deadline()
-    assert deadline == d.now + 10.0
+    assert d.ledger.straggler_deadline() == d.now + 10.0
     d.now += 9.0
     assert not d.take(TRAINER, "train", groups=2).samples
     d.now += 1.5

@@ -1,0 +1,65 @@
+"""The queue role: serves the TransferQueue's broker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from relax_rt.config.job import load_job
+from relax_rt.role import Role
+from relax_rt.transport.ledger import QueueLimits
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.broker import Broker
+
+
+class QueueRole(Role):
+    """Ready before any role that produces or consumes. Its death loses nothing acknowledged: see Broker."""
+
+    kind = "queue"
+    tier = 10
+
+    async def setup(self) -> None:
+        """Recover the ledger from the journal in the run directory and offer it."""
+        ctx, table = self.ctx, self.ctx.config.queue
+        self.broker = Broker(
+            ctx.run_dir / "queue",
+            ctx.shm_dir,
+            run_id=ctx.run_id,
+            policy=load_job(ctx.config.run.job).ledger_policy(ctx.config),
+            limits=QueueLimits(
+                lease_s=table.lease_s,
+                quarantine_after=table.quarantine_after,
+                capacity_bytes=table.capacity_mib << 20,
+            ),
+            notify=self._notify,
+            fsync_every_s=table.fsync_every_s,
+        )
+        await self.broker.open()
+        ctx.serve(QueueApi, self.broker)
+
+    def _notify(self, kind: str, fields: dict[str, Any]) -> None:
+        self.ctx.event(kind, **fields)
+
+    async def run(self) -> None:
+        """Serve until the run stops, or until the journal cannot be written."""
+        await self.ctx.ready()
+        failed = asyncio.ensure_future(self.broker.run())
+        stopping = asyncio.ensure_future(self.ctx.stopping.wait())
+        try:
+            while not failed.done() and not stopping.done():
+                synced = self.broker.syncs
+                await asyncio.wait([failed, stopping], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                # A round of the disk task shows that the loop turns and the journal can be forced to disk.
+                if self.broker.syncs != synced:
+                    self.ctx.progress.advance(self.broker.syncs - synced, self.broker.summary())
+            if failed.done():
+                await failed
+        finally:
+            stopping.cancel()
+            failed.cancel()
+            await asyncio.gather(stopping, failed, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        """Force the journal to disk."""
+        if hasattr(self, "broker"):
+            await self.broker.close()

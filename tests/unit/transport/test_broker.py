@@ -1,0 +1,467 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ledger_driver import policy
+
+from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import QueueLimits
+from relax_rt.transport.queue.api import Failure, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.broker import Broker
+from relax_rt.transport.queue.client import NewSample, QueueClient
+from relax_rt.transport.queue.sync import SyncQueue
+from relax_rt.transport.versions import VersionRecord
+
+ENGINE, JUDGE = Incarnation("rollout/0", 1), Incarnation("reward/0", 2)
+TRAINER, AGENT = Incarnation("trainer/0", 3), Incarnation("agent/0", 1)
+V1 = VersionRecord(1, 0, 0)
+
+
+class Bound:
+    """The broker as one caller sees it; calls can be lost on the way there or back."""
+
+    def __init__(self, world: World, who: Incarnation) -> None:
+        self._world, self._who = world, who
+        self.lose_request: list[str] = []
+        self.lose_answer: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any) -> Any:
+            if name in self.lose_request:
+                self.lose_request.remove(name)
+                raise Unreachable(name, why="lost on the way")
+            broker = self._world.broker
+            if broker is None:
+                raise Unreachable(name, why="no broker")
+            self._world.caller = self._who
+
+            async def handle() -> Any:
+                self._world.caller = self._who
+                return await getattr(broker, name)(*args)
+
+            answer = await handle()
+            if name in self.lose_answer:
+                self.lose_answer.remove(name)
+                raise Unreachable(name, why="answer lost")
+            return answer
+
+        return call
+
+
+class World:
+    """A broker that can be killed and restarted, and clients of it."""
+
+    def __init__(self, tmp_path: Path, **changes: Any) -> None:
+        self.folder, self.shm = tmp_path / "queue", tmp_path / "shm"
+        self.shm.mkdir(exist_ok=True)
+        self.limits = changes.pop("limits", QueueLimits(lease_s=60.0))
+        self.policy = policy(**changes)
+        self.broker: Broker | None = None
+        self.caller = AGENT
+        self.notices: list[tuple[str, dict[str, Any]]] = []
+
+    async def start(self, run_id: str = "run-1", segment_bytes: int = 1 << 20) -> Broker:
+        self.broker = Broker(
+            self.folder,
+            self.shm,
+            run_id=run_id,
+            policy=self.policy,
+            limits=self.limits,
+            identify=lambda: self.caller,
+            notify=lambda kind, fields: self.notices.append((kind, fields)),
+            fsync_every_s=0.02,
+            segment_bytes=segment_bytes,
+        )
+        await self.broker.open()
+        return self.broker
+
+    async def kill(self) -> None:
+        """End the broker without letting it do anything more."""
+        broker, self.broker = self.broker, None
+        assert broker is not None
+        for task in broker._tasks:
+            task.cancel()
+        await asyncio.gather(*broker._tasks, return_exceptions=True)
+        os.close(broker._journal._fd)
+        broker._journal._fd = -1
+
+    def client(self, who: Incarnation, **options: Any) -> QueueClient:
+        options = {"slab_bytes": 1 << 16, "capacity_bytes": 1 << 18, "patience_s": 20.0, **options}
+        return QueueClient(Bound(self, who), who, self.shm, **options)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def world(tmp_path: Path, **changes: Any) -> AsyncIterator[World]:
+    made = World(tmp_path, **changes)
+    await made.start()
+    try:
+        yield made
+    finally:
+        if made.broker is not None:
+            await made.broker.close()
+
+
+async def until(done: Callable[[], bool]) -> None:
+    """Wait for what happens in the background."""
+    async with asyncio.timeout(20):
+        while not done():  # noqa: ASYNC110 - there is nothing to wait on
+            await asyncio.sleep(0.01)
+
+
+def sample(ticket: Ticket, member: int, version: int, length: int = 500) -> NewSample:
+    tokens = np.full(length, ticket.group * 10 + member, dtype=np.int32)
+    return NewSample(SampleKey(ticket.group, member), {"tokens": tokens}, [VersionSpan(0, length, version, version)])
+
+
+async def generate(engine: QueueClient, version: int = 1, groups: int = 1) -> list[Ticket]:
+    tickets = (await engine.admit(version, groups, wait_s=0)).tickets
+    for ticket in tickets:
+        await engine.put_samples([sample(ticket, member, version) for member in range(ticket.size)])
+    return tickets
+
+
+async def judge_all(judge: QueueClient) -> None:
+    while batch := await judge.take("reward", samples=16, wait_s=0):
+        await judge.complete(
+            "reward", batch, {one.key: {"reward": float(one["tokens"].sum())} for one in batch.samples}
+        )
+
+
+async def test_prompt_to_freed_memory(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        await engine.warm()
+        await trainer.rollback(0, V1)
+        tickets = await generate(engine, groups=2)
+        assert engine.groups == {}
+        await judge_all(judge)
+        batch = await trainer.take("train", groups=2, wait_s=1)
+        assert [one.key.group for one in batch.samples] == [ticket.group for ticket in tickets for _ in range(2)]
+        for one in batch.samples:
+            assert (one["tokens"] == one.key.group * 10 + one.key.member).all()
+            assert not one["tokens"].flags.writeable
+            assert one["reward"] == 500.0 * (one.key.group * 10 + one.key.member)
+            assert one.decode("reward", float) == one["reward"]
+            assert "tokens" in one and one.names == ["tokens", "reward"]
+        assert list(batch.groups()) == [ticket.group for ticket in tickets]
+        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+        assert engine.arena.used_bytes > 0
+        await trainer.committed(1, "step-1")
+        await generate(engine, version=2)
+        assert engine.arena.used_bytes <= 2 * 2048
+        assert w.broker is not None
+        stats = await w.broker.stats()
+        assert (stats.step, stats.trainer_version, stats.outstanding, stats.bound) == (1, 2, 2, 8.0)
+        assert (await w.broker.account())["trained_twice"] == 0
+        assert "step 1" in w.broker.summary()
+
+
+async def test_waiting_calls_are_woken_and_say_what_they_wait_for(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        admission = asyncio.create_task(engine.admit(1, 1, wait_s=30))
+        taking = asyncio.create_task(trainer.take("reward", samples=1, wait_s=30))
+        await asyncio.sleep(0.05)
+        assert w.broker is not None
+        waiting = (await w.broker.stats()).waiting
+        assert "not announced" in waiting["rollout/0"] and "reward" in waiting["trainer/0"]
+        await trainer.rollback(0, V1)
+        async with asyncio.timeout(10):
+            (ticket,) = (await admission).tickets
+            await engine.put_samples([sample(ticket, 0, 1)])
+            assert len((await taking).samples) == 1
+        assert (await w.broker.stats()).waiting == {}
+        answer = await engine.admit(7, 1, wait_s=0.01)
+        assert not answer.tickets and "version 7" in answer.waiting_on
+
+
+async def test_lost_requests_and_answers_change_nothing(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        for client in (engine, judge, trainer):
+            for name in ("admit", "put", "take", "complete", "trained", "rollback"):
+                client.api.lose_answer.append(name)  # type: ignore[attr-defined]
+                client.api.lose_request.append(name)  # type: ignore[attr-defined]
+        await trainer.rollback(0, V1)
+        assert len(await generate(engine, groups=2)) == 2
+        await judge_all(judge)
+        batch = await trainer.take("train", groups=2, wait_s=1)
+        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+        assert w.broker is not None
+        account = await w.broker.account()
+        assert account["trained"] == account["samples_issued"] == 4
+
+
+async def test_nothing_acknowledged_is_lost_when_the_broker_is_killed(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        await trainer.rollback(0, V1)
+        tickets = await generate(engine, groups=2)
+        work = await judge.take("reward", samples=3, wait_s=1)
+        await w.kill()
+        finishing = asyncio.create_task(
+            judge.complete("reward", work, {one.key: {"reward": 1.0} for one in work.samples})
+        )
+        await asyncio.sleep(0.05)
+        assert not finishing.done()
+        await w.start()
+        await finishing
+        await judge_all(judge)
+        batch = await trainer.take("train", groups=2, wait_s=1)
+        assert [one.key.group for one in batch.samples] == [ticket.group for ticket in tickets for _ in range(2)]
+        assert ("queue_recovered" in [kind for kind, _ in w.notices]) and w.broker is not None
+        assert await w.broker.account() == {**await w.broker.account(), "samples_issued": 4, "leased": 4}
+
+
+async def test_recovery_from_snapshots(tmp_path: Path) -> None:
+    made = World(tmp_path, max_staleness=float("inf"))
+    await made.start(segment_bytes=4096)
+    async with made.client(ENGINE) as engine, made.client(TRAINER) as trainer, made.client(JUDGE) as judge:
+        await trainer.rollback(0, V1)
+        for round_ in range(6):
+            await generate(engine, groups=3)
+            await judge_all(judge)
+            batch = await trainer.take("train", groups=2, wait_s=1)
+            await trainer.trained(batch, round_ + 1, VersionRecord(round_ + 2, round_ + 1, round_ + 1))
+            await trainer.committed(round_ + 1, "x")
+        await until(lambda: bool(list((tmp_path / "queue").glob("snapshot-*.bin"))))
+        await generate(engine, version=7)
+        assert made.broker is not None
+        before = await made.broker.account()
+        await made.kill()
+        broker = await made.start()
+        assert await broker.account() == before
+        assert broker._ledger.audit() == []
+        await broker.close()
+
+
+async def test_a_new_run_id_means_that_payloads_are_lost(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        async with w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+            await trainer.rollback(0, V1)
+            await generate(engine)
+        await w.kill()
+        broker = await w.start("run-1")
+        assert (await broker.account())["ready"] == 2
+        await w.kill()
+        broker = await w.start("run-2")
+        assert (await broker.account())["lost"] == 2
+        assert "payloads_lost" in [kind for kind, _ in w.notices]
+
+
+async def test_leases_lapse_unless_renewed(tmp_path: Path) -> None:
+    lost: list[int] = []
+    async with world(tmp_path, limits=QueueLimits(lease_s=0.6)) as w, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        async with w.client(ENGINE, on_lost=lost.extend) as engine:
+            (kept,) = (await engine.admit(1, 1, wait_s=0)).tickets
+            other = w.client(Incarnation("rollout/1", 9))  # never renews
+            (lapsed,) = (await other.admit(1, 1, wait_s=0)).tickets
+            broker = w.broker
+            assert broker is not None
+            await until(lambda: lapsed.group not in broker._ledger.state.groups)
+            assert kept.group in w.broker._ledger.state.groups
+            await other.put_samples([sample(lapsed, 0, 1)])  # late: no error, and its memory is free again
+            assert other.arena.used_bytes == 0
+            await other.close()
+            await w.broker.give_back(10_000, [], "")
+            w.caller = ENGINE
+            await w.broker.give_back(10_001, [kept.group], "behind the client's back")
+            await until(lambda: bool(lost))
+            assert lost == [kept.group] and engine.groups == {}
+
+
+async def test_a_straggler_is_waited_for_until_its_deadline(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path, max_staleness=0, straggler_wait_s=0.2, prompts_per_step=3) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        await trainer.rollback(0, V1)
+        await generate(engine, groups=2)
+        (slow,) = (await engine.admit(1, 1, wait_s=0)).tickets
+        await judge_all(judge)
+        assert "over-stale" in (await trainer.take("train", groups=2, wait_s=0)).waiting_on
+        async with asyncio.timeout(20):
+            batch = await trainer.take("train", groups=2, wait_s=15)
+        assert slow.group not in {one.key.group for one in batch.samples}
+        assert w.broker is not None and (await w.broker.account())["stragglers"] == 1
+
+
+async def test_what_a_cancelled_call_was_granted_is_given_back(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        asking = asyncio.create_task(engine.admit(1, 1, wait_s=3))
+        await asyncio.sleep(0.02)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await trainer.rollback(0, V1)
+        broker = w.broker
+        assert broker is not None
+        await until(lambda: broker._ledger.account().get("dropped(returned)") == 2)
+        assert engine.groups == {}
+
+
+async def test_a_full_arena_waits_for_freed_extents(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    async with (
+        world(tmp_path, max_staleness=8) as w,
+        w.client(ENGINE, slab_bytes=8192, capacity_bytes=8192, on_wait=reasons.append, space_wait_s=20) as engine,
+        w.client(TRAINER) as trainer,
+        w.client(JUDGE) as judge,
+    ):
+        await trainer.rollback(0, V1)
+        await generate(engine, groups=2)
+        blocked = asyncio.create_task(generate(engine, groups=2))
+        await asyncio.sleep(0.05)
+        assert not blocked.done() and "8192 of 8192 bytes" in reasons[-1]
+        await judge_all(judge)
+        batch = await trainer.take("train", groups=2, wait_s=1)
+        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+        await trainer.committed(1, "x")
+        async with asyncio.timeout(20):
+            assert len(await blocked) == 2
+        assert reasons[-1] == ""
+        engine._space_wait_s = 0.1
+        with pytest.raises(OutOfSpace):
+            await generate(engine, version=2, groups=1)
+
+
+async def test_slabs_of_the_dead_are_unlinked_once_no_one_needs_them(tmp_path: Path) -> None:
+    async with world(tmp_path, prompts_per_step=1) as w, w.client(JUDGE) as judge, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        (w.shm / "weights-not-a-number.slab").write_bytes(b"x")
+        async with w.client(ENGINE) as engine:
+            await generate(engine)
+        idle = w.client(Incarnation("rollout/1", 5))
+        await idle.warm()
+        assert (w.shm / "rollout-1-5-1.slab").exists()
+        assert w.broker is not None
+        for seq, who in enumerate([ENGINE, idle.who]):
+            w.caller = AGENT
+            await w.broker.gone(seq + 1, who, "killed")
+        await until(lambda: not (w.shm / "rollout-1-5-1.slab").exists())
+        assert (w.shm / "rollout-0-1-1.slab").exists()
+        await judge_all(judge)
+        batch = await trainer.take("train", groups=1, wait_s=1)
+        assert (batch.samples[0]["tokens"] == batch.samples[0].key.group * 10).all()
+        await trainer.trained(batch, 1, VersionRecord(2, 1, 1))
+        await trainer.committed(1, "x")
+        await until(lambda: not (w.shm / "rollout-0-1-1.slab").exists())
+        assert (w.shm / "weights-not-a-number.slab").exists()
+        with pytest.raises(StaleEpoch):
+            await w.client(ENGINE).admit(1, 1, wait_s=0)
+
+
+async def test_failures_and_abandoned_work(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        await trainer.rollback(0, V1)
+        (ticket,) = await generate(engine)
+        batch = await judge.take("reward", samples=8, wait_s=1)
+        await judge.abandon(batch, "stopping")
+        batch = await judge.take("reward", samples=8, wait_s=1)
+        await judge.complete("reward", batch, {}, [Failure(batch.samples[0].key, "timeout")])
+        again = await generate(engine)
+        assert (again[0].prompt, again[0].attempt) == (ticket.prompt, 1)
+        with pytest.raises(Refused):
+            await trainer.take("nonsense", samples=1, wait_s=0)
+
+
+async def test_a_full_disk_stops_the_broker_before_it_answers(tmp_path: Path) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        assert w.broker is not None
+        running = asyncio.create_task(w.broker.run())
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, w.broker._journal._fd)
+        os.close(full)
+        asking = asyncio.create_task(engine.admit(1, 1, wait_s=1))
+        with pytest.raises(OutOfSpace, match="No space left"):
+            async with asyncio.timeout(10):
+                await running
+        await w.broker.close()
+        w.broker = None
+        assert not asking.done()
+        await w.start()
+        async with asyncio.timeout(20):
+            assert len((await asking).tickets) == 1
+        assert w.broker is not None
+        assert (await w.broker.account())["samples_issued"] == 2
+
+
+async def test_a_dead_broker_is_reported_after_the_clients_patience(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    async with world(tmp_path) as w, w.client(ENGINE, patience_s=0.2, on_wait=reasons.append) as engine:
+        await w.kill()
+        with pytest.raises(Unreachable):
+            await engine.admit(1, 1, wait_s=0)
+        assert "no broker" in reasons[0]
+
+
+async def test_the_window_keeps_old_calls_recognisable(tmp_path: Path) -> None:
+    async with world(tmp_path, max_staleness=1000) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        await trainer.rollback(0, V1)
+        slow = asyncio.create_task(engine.take("reward", samples=1, wait_s=0.5))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            for _ in range(200):
+                await engine.admit(1, 1, wait_s=0)
+            await slow
+        assert len(engine.groups) == 200
+
+
+async def test_the_blocking_form(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            queue, producer, grader = (SyncQueue(client, loop, timeout_s=20) for client in (trainer, engine, judge))
+            queue.rollback(0, V1)
+            (ticket,) = producer.admit(1, 1, wait_s=1).tickets
+            producer.put_samples([sample(ticket, member, 1) for member in range(2)])
+            graded = grader.take("reward", samples=4, wait_s=1)
+            grader.complete("reward", graded, {one.key: {"reward": 1.0} for one in graded.samples})
+            batch = queue.take("train", groups=1, wait_s=1)
+            queue.abandon(batch, "once more")
+            batch = queue.take("train", groups=1, wait_s=1)
+            queue.trained(batch, 1, VersionRecord(2, 1, 1))
+            queue.committed(1, "x")
+            producer.give_back([ticket.group], "none")
+            with pytest.raises(DeadlineExceeded):
+                SyncQueue(trainer, loop, timeout_s=0.05)._run(asyncio.sleep(30))
+
+        await asyncio.to_thread(work)
+        assert w.broker is not None and (await w.broker.account())["freed"] == 2
+        with pytest.raises(Refused, match="event loop"):
+            SyncQueue(trainer, loop).committed(1, "x")
+        assert threading.current_thread() is threading.main_thread()
