@@ -216,6 +216,7 @@ class Membership:
         self._registry = client.bind(RegistryApi, timeout_s=min(self._ttl_s, CALL_TIMEOUT_S))
         self._announced = False
         self._away = False
+        self._refusal = ""
         self._wake = asyncio.Event()
         self._renewed = asyncio.Condition()
         self.committed = 0
@@ -250,7 +251,9 @@ class Membership:
             raise
         except Refused as error:
             # It forgot us, or our lease lapsed: enter again.
-            ctx.log.warning("registry refused the renewal", error=str(error))
+            if str(error) != self._refusal:
+                ctx.log.warning("registry refused the renewal", error=str(error))
+            self._refusal = str(error)
             self._announced = False
             return False
         except RelaxError as error:
@@ -260,7 +263,7 @@ class Membership:
             return False
         if self._away:
             ctx.log.info("registry is back")
-        self._away = False
+        self._away, self._refusal = False, ""
         self.committed = max(self.committed, answer.committed)
         return True
 

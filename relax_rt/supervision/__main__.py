@@ -18,7 +18,7 @@ from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.logs import setup_logging
 from relax_rt.supervision.agent import OnState, run_agent
-from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
+from relax_rt.supervision.plan import plan_roles
 from relax_rt.supervision.protocol import Done
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json
 
@@ -32,14 +32,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--keeper-pid", type=int, default=0)
     parser.add_argument("--screen", default="", help="module:function(config, run_dir) that makes the observer")
-    parser.add_argument("--no-system", action="store_true", help="without registry and queue")
+    parser.add_argument("--system", default="", help="the system roles to run, with commas between them")
     options = parser.parse_args(argv)
     paths = RunPaths(options.run_id, options.run_dir)
     paths.logs.mkdir(parents=True, exist_ok=True)
     with paths.log("agent").open("a", buffering=1) as log:
         setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"), log)
         config = read_resolved(paths.run_dir / RESOLVED_CONFIG)
-        plans = plan_roles(config, () if options.no_system else SYSTEM_ROLES)
+        plans = plan_roles(config, [kind for kind in options.system.split(",") if kind])
         screen = load_screen(options.screen, config, paths.run_dir) if options.screen else None
         done = run_agent(config, paths, plans, keeper_pid=options.keeper_pid, on_state=screen)
         close = getattr(screen, "close", None)

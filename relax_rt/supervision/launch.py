@@ -73,7 +73,7 @@ def up(
     keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
     agent = [sys.executable, "-m", "relax_rt.supervision", *keeper[3:]]
     agent += ["--screen", screen] if screen else []
-    agent += [] if system else ["--no-system"]
+    agent += ["--system", ",".join(system)]
     os.set_inheritable(run.lock_fd, True)
     try:
         if replace:

@@ -40,10 +40,11 @@ def environment() -> dict[str, str]:
 class LiveRun:
     """`up` on a config; call it as a context manager, so that nothing stays behind when a test fails."""
 
-    def __init__(self, tmp_path: Path, roles: str, tables: str = "", name: str = "toy") -> None:
+    def __init__(self, tmp_path: Path, roles: str, tables: str = "", *, system: tuple[str, ...] = ()) -> None:
         self.run_dir = tmp_path / "run"
+        self.system = system
         self.toml = tmp_path / "roles.toml"
-        self.toml.write_text(f'[run]\nname = "{name}"\njob = "toy"\ndir = "{self.run_dir}"\n{tables}\n{roles}\n')
+        self.toml.write_text(f'[run]\nname = "toy"\njob = "toy"\ndir = "{self.run_dir}"\n{tables}\n{roles}\n')
         self.events: list[dict[str, Any]] = []
         self._follower = EventFollower(self.run_dir)
         self._looked = 0
@@ -52,7 +53,7 @@ class LiveRun:
     def start(self) -> LiveRun:
         """Bring it up; its process is the keeper."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "supervision_up", str(self.toml)],
+            [sys.executable, "-m", "supervision_up", str(self.toml), *self.system],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

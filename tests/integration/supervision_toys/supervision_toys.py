@@ -112,6 +112,13 @@ class Stubborn(Toy):
         await asyncio.sleep(600)
 
 
+class Once(Toy):
+    """Is never restarted."""
+
+    kind = "once"
+    restart = "temporary"
+
+
 class Finisher(Toy):
     kind = "finisher"
     significant = True

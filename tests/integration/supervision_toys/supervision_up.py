@@ -1,4 +1,4 @@
-"""``python -m supervision_up roles.toml``: what `relax-rt up` does, for a tree without registry and queue."""
+"""``python -m supervision_up roles.toml [role …]``: what `relax-rt up` does, with these system roles or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_rt.transport.errors import RelaxError
 
 if __name__ == "__main__":
     try:
-        sys.exit(up(Path(sys.argv[1]), system=()))
+        sys.exit(up(Path(sys.argv[1]), system=sys.argv[2:]))
     except RelaxError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

@@ -12,6 +12,7 @@ from relax_rt.supervision.protocol import (
     Action,
     Done,
     DumpStacks,
+    Emit,
     Event,
     Kill,
     KillRequested,
@@ -123,6 +124,24 @@ def test_stop_calls_off_what_has_not_started_and_waits_for_a_start_under_way() -
     assert b.done.exit_code == 0
 
 
+def test_stop_ends_the_wait_for_a_restart() -> None:
+    b = Bench(spec("a/0", backoff_first_s=1), spec("b/0"))
+    b(RunStarted()), b.up("a/0"), b.up("b/0")
+    b.dies("a/0")
+    b(StopRequested("enough"))
+    b(Tick(), after=1)
+    assert b.of(Start) == [] and b.state("a/0") == "ended"
+
+
+def test_kill_reaches_a_process_that_came_to_be_after_it() -> None:
+    b = Bench(spec("a/0"))
+    b(RunStarted())
+    b(KillRequested("now"))
+    assert b.of(Kill) == ["a/0"]
+    b(SlotSpawned("a/0", 1, 77))
+    assert b.of(Kill) == ["a/0"]
+
+
 def test_stop_timeout_kills_and_a_second_request_kills_at_once() -> None:
     b = Bench(spec("a/0", stop_timeout_s=5), spec("b/0", stop_timeout_s=50))
     b(RunStarted()), b.up("a/0"), b.up("b/0")
@@ -141,6 +160,7 @@ def test_a_kill_that_does_not_take_is_repeated() -> None:
     b(KillRequested("now"))
     b(Tick(), after=10)
     assert b.of(Kill) == ["a/0"]
+    assert not any(isinstance(a, Emit) for a in b.actions), "it is told once"
 
 
 def test_significant_role_that_finishes_ends_the_run_in_order() -> None:
@@ -342,6 +362,15 @@ def test_operators_restart_is_not_counted() -> None:
     b(StopRequested("over"))
     with pytest.raises(Refused, match="over"):
         b(RestartRequested("b/0"))
+
+
+def test_role_that_finishes_while_its_restart_is_asked_for_has_finished() -> None:
+    b = Bench(spec("t/0", significant=True))
+    b(RunStarted()), b.up("t/0")
+    b(RestartRequested("t/0"))
+    b(SlotFinished("t/0"))
+    b.dies("t/0", "clean")
+    assert b.done.exit_code == 0
 
 
 def test_invalid_transition_tells_the_slots_story() -> None:

@@ -183,5 +183,5 @@ class World(RuleBasedStateMachine):
         assert self.done is not None, "the run ends once all exits are delivered"
 
 
-World.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+World.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 TestWorld = World.TestCase
