@@ -1,0 +1,227 @@
+"""The reward role: scores completions with the user's function."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.sections import RewardSettings, RLConfig
+from relax_rt.transport.errors import ProtocolError, RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.gym import GymTask
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.scoring import Failed, Request, Score, Scorer
+    from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
+
+TASK = "reward"
+TAKE_WAIT_S = 30.0
+LOAD_ALLOWANCE_S = 60.0
+FAILURES_IN_A_ROW = 64
+"""Failed samples without a scored one between them: then it is the function, not the samples."""
+REPORT_EVERY_S = 5.0
+SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
+"""A reward and its components nearly always travel inside the message."""
+
+
+class RewardRole(Role):
+    """Takes completions from the queue and puts `reward` (float32, total) and `rewards` (components) on them.
+
+    A call that raises fails its sample, not the run; its group is made again. A call that hangs past
+    `reward.timeout_s` fails its sample and ends this process, because a stuck thread cannot be ended otherwise; one
+    that holds the interpreter lock is found by the supervisor. The role does not wait for weights and holds none.
+    """
+
+    kind: ClassVar[str] = "reward"
+    tier: ClassVar[int] = 30
+    Settings: ClassVar[type[RoleSettings]] = RewardSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RewardSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self.tokenizer: ChatTokenizer
+        self.scorer: Scorer
+        self.queue: QueueClient
+        self.task: GymTask | None = None
+        self._failures_in_a_row = 0
+        self._tally = Tally(time.monotonic())
+
+    async def setup(self) -> None:
+        from relax_rt.transport.queue.client import QueueClient
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and reward function")
+        await asyncio.to_thread(self._load)
+        self.queue = QueueClient(
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.shm_dir,
+            slab_bytes=SLAB_BYTES,
+            capacity_bytes=CAPACITY_BYTES,
+            on_wait=self.ctx.progress.waiting,
+        )
+
+    def _load(self) -> None:
+        from relax_rt.roles.data.gym import GymTask
+        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+        from relax_rt.roles.rewards.loader import load_reward
+        from relax_rt.roles.rewards.scoring import Scorer
+
+        table, data = self.config.reward, self.config.data
+        self.tokenizer = load_tokenizer(model_folder(self.ctx))
+        self.scorer = Scorer(load_reward(table.function, config_dir(self.ctx)), table.timeout_s)
+        if data.task is not None:
+            self.task = GymTask(data.task, data.options, data.size)
+
+    async def run(self) -> None:
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        try:
+            async with self.queue:
+                await self.ctx.ready()
+                while not stop.done():
+                    batch = await self._take(stop)
+                    if batch:
+                        await self._score(batch)
+                    elif batch is not None:
+                        self.ctx.progress.waiting(batch.waiting_on or "completions to score")
+        finally:
+            stop.cancel()
+
+    async def teardown(self) -> None:
+        if hasattr(self, "scorer"):
+            self.scorer.close()
+
+    async def _take(self, stop: asyncio.Task[Any]) -> LeasedBatch | None:
+        """A batch, an empty one, or None when the role is asked to stop meanwhile."""
+        take = asyncio.create_task(self.queue.take(TASK, samples=self.settings.batch, wait_s=TAKE_WAIT_S))
+        try:
+            await asyncio.wait([take, stop], return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else None
+        finally:
+            # Cancelled, it gives back what it is granted too late.
+            take.cancel()
+
+    async def _score(self, batch: LeasedBatch) -> None:
+        from relax_rt.roles.rewards.scoring import Failed
+        from relax_rt.transport.queue.api import Failure
+
+        self.ctx.progress.waiting("")
+        began = time.monotonic()
+        requests = [self._request(sample) for sample in batch.samples]
+        results = await self.scorer.score(requests, lambda: self.ctx.progress.advance(1, "scoring"))
+        columns, failures = {}, []
+        for sample, result in zip(batch.samples, results, strict=True):
+            if isinstance(result, Failed):
+                failures.append(Failure(sample.key, result.reason[:500]))
+            else:
+                columns[sample.key] = _columns(result)
+        await self.queue.complete(TASK, batch, columns, failures)
+        self._tally.add(results, time.monotonic() - began)
+        self._report()
+        self._judge(results)
+
+    def _request(self, sample: LeasedSample) -> Request:
+        from relax_rt.roles.rewards.dry_run import offered
+        from relax_rt.roles.rewards.scoring import Request
+        from relax_rt.roles.sample import SampleMeta
+
+        meta = sample.decode("meta", SampleMeta)
+        if meta.tokenizer_digest != self.tokenizer.tokenizer_digest:
+            raise ProtocolError(
+                f"sample {sample.key}",
+                why=f"its tokens are of tokenizer {meta.tokenizer_digest}, not {self.tokenizer.tokenizer_digest}",
+                hint="all roles must load the same model folder",
+            )
+        tokens = sample["tokens"][sample["loss_mask"] != 0]
+        info = offered(
+            str(meta.info.get("question", "")),
+            dict(meta.info.get("metadata", {})),
+            self.task.score if self.task is not None else None,
+            item=meta.item,
+            split=meta.split,
+            finish_reason=meta.finish_reason,
+            truncated=meta.truncated,
+            tokens=len(tokens),
+        )
+        return Request(self.tokenizer.decode(tokens), meta.answer, info)
+
+    def _judge(self, results: list[Score | Failed]) -> None:
+        """End the process when the function, and not a sample, is at fault."""
+        from relax_rt.roles.rewards.scoring import Failed
+
+        for result in results:
+            self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
+        failed = [result for result in results if isinstance(result, Failed)]
+        for result in failed:
+            if result.stuck:
+                raise RelaxError(
+                    "the reward function hangs",
+                    why=result.reason,
+                    hint="give its own waits (network, subprocess) deadlines, or raise reward.timeout_s",
+                )
+        if failed and self._failures_in_a_row >= FAILURES_IN_A_ROW:
+            raise RelaxError(
+                f"the reward function failed {self._failures_in_a_row} times in a row",
+                why=failed[-1].reason,
+                hint="mend reward.function; the samples that failed are made again",
+            )
+
+    def _report(self) -> None:
+        """Metrics and failures, at most one record each every few seconds."""
+        if self._tally.failed and (self._tally.first_report or self._tally.due()):
+            self.ctx.event("reward_failed", samples=self._tally.failed, reason=self._tally.reason)
+            self.ctx.log.warning("reward failed", samples=self._tally.failed, reason=self._tally.reason)
+        if self._tally.first_report or self._tally.due():
+            self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **self._tally.record()})
+            self._tally = Tally(time.monotonic(), first_report=False)
+
+
+class Tally:
+    """What was scored since the last report."""
+
+    def __init__(self, since: float, *, first_report: bool = True) -> None:
+        self.since, self.first_report = since, first_report
+        self.scored = self.failed = 0
+        self.seconds = 0.0
+        self.reason = ""
+        self.totals: dict[str, float] = {}
+
+    def due(self) -> bool:
+        """Whether it is time for a report."""
+        return time.monotonic() - self.since >= REPORT_EVERY_S
+
+    def add(self, results: list[Score | Failed], seconds: float) -> None:
+        """Count a batch."""
+        from relax_rt.roles.rewards.scoring import Failed
+
+        self.seconds += seconds
+        for result in results:
+            if isinstance(result, Failed):
+                self.failed += 1
+                self.reason = self.reason or result.reason[:500]
+                continue
+            self.scored += 1
+            for name, value in {**result.components, "total": result.total}.items():
+                self.totals[name] = self.totals.get(name, 0.0) + value
+
+    def record(self) -> dict[str, Any]:
+        """Counts, seconds of scoring, mean reward and mean of each component."""
+        means = {name: total / self.scored for name, total in self.totals.items()} if self.scored else {}
+        total = means.pop("total", None)
+        return {
+            "scored": self.scored,
+            "failed": self.failed,
+            "seconds": self.seconds,
+            "mean": total,
+            "components": means,
+        }
+
+
+def _columns(score: Score) -> dict[str, Any]:
+    import numpy as np
+
+    return {"reward": np.float32(score.total), "rewards": score.components}

@@ -1,0 +1,31 @@
+"""Reward functions ready to be named in `reward.function`, as `relax_rt.roles.rewards.builtin:integer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from relax_rt.roles.evaluation import bare_integer, last_integer, squeeze
+
+FORMAT, RIGHT = 0.3, 0.7
+
+
+def integer(completion: str, answer: str, finish_reason: str = "stop") -> dict[str, float]:
+    """0.3 for a completion that is an integer and nothing else and ended by itself, 0.7 more if it is the answer."""
+    value = bare_integer(completion)
+    formatted = value is not None and finish_reason == "stop"
+    return {"format": FORMAT * formatted, "right": RIGHT * (formatted and value == bare_integer(answer))}
+
+
+def lenient_integer(completion: str, answer: str) -> float:
+    """1 if the last integer anywhere in the completion is the answer."""
+    return float(last_integer(completion) == bare_integer(answer) is not None)
+
+
+def exact(completion: str, answer: str) -> float:
+    """1 if the completion is the answer, white space aside."""
+    return float(squeeze(completion) == squeeze(answer))
+
+
+def verifier(completion: str, answer: str, score: Callable[[str], float]) -> float:
+    """The reasoning-gym task's own verdict, 0 to 1."""
+    return score(completion.strip())

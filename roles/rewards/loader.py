@@ -1,0 +1,108 @@
+"""The user's reward function: found, imported, and what it wants to be called with."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import relax_rt
+from relax_rt.config.target import TargetError, load_target
+from relax_rt.transport.errors import RelaxError
+
+SETTING = "reward.function"
+OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).parent.resolve().parent / "roles"))
+"""Files of the runtime: a traceback is told from the user's side."""
+
+
+class RewardFunction:
+    """A reward function and its signature.
+
+    Attributes:
+        target: as written in `reward.function`.
+        is_async: whether calling it gives an awaitable.
+        wants: names of information it takes besides completion and answer; None: everything (`**info`).
+        needs: those of `wants` without a default.
+    """
+
+    def __init__(self, function: Callable[..., Any], target: str) -> None:
+        self.function, self.target = function, target
+        if not callable(function):
+            raise RelaxError(f"{SETTING} = {target!r}", why=f"it is a {type(function).__name__}, not a function")
+        call = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+        self.is_async = inspect.iscoroutinefunction(call)
+        self.wants, self.needs = self._read_signature()
+
+    def _read_signature(self) -> tuple[frozenset[str] | None, frozenset[str]]:
+        wrong = f"{SETTING} = {self.target!r}"
+        try:
+            parameters = list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise RelaxError(wrong, why=f"its signature cannot be read: {error}") from error
+        kinds = inspect.Parameter
+        if any(p.kind is kinds.VAR_POSITIONAL for p in parameters[:2]):
+            return frozenset(), frozenset()
+        positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        if len(parameters) < 2 or any(p.kind not in positional for p in parameters[:2]):
+            names = ", ".join(str(p) for p in parameters)
+            hint = "it is called as f(completion, answer, **info)"
+            raise RelaxError(wrong, why=f"its parameters are ({names})", hint=hint)
+        rest = [p for p in parameters[2:] if p.kind is not kinds.VAR_POSITIONAL]
+        named = [p for p in rest if p.kind is not kinds.VAR_KEYWORD]
+        needs = frozenset(p.name for p in named if p.default is kinds.empty)
+        takes_all = len(named) < len(rest)
+        return (None if takes_all else frozenset(p.name for p in named)), needs
+
+    def call(self, completion: str, answer: str, info: dict[str, Any]) -> Any:
+        """Call it with what it wants of `info`; an async one gives its awaitable.
+
+        Raises:
+            RelaxError: it wants information that there is not. Whatever the function itself raises passes through.
+        """
+        if lacking := self.needs - info.keys():
+            raise RelaxError(
+                f"{SETTING} = {self.target!r}",
+                why=f"it wants {', '.join(sorted(lacking))}, and there is {_listed(info)}",
+                hint="give the parameter a default, or name another",
+            )
+        chosen = info if self.wants is None else {name: info[name] for name in self.wants if name in info}
+        return self.function(completion, answer, **chosen)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def load_reward(target: str, config_dir: Path) -> RewardFunction:
+    """The function that `reward.function` names. The file's folder is appended to sys.path, so it shadows nothing.
+
+    Raises:
+        RelaxError: it is not there, cannot be imported (with the user's line), or cannot be called as a reward.
+    """
+    try:
+        return RewardFunction(load_target(target, config_dir), target)
+    except TargetError as error:
+        where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
+        why = error.what + (f": {error.why}" if error.why else "") + where
+        raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=error.hint) from error
+
+
+def user_line(error: BaseException) -> str:
+    """`file:line` of the innermost frame outside the runtime and the standard library's import machinery."""
+    frames = [
+        frame for frame in _frames(error.__traceback__) if not frame.filename.startswith(("<frozen", OWN_CODE[0]))
+    ]
+    frames = [frame for frame in frames if not frame.filename.startswith(OWN_CODE[1])]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    # The deepest frame in a library says less than the line of the user's own code that went there.
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    chosen = (own or frames)[-1:]
+    return f"{chosen[0].filename}:{chosen[0].lineno}" if chosen else "an unknown line"
+
+
+def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(trace))

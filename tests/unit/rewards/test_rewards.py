@@ -1,0 +1,472 @@
+"""User reward functions: found, called, judged; and what the reward role makes of their failures."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_rt.roles.data.gym import GymTask
+from relax_rt.roles.data.items import PromptItem
+from relax_rt.roles.models.tiny import character_tokenizer
+from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.reward import FAILURES_IN_A_ROW, RewardRole
+from relax_rt.roles.rewards import builtin
+from relax_rt.roles.rewards.dry_run import dry_run, offered
+from relax_rt.roles.rewards.loader import RewardFunction, load_reward
+from relax_rt.roles.rewards.scoring import Failed, Request, Score, Scorer, Stuck, Worker, read_score
+from relax_rt.roles.sample import SampleMeta
+from relax_rt.roles.sections import RewardSettings, RewardTable, RLConfig
+from relax_rt.transport.errors import ProtocolError, RelaxError
+from relax_rt.transport.queue.api import SampleKey
+
+
+def user_file(folder: Path, code: str, name: str = "my_reward.py") -> str:
+    (folder / name).write_text(code)
+    return f"{name}:reward"
+
+
+def request(completion: str = "46", answer: str = "46", **info: Any) -> Request:
+    return Request(completion, answer, info)
+
+
+def score_with(function: Callable[..., Any], *requests: Request, timeout_s: float = 30.0) -> list[Score | Failed]:
+    scorer = Scorer(RewardFunction(function, "f"), timeout_s)
+    try:
+        return asyncio.run(scorer.score(list(requests)))
+    finally:
+        scorer.close()
+
+
+# --- loading
+
+
+def test_a_users_file_is_loaded_and_its_folder_shadows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')")
+    (tmp_path / "beside_me.py").write_text("VALUE = 0.5")
+    target = user_file(tmp_path, "import json, beside_me\ndef reward(completion, answer): return beside_me.VALUE\n")
+    path = list(sys.path)
+    try:
+        assert load_reward(target, tmp_path).call("", "", {}) == 0.5
+        assert sys.path[: len(path)] == path
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("beside_me", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "target", "words"),
+    [
+        ("def reward(c, a): return 0", "my_rewrad.py:reward", "there is no file .*did you mean 'my_reward.py'"),
+        ("def rewards(c, a): return 0", "my_reward.py:reward", "has no 'reward'.*did you mean 'rewards'"),
+        (
+            "x = 1\nx.nothing\ndef reward(c, a): return 0",
+            "my_reward.py:reward",
+            r"AttributeError.* at .*my_reward\.py:2",
+        ),
+        ("def reward(c, a) return 0", "my_reward.py:reward", r"SyntaxError.* at .*my_reward\.py:1"),
+        ("reward = 3", "my_reward.py:reward", "it is a int, not a function"),
+        (
+            "def reward(completion): return 0",
+            "my_reward.py:reward",
+            r"it is called as f\(completion, answer, \*\*info\)",
+        ),
+        ("def reward(*, completion, answer): return 0", "my_reward.py:reward", "it is called as"),
+        ("", "my_reward", "names no code"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_with_setting_and_line(
+    tmp_path: Path, code: str, target: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    user_file(tmp_path, code)
+    with pytest.raises(RelaxError, match=rf"(?s)reward\.function = '{target}': .*{words}"):
+        load_reward(target, tmp_path)
+
+
+def test_information_is_given_by_parameter_name() -> None:
+    info = {"level": 3, "question": "q"}
+    assert RewardFunction(lambda c, a: (c, a), "f").call("c", "a", info) == ("c", "a")
+    assert RewardFunction(lambda c, a, level: level, "f").call("c", "a", info) == 3
+    assert RewardFunction(lambda c, a, other=7: other, "f").call("c", "a", info) == 7
+    assert RewardFunction(lambda c, a, **rest: rest, "f").call("c", "a", info) == info
+    assert RewardFunction(lambda *everything: everything, "f").call("c", "a", info) == ("c", "a")
+    with pytest.raises(RelaxError, match="it wants levle, and there is level, question"):
+        RewardFunction(lambda c, a, levle: 0, "f").call("c", "a", info)
+
+
+def test_a_callable_object_is_a_reward() -> None:
+    class Judge:
+        async def __call__(self, completion: str, answer: str) -> float:
+            return 0.25
+
+    assert score_with(Judge(), request()) == [Score(0.25, {"reward": 0.25})]
+
+
+# --- reading scores
+
+
+@pytest.mark.parametrize(
+    ("value", "total", "components"),
+    [
+        (1, 1.0, {"reward": 1.0}),
+        (True, 1.0, {"reward": 1.0}),
+        (np.float32(0.5), 0.5, {"reward": 0.5}),
+        ({"format": 0.25, "right": 0.5}, 0.75, {"format": 0.25, "right": 0.5}),
+        ({"format": 0.25, "right": 0.5, "total": 2}, 2.0, {"format": 0.25, "right": 0.5}),
+    ],
+)
+def test_scores_are_read(value: Any, total: float, components: dict[str, float]) -> None:
+    assert read_score(value) == Score(total, components)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "1", b"1", [1], {}, {"a": None}, {"a": "1"}, float("nan"), {"a": float("inf")}, 10**400, 1e300),
+        *({str(i): 1.0 for i in range(65)}, {"a": 3e38, "b": 3e38}),
+    ],
+)
+def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="returned"):
+        read_score(value)
+
+
+# --- scoring
+
+
+def test_an_error_fails_its_own_sample_with_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    target = user_file(
+        tmp_path, "import json\ndef reward(completion, answer):\n    return json.loads(completion)['r']\n"
+    )
+    scorer = Scorer(load_reward(target, tmp_path), 30.0)
+    good, bad = asyncio.run(scorer.score([request('{"r": 1}'), request("{")]))
+    scorer.close()
+    assert good == Score(1.0, {"reward": 1.0})
+    assert isinstance(bad, Failed) and not bad.stuck
+    assert "JSONDecodeError" in bad.reason and f"{tmp_path / 'my_reward.py'}:3" in bad.reason
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), TimeoutError("mine"), KeyboardInterrupt()])
+def test_whatever_user_code_raises_fails_only_the_sample(error: BaseException) -> None:
+    def plain(completion: str, answer: str) -> float:
+        if completion == "bad":
+            raise error
+        return 1.0
+
+    first, second = score_with(plain, request("bad"), request("good"))
+    assert isinstance(first, Failed) and not first.stuck and type(error).__name__ in first.reason
+    assert second == Score(1.0, {"reward": 1.0})
+
+
+async def test_a_hanging_call_is_given_up_and_the_rest_is_scored() -> None:
+    release = threading.Event()
+
+    def slow(completion: str, answer: str) -> float:
+        if completion == "slow":
+            release.wait(60)
+        return 1.0
+
+    scorer = Scorer(RewardFunction(slow, "f"), 0.2)
+    seen: list[int] = []
+    results = await scorer.score([request("a"), request("slow"), request("b")], lambda: seen.append(1))
+    release.set()
+    scorer.close()
+    assert [isinstance(r, Failed) for r in results] == [False, True, False]
+    assert isinstance(results[1], Failed) and results[1].stuck and "reward.timeout_s = 0.2 s" in results[1].reason
+    assert len(seen) == 3
+
+
+def test_async_rewards_run_together_and_time_out_apart() -> None:
+    together: list[int] = [0, 0]
+
+    async def judge(completion: str, answer: str) -> float:
+        together[0] += 1
+        together[1] = max(together)
+        await asyncio.sleep(60 if completion == "slow" else 0.01)
+        together[0] -= 1
+        if completion == "bad":
+            raise ValueError("no")
+        return float(completion)
+
+    results = score_with(judge, request("1"), request("slow"), request("bad"), request("2"), timeout_s=0.3)
+    assert results[0] == Score(1.0, {"reward": 1.0}) and results[3] == Score(2.0, {"reward": 2.0})
+    assert isinstance(results[1], Failed) and not results[1].stuck and "did not return within" in results[1].reason
+    assert isinstance(results[2], Failed) and "ValueError: no" in results[2].reason
+    assert together[1] == 4
+
+
+async def test_an_async_reward_that_blocks_its_loop_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_rt.roles.rewards.scoring.GRACE_S", 0.1)
+    release = threading.Event()
+
+    async def blocking(completion: str, answer: str) -> float:
+        release.wait(60)
+        return 1.0
+
+    scorer = Scorer(RewardFunction(blocking, "f"), 0.2)
+    (result,) = await scorer.score([request()])
+    release.set()
+    scorer.close()
+    assert isinstance(result, Failed) and result.stuck
+
+
+async def test_a_lost_worker_does_not_answer_later_calls() -> None:
+    worker, release = Worker(), threading.Event()
+    with pytest.raises(Stuck):
+        await worker.do(lambda: release.wait(60), 0.05)
+    release.set()
+    assert await worker.do(lambda: 7, 30.0) == 7
+    worker.close()
+
+
+# --- built-in functions
+
+
+def test_builtins() -> None:
+    assert builtin.integer("46", "46") == {"format": 0.3, "right": 0.7}
+    assert builtin.integer(" 45 ", "46") == {"format": 0.3, "right": 0.0}
+    assert builtin.integer("46", "46", finish_reason="length") == {"format": 0.0, "right": 0.0}
+    assert builtin.integer("it is 46", "46") == {"format": 0.0, "right": 0.0}
+    assert [builtin.lenient_integer(t, "46") for t in ("it is 46", "none", "46 or 45")] == [1.0, 0.0, 0.0]
+    assert builtin.lenient_integer("nothing", "no number") == 0.0
+    assert [builtin.exact(t, "a b") for t in (" a  b", "A b")] == [1.0, 0.0]
+
+
+# --- dry run
+
+
+def items() -> list[PromptItem]:
+    task = GymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, 3)
+    return [
+        PromptItem(
+            item="", split="train", question=r.question, answer=r.answer, metadata=r.metadata, messages=[], tokens=[]
+        )
+        for r in task.items()
+    ]
+
+
+def test_a_good_function_passes_the_dry_run() -> None:
+    task = GymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, 3)
+    for name in ("integer", "lenient_integer", "exact", "verifier"):
+        table = RewardTable(function=f"relax_rt.roles.rewards.builtin:{name}")
+        assert dry_run(table, Path(), items(), task.score) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return int(completion) == int(answer)", "ValueError"),
+        ("return None", "returned None"),
+        ("return 1 / 0.0", "ZeroDivisionError"),
+        ("return float('nan')", "must be finite"),
+    ],
+)
+def test_a_faulty_function_is_a_problem_of_its_setting(tmp_path: Path, body: str, words: str) -> None:
+    target = user_file(tmp_path, f"def reward(completion, answer):\n    {body}\n", f"faulty_{abs(hash(body))}.py")
+    (problem,) = dry_run(RewardTable(function=target), tmp_path, items(), None)
+    assert problem.path == ("reward", "function")
+    assert words in problem.message and "on completion" in problem.message
+    if "Error" in words:
+        assert ".py:2" in problem.message
+
+
+def test_a_hanging_function_is_found_by_the_dry_run(tmp_path: Path) -> None:
+    target = user_file(
+        tmp_path, "import time\ndef reward(completion, answer):\n    time.sleep(2)\n    return 1\n", "hang.py"
+    )
+    (problem,) = dry_run(RewardTable(function=target, timeout_s=0.1), tmp_path, items(), None)
+    assert "did not return within reward.timeout_s = 0.1 s" in problem.message
+
+
+# --- the role
+
+
+class FakeSample(dict[str, Any]):
+    """A leased sample with its columns in a dict."""
+
+    def __init__(self, key: SampleKey, tokenizer: ChatTokenizer, completion: str, answer: str) -> None:
+        prompt, said = tokenizer.encode("1 + 1 ="), tokenizer.encode(completion + "<|end|>")
+        mask = np.array([0] * len(prompt) + [1] * len(said), np.uint8)
+        super().__init__(tokens=np.array(prompt + said, np.int32), loss_mask=mask)
+        self.key = key
+        self.meta = SampleMeta(
+            group=key.group,
+            member=key.member,
+            prompt=0,
+            attempt=0,
+            item="i",
+            split="train",
+            finish_reason="stop",
+            truncated=False,
+            sampling={},
+            tokenizer_digest=tokenizer.tokenizer_digest,
+            template_digest="",
+            turns=[],
+            answer=answer,
+            info={"question": "1 + 1 =", "metadata": {"level": 4}},
+        )
+
+    def decode(self, name: str, type_: Any) -> Any:
+        assert (name, type_) == ("meta", SampleMeta)
+        return self.meta
+
+
+class FakeBatch:
+    def __init__(self, samples: list[FakeSample]) -> None:
+        self.samples, self.waiting_on = samples, "no sample is ready"
+
+    def __bool__(self) -> bool:
+        return bool(self.samples)
+
+
+class FakeQueue:
+    """Gives out batches, then nothing, and sets `stopping` once all are completed."""
+
+    def __init__(self, batches: list[FakeBatch], stopping: asyncio.Event) -> None:
+        self.batches, self.stopping = list(batches), stopping
+        self.completed: list[tuple[dict[SampleKey, Any], list[Any]]] = []
+
+    async def __aenter__(self) -> FakeQueue:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def take(self, task: str, *, samples: int, wait_s: float) -> FakeBatch:
+        assert task == "reward"
+        if not self.batches:
+            self.stopping.set()
+            await asyncio.sleep(wait_s)
+        return self.batches.pop(0)
+
+    async def complete(self, task: str, batch: FakeBatch, columns: Any, failures: Any) -> None:
+        self.completed.append((columns, failures))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer(character_tokenizer(), Path("/nonexistent"))
+
+
+def role_with(function: Callable[..., Any], timeout_s: float = 30.0) -> tuple[RewardRole, SimpleNamespace]:
+    config = RLConfig.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"path": "m"},
+            "data": {"task": "chain_sum"},
+            "reward": {"function": "f:f", "timeout_s": timeout_s},
+        }
+    )
+    told = SimpleNamespace(events=[], metrics=[], waits=[], advanced=0)
+
+    def advance(n: int = 1, detail: str = "") -> None:
+        told.advanced += n
+
+    async def ready(policy_version: int = 0) -> None:
+        told.ready = True
+
+    ctx = SimpleNamespace(
+        config=config,
+        settings=RewardSettings(),
+        who=SimpleNamespace(slot="reward/0"),
+        stopping=asyncio.Event(),
+        progress=SimpleNamespace(advance=advance, waiting=told.waits.append, extend=lambda s, r: None),
+        log=SimpleNamespace(warning=lambda *_, **__: None),
+        event=lambda kind, **fields: told.events.append((kind, fields)),
+        metrics=told.metrics.append,
+        ready=ready,
+    )
+    role = RewardRole(ctx)  # type: ignore[arg-type]
+    role.scorer = Scorer(RewardFunction(function, "f"), timeout_s)
+    return role, told
+
+
+def batch_of(tokenizer: ChatTokenizer, *texts: str, group: int = 1) -> FakeBatch:
+    return FakeBatch([FakeSample(SampleKey(group, i), tokenizer, text, "2") for i, text in enumerate(texts)])
+
+
+async def run_role(role: RewardRole, tokenizer: ChatTokenizer, batches: list[FakeBatch]) -> FakeQueue:
+    queue = FakeQueue(batches, role.ctx.stopping)
+    role.queue, role.tokenizer = queue, tokenizer  # type: ignore[assignment]
+    try:
+        async with asyncio.timeout(60):
+            await role.run()
+    finally:
+        await role.teardown()
+        role.completed = queue.completed  # type: ignore[attr-defined]
+    return queue
+
+
+async def test_the_role_scores_what_the_policy_said(tokenizer: ChatTokenizer) -> None:
+    seen: list[Any] = []
+
+    def reward(completion: str, answer: str, level: int, tokens: int, question: str) -> dict[str, float]:
+        seen.append((completion, answer, level, tokens, question))
+        if completion == "bad":
+            raise ValueError("no")
+        return {"right": float(completion == answer)}
+
+    role, told = role_with(reward)
+    queue = await run_role(role, tokenizer, [batch_of(tokenizer, "2", "3", "bad"), FakeBatch([])])
+    assert seen[0] == ("2", "2", 4, 2, "1 + 1 =")
+    ((columns, failures),) = queue.completed
+    assert columns[SampleKey(1, 0)] == {"reward": np.float32(1.0), "rewards": {"right": 1.0}}
+    assert columns[SampleKey(1, 1)]["reward"] == 0
+    assert columns[SampleKey(1, 0)]["reward"].dtype == np.float32
+    assert [f.key for f in failures] == [SampleKey(1, 2)] and "ValueError: no" in failures[0].reason
+    assert told.ready and told.advanced == 3
+    assert [(kind, fields["samples"]) for kind, fields in told.events] == [("reward_failed", 1)]
+    assert told.metrics[0]["scored"] == 2 and told.metrics[0]["mean"] == 0.5
+    assert told.waits[-1] == "no sample is ready"
+
+
+async def test_a_hanging_function_ends_the_process_after_the_batch_is_handed_back(tokenizer: ChatTokenizer) -> None:
+    release = threading.Event()
+
+    def reward(completion: str, answer: str) -> float:
+        if completion == "hang":
+            release.wait(60)
+        return 1.0
+
+    role, _ = role_with(reward, timeout_s=0.2)
+    with pytest.raises(RelaxError, match=r"hangs.*did not return within"):
+        await run_role(role, tokenizer, [batch_of(tokenizer, "hang", "2")])
+    release.set()
+    ((columns, failures),) = role.completed  # type: ignore[attr-defined]
+    assert list(columns) == [SampleKey(1, 1)] and [f.key for f in failures] == [SampleKey(1, 0)]
+
+
+async def test_a_function_that_always_fails_ends_the_process(tokenizer: ChatTokenizer) -> None:
+    def reward(completion: str, answer: str) -> float:
+        raise ValueError("always")
+
+    batches = [batch_of(tokenizer, *["2"] * 8, group=g) for g in range(FAILURES_IN_A_ROW)]
+    role, told = role_with(reward)
+    with pytest.raises(RelaxError, match=f"failed {FAILURES_IN_A_ROW} times in a row.*always"):
+        await run_role(role, tokenizer, batches)
+    # Failures are reported at a bounded rate, not one event each.
+    assert len(told.events) < 8
+
+
+async def test_other_tokens_are_not_decoded(tokenizer: ChatTokenizer) -> None:
+    batch = batch_of(tokenizer, "2")
+    batch.samples[0].meta = SampleMeta(
+        **{f: getattr(batch.samples[0].meta, f) for f in SampleMeta.__struct_fields__} | {"tokenizer_digest": "other"}
+    )
+    role, _ = role_with(lambda c, a: 1.0)
+    with pytest.raises(ProtocolError, match="of tokenizer other"):
+        await run_role(role, tokenizer, [batch])
+
+
+def test_offered_metadata_does_not_hide_what_is_known() -> None:
+    info = offered("q", {"question": "other", "level": 1}, lambda text, meta: 0.5, tokens=3)
+    assert (info["question"], info["level"], info["tokens"], info["score"]("x")) == ("q", 1, 3, 0.5)
