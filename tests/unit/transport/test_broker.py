@@ -63,6 +63,7 @@ class World:
     def __init__(self, tmp_path: Path, **changes: Any) -> None:
         self.folder, self.shm = tmp_path / "queue", tmp_path / "shm"
         self.shm.mkdir(exist_ok=True)
+        self.fsync_every_s = changes.pop("fsync_every_s", 0.02)
         self.limits = changes.pop("limits", QueueLimits(lease_s=60.0))
         self.policy = policy(**changes)
         self.broker: Broker | None = None
@@ -78,7 +79,7 @@ class World:
             limits=self.limits,
             identify=lambda: self.caller,
             notify=lambda kind, fields: self.notices.append((kind, fields)),
-            fsync_every_s=0.02,
+            fsync_every_s=self.fsync_every_s,
             segment_bytes=segment_bytes,
         )
         await self.broker.open()
@@ -393,7 +394,11 @@ async def test_failures_and_abandoned_work(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_stops_the_broker_before_it_answers(tmp_path: Path) -> None:
-    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+    async with (
+        world(tmp_path, fsync_every_s=600.0) as w,
+        w.client(ENGINE) as engine,
+        w.client(TRAINER) as trainer,
+    ):
         await trainer.rollback(0, V1)
         assert w.broker is not None
         running = asyncio.create_task(w.broker.run())

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ledger_driver import policy
+
+from relax_rt import queue_role
+from relax_rt.config.schema import QueueTable
+from relax_rt.queue_role import QueueRole
+from relax_rt.transport.errors import OutOfSpace, Unreachable
+from relax_rt.transport.ledger.events import Open
+from relax_rt.transport.queue.api import QueueApi
+
+
+class Context:
+    """As much of a role's context as the queue role uses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = SimpleNamespace(queue=QueueTable(fsync_every_s=0.02), run=SimpleNamespace(job="rl"))
+        self.run_dir, self.shm_dir, self.run_id = folder, folder, "run-1"
+        self.stopping = asyncio.Event()
+        self.events: list[str] = []
+        self.served: dict[type, Any] = {}
+        self.is_ready = asyncio.Event()
+        self.done = 0
+        self.progress = SimpleNamespace(advance=self._advance)
+
+    def _advance(self, n: int, detail: str) -> None:
+        assert "step 0" in detail
+        self.done += n
+
+    def serve(self, api: type, implementation: Any) -> None:
+        self.served[api] = implementation
+
+    async def ready(self) -> None:
+        self.is_ready.set()
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        self.events.append(kind)
+
+
+@pytest.fixture
+def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(
+        queue_role, "load_job", lambda name: SimpleNamespace(ledger_policy=lambda config: policy(), name=name)
+    )
+    return Context(tmp_path)
+
+
+async def test_serves_until_it_is_asked_to_stop(ctx: Context) -> None:
+    role = QueueRole(ctx)  # type: ignore[arg-type]
+    await role.setup()
+    running = asyncio.create_task(role.run())
+    await ctx.is_ready.wait()
+    stats = await ctx.served[QueueApi].stats()
+    assert stats.step == 0 and ctx.events == ["queue_recovered"]
+    async with asyncio.timeout(30):
+        while not ctx.done:  # noqa: ASYNC110 - progress is told, not awaited
+            await asyncio.sleep(0.05)
+        ctx.stopping.set()
+        await running
+    await role.teardown()
+    assert list((ctx.run_dir / "queue").glob("segment-*.log"))
+
+
+async def test_ends_with_the_error_when_the_journal_cannot_be_written(ctx: Context) -> None:
+    ctx.config.queue = QueueTable(fsync_every_s=600.0)
+    role = QueueRole(ctx)  # type: ignore[arg-type]
+    await role.setup()
+    running = asyncio.create_task(role.run())
+    await ctx.is_ready.wait()
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, role.broker._journal._fd)
+    os.close(full)
+    with pytest.raises(Unreachable):
+        role.broker._apply(Open("run-2"))
+    async with asyncio.timeout(30):
+        with pytest.raises(OutOfSpace, match="No space left"):
+            await running
+    await role.teardown()
