@@ -90,6 +90,9 @@ class Job(Protocol):
     def shm_bytes(self, config: Any) -> int:
         """Shared memory that the run needs on this node besides the queue's capacity."""
 
+    def steps(self, config: Any) -> int | None:
+        """Steps that the run is to make, for the progress bar; None if it has no such end."""
+
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         """After the last role has ended: write plots, return the summary."""
 

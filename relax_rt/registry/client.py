@@ -38,7 +38,7 @@ class Members:
         return [m for _, m in sorted(self.by_slot.items()) if m.state == "ready"]
 
     async def changes(self) -> AsyncIterator[list[Member]]:
-        """The whole list, as soon as it is known and after each change; changes that come faster than they are read are merged."""
+        """The whole list, as soon as it is known and after each change; fast changes are merged into one."""
         seen = 0
         while True:
             async with self._changed:

@@ -1,0 +1,146 @@
+"""What commands print: tables and paragraphs for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from relax_rt.cli.why import Account
+from relax_rt.config.job import PlanLine
+from relax_rt.observe.text import NOTHING, clip, count, duration
+from relax_rt.supervision.api import RunStatus, SlotStatus
+from relax_rt.supervision.diagnosis import Diagnosis
+
+TRACE_LINES = 15
+STYLE = {"ready": "green", "starting": "yellow", "requested": "yellow", "backoff": "red", "hung": "bold red"}
+TONE = {"good": "green", "warning": "yellow", "error": "red"}
+
+
+def say(text: str) -> None:
+    """Print plain text."""
+    sys.stdout.write(text + "\n")
+
+
+def show_json(value: Any) -> None:
+    """Print structs and plain data as indented JSON; infinite numbers become null."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def show_json_line(value: Any) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def show_plan(lines: Sequence[PlanLine]) -> None:
+    """Print a plan, a heading for each of its sections."""
+    console = Console(highlight=False)
+    for section, members in groupby(lines, key=lambda line: line.section):
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+        for line in members:
+            table.add_row(Text(line.name), Text(line.value, "bold"), Text(line.how, "bright_black"))
+        console.print(Text(section, "bold"))
+        console.print(table)
+
+
+def show_status(status: RunStatus, versions: Mapping[str, int]) -> None:
+    """Print the slots of a run."""
+    console = Console(highlight=False)
+    head = f"{status.name}  [bold]{escape(status.status)}[/]"
+    if status.exit_code is None:
+        head += f"  up {duration(status.uptime_s)}"
+    if status.reason:
+        head += f"  {escape(status.reason)}"
+    console.print(f"{head}  [bright_black]{escape(status.run_dir)}[/]")
+    for diagnosis in (status.first, status.diagnosis):
+        if diagnosis is not None:
+            console.print(Text(f"  {diagnosis}", "red"))
+    if not status.slots:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for name in ("slot", "kind", "state", "pid", "epoch", "restarts", "up", "version", "progress", "now"):
+        right = name in ("pid", "epoch", "restarts", "up", "version", "progress")
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis" if name == "now" else "fold"
+        )
+    for slot in status.slots:
+        table.add_row(*_row(slot, versions.get(slot.slot)))
+    console.print(table)
+
+
+def _row(slot: SlotStatus, version: int | None) -> list[Text]:
+    doing = f"waits: {slot.waiting}" if slot.waiting else slot.detail
+    if slot.state not in ("ready", "starting") and slot.last is not None and slot.last.failed:
+        doing = f"{slot.last.kind}: {slot.last.cause}"
+    return [
+        Text(slot.slot),
+        Text(slot.kind),
+        Text(slot.state, STYLE.get(slot.state, "bright_black")),
+        Text(str(slot.pid) if slot.pid else NOTHING),
+        Text(str(slot.epoch) if slot.epoch else NOTHING),
+        Text(str(slot.restarts), "yellow" if slot.restarts else ""),
+        Text(duration(slot.uptime_s) if slot.pid else NOTHING),
+        Text(str(version) if version else NOTHING),
+        Text(count(slot.progress)),
+        Text(clip(doing, 120)),
+    ]
+
+
+def show_why(found: Account) -> None:
+    """Print the account of a run."""
+    console = Console(highlight=False)
+    head = f"{found.name} is {found.status}" + (f": {found.reason}" if found.reason else "")
+    console.print(Text(head, "bold"))
+    if found.first is None and found.final is None:
+        console.print(Text("No role has failed since the run was started.", "green"))
+    if found.first is not None:
+        _show_diagnosis(console, "First failure", found.first)
+    if found.final is not None and found.final != found.first:
+        _show_diagnosis(console, "What ended the run", found.final)
+    if found.deaths:
+        console.print(Text("\nFailed and restarted", "bold"))
+    for death in found.deaths:
+        times = "once" if death.failures == 1 else f"{death.failures} times"
+        state = f"back, away for {duration(death.away_s)} in all" if death.back else "not back"
+        console.print(Text(f"  {death.slot}  {times}, {state}; last: {death.last.kind}: {death.last.cause}"))
+    if found.waiting:
+        console.print(Text("\nWho waits for what", "bold"))
+    for slot in found.waiting:
+        console.print(Text(f"  {slot.slot}  {slot.state} for {duration(slot.state_s)}  {slot.reason}"))
+    if found.notes:
+        console.print(Text("\nWhat happened", "bold"))
+    if found.notes_left_out:
+        console.print(Text(f"  ({found.notes_left_out} earlier left out)", "bright_black"))
+    for note in found.notes:
+        console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
+
+
+def show_samples(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Print completions, each with what is known of it."""
+    console = Console(highlight=False)
+    for index, sample in enumerate(samples, start=1):
+        facts = {k: v for k, v in sample.items() if k not in ("prompt", "completion") and v is not None}
+        console.rule(Text(f"{index}  " + "  ".join(f"{k} {v}" for k, v in facts.items()), "bright_black"), align="left")
+        console.print(Text(str(sample.get("prompt", "")), "bright_black"))
+        console.print(Text(str(sample.get("completion", ""))))
+
+
+def _show_diagnosis(console: Console, title: str, diagnosis: Diagnosis) -> None:
+    console.print(Text(f"\n{title}", "bold"))
+    ended = f" by {diagnosis.signal}" if diagnosis.signal else ""
+    console.print(Text(f"  {_clock(diagnosis.at)}  {diagnosis}{ended}", "red"))
+    shown = diagnosis.trace.splitlines() or diagnosis.last_lines
+    for line in shown[-TRACE_LINES:]:
+        console.print(Text(f"    {line}", "bright_black"))
+
+
+def _clock(t: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(t))

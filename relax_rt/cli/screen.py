@@ -1,0 +1,56 @@
+"""What the agent shows of a run on the terminal of `relax-rt up`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from relax_rt.config.job import load_job
+from relax_rt.config.schema import RunConfig
+from relax_rt.observe.screen import Screen
+from relax_rt.supervision.api import RunStatus
+
+
+class Shown:
+    """The screen as the agent wants it: called with each status, closed at the end."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
+        job = load_job(config.run.job)
+        self._screen = Screen(run_dir, job.headline, job.steps(config), console)
+        self._last: RunStatus | None = None
+
+    def __call__(self, status: RunStatus) -> None:
+        self._last = status
+        self._screen.update(status)
+
+    def close(self) -> None:
+        """Show the end and say where to look further."""
+        last = self._last
+        lines = [] if last is None else closing_lines(last)
+        self._screen.close(lines)
+
+
+def closing_lines(status: RunStatus) -> list[str]:
+    """How the run ended, where its things are, and what to do next."""
+    lines = [f"{status.name}: {status.status}" + (f", {status.reason}" if status.reason else "")]
+    if status.first is not None and status.first != status.diagnosis:
+        lines.append(f"  first failure  {status.first}")
+    if status.diagnosis is not None:
+        lines.append(f"  {status.diagnosis}")
+        lines += [f"    {line}" for line in (status.diagnosis.trace.splitlines() or status.diagnosis.last_lines)[-12:]]
+    lines.append(f"  everything is in {status.run_dir}")
+    if status.exit_code:
+        lines.append(f"  relax-rt why --run {status.run_dir}")
+    return lines
+
+
+def live(config: RunConfig, run_dir: Path) -> Shown:
+    """A live screen on a terminal, lines elsewhere."""
+    return Shown(config, run_dir, Console())
+
+
+def plain(config: RunConfig, run_dir: Path) -> Shown:
+    """Lines, also on a terminal."""
+    return Shown(config, run_dir, Console(file=sys.stdout, force_terminal=False))

