@@ -107,9 +107,8 @@ def evaluate(
         before: an earlier result of this function, to compare with.
 
     Returns:
-        items; format_rate, exact, lenient (shares) with `*_low` and `*_high` (Wilson 95%); constant and
-        constant_answer, the best that one fixed answer could do; with `before`, exact_gain and lenient_gain with their
-        95% intervals.
+        items; format, exact, lenient (shares) with `*_low` and `*_high` (Wilson 95%); constant and constant_answer, the
+        best that one fixed answer could do; with `before`, gain of exact and lenient_gain, with their 95% intervals.
 
     Raises:
         ValueError: the sequences differ in length.
@@ -118,7 +117,7 @@ def evaluate(
     integers = answers_are_integers(answers)
     rows = list(zip(completions, answers, stopped, strict=True))
     counts = {
-        "format_rate": sum(ended and (not integers or bare_integer(text) is not None) for text, _, ended in rows),
+        "format": sum(ended and (not integers or bare_integer(text) is not None) for text, _, ended in rows),
         "exact": sum(ended and exact(text, answer, integers=integers) for text, answer, ended in rows),
         "lenient": sum(lenient(text, answer, integers=integers) for text, answer, _ in rows),
     }
@@ -128,9 +127,8 @@ def evaluate(
         low, high = wilson(count, n)
         result |= {name: count / n if n else 0.0, f"{name}_low": low, f"{name}_high": high}
     if before is not None:
-        for name in ("exact", "lenient"):
+        for name, gain in (("exact", "gain"), ("lenient", "lenient_gain")):
             earlier = (round(before[name] * before["items"]), int(before["items"]))
             low, high = difference(earlier, (counts[name], n))
-            gain = result[name] - before[name]
-            result |= {f"{name}_gain": gain, f"{name}_gain_low": low, f"{name}_gain_high": high}
+            result |= {gain: result[name] - before[name], f"{gain}_low": low, f"{gain}_high": high}
     return result

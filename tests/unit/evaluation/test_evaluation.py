@@ -101,22 +101,22 @@ def test_constant_answer_does_not_depend_on_order() -> None:
 
 def test_evaluate_counts_each_kind() -> None:
     result = evaluate(["46", "46", "it is 46", "45", "well"], ["46"] * 5, [True, False, True, True, False])
-    assert (result["items"], result["format_rate"], result["exact"], result["lenient"]) == (5, 0.4, 0.2, 0.6)
+    assert (result["items"], result["format"], result["exact"], result["lenient"]) == (5, 0.4, 0.2, 0.6)
     assert (result["constant"], result["constant_answer"]) == (1.0, "46")
     assert result["exact_low"] < 0.2 < result["exact_high"]
-    assert "exact_gain" not in result
+    assert "gain" not in result
 
 
 def test_evaluate_text_answers() -> None:
     result = evaluate(["red", "Blue it is", "green"], ["red", "blue", "7"], [True, True, True])
-    assert (result["format_rate"], result["exact"], result["lenient"]) == pytest.approx((1.0, 1 / 3, 2 / 3))
+    assert (result["format"], result["exact"], result["lenient"]) == pytest.approx((1.0, 1 / 3, 2 / 3))
 
 
 def test_evaluate_compares_with_before() -> None:
     before = evaluate(["x"] * 100, ["1"] * 100, [True] * 100)
     after = evaluate(["1"] * 30 + ["x"] * 70, ["1"] * 100, [True] * 100, before)
-    assert after["exact_gain"] == pytest.approx(0.3)
-    assert 0.15 < after["exact_gain_low"] < 0.3 < after["exact_gain_high"] < 0.45
+    assert after["gain"] == pytest.approx(0.3)
+    assert 0.15 < after["gain_low"] < 0.3 < after["gain_high"] < 0.45
     assert all(math.isfinite(v) for v in after.values() if isinstance(v, float))
 
 
