@@ -7,9 +7,9 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -17,7 +17,8 @@ from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.logs import setup_logging
-from relax_rt.supervision.agent import OnState, run_agent
+from relax_rt.supervision.agent import run_agent
+from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.plan import plan_roles
 from relax_rt.supervision.protocol import Done
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json
@@ -42,25 +43,32 @@ def main(argv: list[str] | None = None) -> int:
         plans = plan_roles(config, [kind for kind in options.system.split(",") if kind])
         screen = load_screen(options.screen, config, paths.run_dir) if options.screen else None
         done = run_agent(config, paths, plans, keeper_pid=options.keeper_pid, on_state=screen)
-        close = getattr(screen, "close", None)
-        if callable(close):
-            close()
-        if screen is None:
-            sys.stderr.write(describe(done))
         if done.diagnosis is None:
             _finish_job(config, paths.run_dir)
+        if screen is None:
+            sys.stderr.write("\n".join(describe(done)) + "\n")
+        else:
+            screen.close(describe(done))
     return done.exit_code
 
 
-def load_screen(target: str, config: RunConfig, run_dir: Path) -> OnState:
-    """The observer of the run's state that ``module:function`` makes."""
+class Screen(Protocol):
+    """Shows a run while it goes on; `close` leaves the terminal in order and prints the last lines."""
+
+    def __call__(self, status: RunStatus) -> None: ...
+
+    def close(self, summary_lines: Sequence[str]) -> None: ...
+
+
+def load_screen(target: str, config: RunConfig, run_dir: Path) -> Screen:
+    """The screen that ``module:function(config, run_dir)`` makes."""
     module, _, name = target.partition(":")
-    make = cast(Callable[[RunConfig, Path], OnState], getattr(importlib.import_module(module), name))
+    make = cast(Callable[[RunConfig, Path], Screen], getattr(importlib.import_module(module), name))
     return make(config, run_dir)
 
 
-def describe(done: Done) -> str:
-    """The end of a run, for people."""
+def describe(done: Done) -> list[str]:
+    """The end of a run, in lines for people."""
     lines = [f"relax-rt: {done.reason} (exit code {done.exit_code})"]
     if done.first is not None:
         lines.append(f"  first failure: {done.first}")
@@ -68,7 +76,7 @@ def describe(done: Done) -> str:
         lines.append(f"  {done.diagnosis}")
         shown = done.diagnosis.trace.splitlines() or done.diagnosis.last_lines
         lines += [f"    {line}" for line in shown[-12:]]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _finish_job(config: RunConfig, run_dir: Path) -> None:

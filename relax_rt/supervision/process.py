@@ -68,6 +68,7 @@ def role_environment(threads: int, extra: dict[str, str], relax: dict[str, str])
         "OPENBLAS_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
         "PYTHONUNBUFFERED": "1",
     }
     return {**os.environ, **limits, **extra, **relax}
