@@ -67,6 +67,8 @@ class Screen:
             self._thread.start()
         self._wake.set()
 
+    __call__ = update
+
     def close(self, summary_lines: Sequence[str] = ()) -> None:
         """Show the last state, leave the terminal as it was, and print these lines. May be called again."""
         if not self._closing.is_set():
@@ -77,8 +79,8 @@ class Screen:
             else:
                 self._thread.join(CLOSE_TIMEOUT_S)
                 self._broken = self._broken or self._thread.is_alive()
-        if not self._broken:
-            self._print(summary_lines)
+        if summary_lines and not self._broken:
+            self._print(["", *summary_lines])
 
     def _work(self) -> None:
         try:
@@ -125,7 +127,7 @@ class Screen:
                 self._drawing.start(refresh=True)
             else:
                 self._drawing.update(picture, refresh=True)
-        except OSError:
+        except (OSError, SystemExit):
             self._give_up()
         self._drawn_at = time.monotonic()
 
@@ -148,7 +150,7 @@ class Screen:
         if self._drawing is not None:
             try:
                 self._drawing.stop()
-            except OSError:
+            except (OSError, SystemExit):
                 self._give_up()
 
     def _print(self, lines: Sequence[str]) -> None:
@@ -156,11 +158,11 @@ class Screen:
             for line in lines:
                 self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
             self.console.file.flush()
-        except OSError:
+        except (OSError, SystemExit):
             self._give_up()
 
     def _give_up(self) -> None:
-        # The reader is gone (`relax-rt up | head`): the run goes on unseen.
+        # The reader is gone (`relax-rt up | head`), on which rich raises SystemExit: the run goes on unseen.
         self._broken = True
         self.live = False
 

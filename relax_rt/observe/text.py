@@ -11,10 +11,12 @@ NOTHING = "–"
 
 
 def duration(seconds: float) -> str:
-    """``0.42 s``, ``12.3 s``, ``3m 05s``, ``1h 02m``, ``2d 03h``."""
+    """``4.2 ms``, ``0.42 s``, ``9.1 s``, ``48 s``, ``3m 05s``, ``1h 02m``, ``2d 03h``."""
     if not math.isfinite(seconds):
         return NOTHING
-    if seconds < 10:
+    if 0 < seconds < 0.1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 9.95:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
     if seconds < 59.5:
         return f"{seconds:.0f} s"

@@ -42,7 +42,8 @@ def render(board: Board, width: int, height: int) -> RenderableType:
     parts: list[RenderableType] = []
     if status is not None:
         parts.append(_title(status, inner))
-    parts += [_progress(board.headline, now, inner), Text("")]
+    ending = status is not None and status.status not in ("starting", "running")
+    parts += [_progress(board.headline, now, inner, ending=ending), Text("")]
     parts += [_values(row) for row in values]
     if status is not None:
         around = 6 + 2 * len(values) + (2 + len(board.notes) if board.notes else 0)
@@ -67,14 +68,15 @@ def _title(status: StatusLike, width: int) -> Text:
     return head
 
 
-def _progress(headline: Headline, now: float, width: int) -> RenderableType:
+def _progress(headline: Headline, now: float, width: int, *, ending: bool) -> RenderableType:
     step = headline.step or 0
     if headline.target is None:
         return Text(f"step {step}")
     left = headline.left_s(now)
     done = min(1.0, step / headline.target) if headline.target else 1.0
     label = f"step {step} / {headline.target}"
-    tail = f"{done:4.0%}  " + (f"{duration(left)} left" if left is not None else "time left not known yet")
+    time_left = f"{duration(left)} left" if left is not None else "time left not known yet"
+    tail = f"{done:4.0%}" + ("" if ending else f"  {time_left}")
     table = Table.grid(padding=(0, 2, 0, 0))
     bar_width = max(10, width - len(label) - len(tail) - 4)
     bar = ProgressBar(total=max(1, headline.target), completed=step, width=bar_width, finished_style="green")

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from relax_rt.observe.headline import SPARK, Column, Headline
+from relax_rt.observe.text import NOTHING, count, duration, number, sparkline
+
+REWARD = Column("step", "reward_mean", "reward", ".3f", spark=True)
+
+
+def step(n: int, t: float, **fields: object) -> dict[str, object]:
+    return {"kind": "step", "t": t, "by": "trainer/0#1", "step": n, **fields}
+
+
+def text(headline: Headline, now: float = 0.0) -> list[str]:
+    return [value.text for value in headline.values(now)]
+
+
+def test_nothing_is_known_before_the_first_record() -> None:
+    headline = Headline([REWARD], 10)
+    assert text(headline) == [NOTHING]
+    assert headline.left_s(0.0) is None
+
+
+def test_staleness_shows_mean_and_maximum_of_the_list() -> None:
+    headline = Headline([Column("step", "staleness", "staleness", ".2f", aggregate="mean_max")])
+    headline.take(step(1, 1.0, staleness=[0, 1, 1, 2]))
+    assert text(headline) == ["1.00 / 2"]
+    headline.take(step(2, 2.0, staleness=[]))
+    assert text(headline) == [NOTHING]
+
+
+def test_a_sum_counts_each_living_sender_once() -> None:
+    headline = Headline([Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum")])
+    for slot, t, rate in (("rollout/0", 100.0, 50.0), ("rollout/1", 100.0, 70.0), ("rollout/0", 102.0, 60.0)):
+        headline.take({"kind": "rollout", "t": t, "by": f"{slot}#3", "tokens_per_s": rate})
+    assert text(headline, now=102.0) == ["130"]
+    assert text(headline, now=111.0) == ["60"]
+    assert text(headline, now=200.0) == ["0"]
+
+
+def test_a_restarted_sender_replaces_its_earlier_incarnation() -> None:
+    headline = Headline([Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum")])
+    headline.take({"kind": "rollout", "t": 1.0, "by": "rollout/0#3", "tokens_per_s": 50.0})
+    headline.take({"kind": "rollout", "t": 2.0, "by": "rollout/0#9", "tokens_per_s": 40.0})
+    assert text(headline, now=2.0) == ["40"]
+
+
+def test_a_second_key_stands_after_a_slash() -> None:
+    headline = Headline([Column("queue", "outstanding", "queue", of="bound")])
+    headline.take({"kind": "queue", "t": 1.0, "outstanding": 96, "bound": math.inf})
+    assert text(headline) == ["96 / inf"]
+
+
+def test_steps_made_again_replace_the_ends_of_the_curve_and_of_the_pace() -> None:
+    headline = Headline([REWARD], 10)
+    for n in range(1, 6):
+        headline.take(step(n, 10.0 * n, reward_mean=float(n)))
+    assert headline.left_s(50.0) == pytest.approx(50.0)
+    headline.take(step(3, 100.0, reward_mean=33.0))
+    assert list(headline.values(100.0)[0].spark) == [1.0, 2.0, 33.0]
+    assert headline.step == 3
+    assert headline.left_s(100.0) is None
+    headline.take(step(4, 102.0, reward_mean=4.0))
+    assert headline.left_s(103.0) == pytest.approx(11.0)
+
+
+def test_the_curve_is_bounded() -> None:
+    headline = Headline([REWARD])
+    for n in range(500):
+        headline.take(step(n, float(n), reward_mean=1.0))
+    assert len(headline.values(0.0)[0].spark) == SPARK
+
+
+def test_nothing_is_left_at_the_target() -> None:
+    headline = Headline([REWARD], 2)
+    for n in (1, 2):
+        headline.take(step(n, float(n), reward_mean=1.0))
+    assert headline.left_s(2.0) == 0.0
+
+
+def test_versions_are_known_by_slot() -> None:
+    headline = Headline([])
+    headline.take({"kind": "rollout", "t": 1.0, "by": "rollout/3#8", "version": 17})
+    assert headline.versions == {"rollout/3": 17}
+
+
+def test_a_template_survives_what_the_record_lacks() -> None:
+    column = Column("evaluation", "exact", "held-out", line="{when}: {exact:.3f} [{exact_low:.3f}] {other}")
+    headline = Headline([column])
+    record = {"kind": "evaluation", "t": 1.0, "when": "before", "exact": 0.25, "exact_low": None}
+    assert headline.lines(record) == [f"held-out before: 0.250 [{NOTHING}] {NOTHING}"]
+    assert headline.lines({"kind": "step"}) == []
+
+
+@pytest.mark.parametrize("value", [None, math.nan, [1], {}])
+def test_what_is_no_number_is_shown_as_nothing(value: object) -> None:
+    headline = Headline([REWARD])
+    headline.take(step(1, 1.0, reward_mean=value))
+    assert text(headline) == [NOTHING]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0 s"),
+        (0.0042, "4.2 ms"),
+        (0.42, "0.42 s"),
+        (9.96, "10 s"),
+        (59.6, "1m 00s"),
+        (185, "3m 05s"),
+        (3725, "1h 02m"),
+        (200_000, "2d 07h"),
+        (math.inf, NOTHING),
+    ],
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_counts_and_numbers() -> None:
+    assert (count(11_520), count(1_230_000), count(math.nan)) == ("11,520", "1.23 M", NOTHING)
+    assert (number(0.5, ".3f"), number(7.0), number(3.14159), number("12")) == ("0.500", "7", "3.142", "12")
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 7, math.nan, 3.5], 10) in ("▁█ ▄", "▁█ ▅")
+    assert sparkline([5, 5], 10) == "▄▄"
+    assert sparkline(range(100), 3) == "▁▅█"
+    assert sparkline([math.nan], 10) == sparkline([1, 2], 0) == ""
