@@ -172,6 +172,8 @@ class RolloutRole(Role):
             await self.queue.put_samples([self._sample(c) for c in mine])
             self.ctx.progress.advance(sum(len(c.tokens) for c in mine), f"version {self.follower.record.version}")
             for completion in mine:
+                if completion.request not in self._left:
+                    continue  # lost while it was put
                 self._left[completion.request] -= 1
                 if not self._left[completion.request]:
                     del self._left[completion.request], self._tickets[completion.request]
