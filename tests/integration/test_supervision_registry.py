@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from live_run import LiveRun, until
@@ -15,6 +15,7 @@ from live_run import LiveRun, until
 from relax_rt.registry.api import Member, RegistryApi
 from relax_rt.supervision import control
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc import Client, make_hello
 
 pytestmark = pytest.mark.integration
@@ -22,12 +23,12 @@ T = TypeVar("T")
 LEASE = "[supervision]\nlease_s = 0.6\n"
 
 
-def ask(run: LiveRun, call: Callable[[RegistryApi], Awaitable[T]]) -> T:
+def ask(run: LiveRun, call: Callable[[Any], Awaitable[T]], slot: str = "registry-0", api: type = RegistryApi) -> T:
     async def go() -> T:
         hello = make_hello(run.paths.run_id, Incarnation("test/0", 0))
-        client = Client(f"unix://{run.paths.socket_dir / 'registry-0.sock'}", hello)
+        client = Client(f"unix://{run.paths.socket_dir / slot}.sock", hello)
         try:
-            return await call(client.bind(RegistryApi, timeout_s=20))
+            return await call(client.bind(api, timeout_s=20))
         finally:
             await client.close()
 
@@ -74,3 +75,22 @@ def test_fenced_role_exits_and_says_why(tmp_path: Path) -> None:
         end = run.event("slot_exited", slot="worker/0")["diagnosis"]
         assert end["kind"] == "exception" and "fenced" in end["cause"]
         run.event("slot_ready", slot="worker/0", nth=1)
+
+
+def test_queue_is_told_of_an_end_through_its_own_death(tmp_path: Path) -> None:
+    tables = "[supervision.restart]\nbackoff_first_s = 0.05\n[queue]\ncapacity_mib = 16\n"
+    with LiveRun(tmp_path, "[roles.holder]", tables, system=("registry", "queue")) as run:
+        run.ready("registry/0", "queue/0", "holder/0")
+        assert run.event("held")["groups"]
+        os.kill(run.pid("queue/0"), signal.SIGSTOP)
+        os.kill(run.pid("holder/0"), signal.SIGKILL)
+        run.event("slot_exited", slot="holder/0")
+        os.kill(run.pid("queue/0"), signal.SIGKILL)
+        run.event("slot_ready", slot="queue/0", nth=1)
+        # Long before the lease of the group (60 s) lapses.
+        until(
+            "the group is given back",
+            lambda: ask(run, lambda queue: queue.stats(), "queue-0", QueueApi).prompts_returned,
+        )
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and run.left() == []

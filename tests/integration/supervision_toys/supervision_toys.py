@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.role import Role
+from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.transport.versions import VersionRecord
 
 
 class ToySettings(RoleSettings):
@@ -119,6 +121,19 @@ class Once(Toy):
     restart = "temporary"
 
 
+class Holder(Toy):
+    """Holds a group of the queue that it never finishes."""
+
+    kind = "holder"
+
+    async def run(self) -> None:
+        queue = await self.ctx.queue()
+        await queue.rollback(1, 0, VersionRecord(version=1, parent=0, step=0, digest="d"))
+        admitted = await queue.admit(2, 1, 1, 20.0)
+        self.ctx.event("held", groups=[ticket.group for ticket in admitted.tickets])
+        await super().run()
+
+
 class Finisher(Toy):
     kind = "finisher"
     significant = True
@@ -147,6 +162,9 @@ class ToyJob:
 
     def shm_bytes(self, config: Any) -> int:
         return 0
+
+    def ledger_policy(self, config: Any) -> LedgerPolicy:
+        return LedgerPolicy(group_size=2, prompts_per_step=1, max_staleness=1, tasks={"train": ()})
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         return {"toys": sorted(config.roles)}
