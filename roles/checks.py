@@ -1,0 +1,126 @@
+"""Cheap checks of an RL config across its keys. What cannot work is refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TypeVar
+
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import MIB, RoleSettings
+from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
+
+S = TypeVar("S", bound=RoleSettings)
+
+BYTES_A_TOKEN = 9
+"""int32 token, uint8 mask, float32 log-probability."""
+BYTES_A_SAMPLE = 2048
+"""Meta (sampling, digests, answer, metadata) and the alignment of the columns."""
+
+
+def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
+    """A role's table, defaults if there is none; a role of the user's own has other settings: then defaults too."""
+    table = config.roles.get(kind)
+    return table if isinstance(table, type_) else type_()
+
+
+def check(config: RLConfig) -> list[Problem]:
+    """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
+    return [*_data(config), *_sampling(config), *_algorithm(config), *_roles(config), *_capacity(config)]
+
+
+def _data(config: RLConfig) -> Iterator[Problem]:
+    data = config.data
+    if (data.task is None) == (data.path is None):
+        both = data.task is not None
+        message = "task and path are both set" if both else "neither task nor path is set"
+        yield Problem(
+            ("data", "path") if both else ("data",),
+            message,
+            'give one: task = "chain_sum" (reasoning-gym) or path = "prompts.jsonl"',
+            at="key",
+        )
+    for key in ("options", "size"):
+        if data.task is None and data.path is not None and key in data.model_fields_set:
+            yield Problem(("data", key), f"{key} belongs to a reasoning-gym task; with path it has no effect", at="key")
+    if "{" not in data.template.replace("{{", ""):
+        message = "the template names no field of the item, so that all prompts would be the same"
+        yield Problem(("data", "template"), message, 'put in {question}, as "Q: {question}"')
+
+
+def _sampling(config: RLConfig) -> Iterator[Problem]:
+    reason = "truncating samplers are refused for training: behaviour log-probabilities are of the full softmax"
+    if config.sampling.top_p < 1:
+        yield Problem(("sampling", "top_p"), f"top_p = {config.sampling.top_p:g}: {reason}", "set top_p = 1.0")
+    if config.sampling.top_k > 0:
+        yield Problem(("sampling", "top_k"), f"top_k = {config.sampling.top_k}: {reason}", "set top_k = 0")
+
+
+def _algorithm(config: RLConfig) -> Iterator[Problem]:
+    table = config.algorithm
+    if math.isnan(table.max_staleness) or (
+        math.isfinite(table.max_staleness) and table.max_staleness != int(table.max_staleness)
+    ):
+        message = f"max_staleness = {table.max_staleness:g} counts publications: a whole number, or inf"
+        yield Problem(("algorithm", "max_staleness"), message)
+    if not all(0 <= beta < 1 for beta in table.adam_betas):
+        yield Problem(("algorithm", "adam_betas"), f"adam_betas = {list(table.adam_betas)} must lie in [0, 1)")
+    if table.warmup_steps >= table.steps:
+        message = f"warmup_steps = {table.warmup_steps} is not below steps = {table.steps}: the rate is never reached"
+        yield Problem(("algorithm", "warmup_steps"), message)
+    for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
+        if not math.isfinite(getattr(table, name)):
+            yield Problem(("algorithm", name), f"{name} must be finite")
+
+
+def _roles(config: RLConfig) -> Iterator[Problem]:
+    for kind, type_ in (("rollout", RolloutSettings), ("reward", RewardSettings), ("trainer", TrainerSettings)):
+        table = config.roles.get(kind)
+        if (table.count if isinstance(table, RoleSettings) else type_().count) < 1:
+            yield Problem(("roles", kind, "count"), f"a run needs at least one {kind}")
+    reward = settings(config, "reward", RewardSettings)
+    if config.reward.timeout_s >= reward.hang_after_s:
+        message = (
+            f"reward.timeout_s = {config.reward.timeout_s:g} is not below roles.reward.hang_after_s = "
+            f"{reward.hang_after_s:g}: a slow call would be killed as a hang"
+        )
+        yield Problem(("reward", "timeout_s"), message, "raise roles.reward.hang_after_s")
+    if settings(config, "evaluator", EvaluatorSettings).count == 0 and config.evaluation.every_steps:
+        message = "evaluation.every_steps is set, and roles.evaluator.count is 0"
+        yield Problem(("evaluation", "every_steps"), message, "let one evaluator run, or leave every_steps out")
+
+
+def sample_bytes(config: RLConfig) -> int:
+    """Payload of the longest sample that the config allows, in bytes."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return longest * BYTES_A_TOKEN + BYTES_A_SAMPLE
+
+
+def batch_samples(config: RLConfig) -> int:
+    """Samples of one publication, b."""
+    return config.algorithm.group_size * config.algorithm.prompts_per_step
+
+
+def retained_batches(config: RLConfig) -> float:
+    """Batches that the queue may have to hold at once: those not yet covered by a checkpoint, those that the
+    staleness bound admits, and the one in training. Without a bound, admission stops when the capacity is full."""
+    staleness = config.algorithm.max_staleness
+    return config.checkpoint.every_steps + (staleness if math.isfinite(staleness) else 0) + 1
+
+
+def needed_bytes(config: RLConfig) -> int:
+    """Queue capacity below which retention could deadlock, in bytes."""
+    return int(retained_batches(config) * batch_samples(config) * sample_bytes(config))
+
+
+def _capacity(config: RLConfig) -> Iterator[Problem]:
+    need, have = needed_bytes(config), config.queue.capacity_mib * MIB
+    if need > have:
+        mib = -(-need // MIB)
+        message = (
+            f"capacity_mib = {config.queue.capacity_mib} does not hold checkpoint.every_steps + max_staleness + 1 = "
+            f"{retained_batches(config):g} batches of {batch_samples(config)} samples, each up to "
+            f"{sample_bytes(config)} bytes: {mib} MiB"
+        )
+        hint = f"capacity_mib = {mib}, or a smaller checkpoint.every_steps, data.max_prompt_tokens or group"
+        yield Problem(("queue", "capacity_mib"), message, hint)

@@ -1,0 +1,104 @@
+"""The RL job: what a roles.toml of GRPO may say, what it needs, and what the queue holds it to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.job import Column, PlanLine
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
+
+if TYPE_CHECKING:
+    from relax_rt.transport.ledger.policy import LedgerPolicy
+
+
+class RLJob:
+    """GRPO over rollout, reward, trainer and evaluator. Implements relax_rt.config.job.Job."""
+
+    Config: ClassVar[type[RunConfig]] = RLConfig
+    Roles: ClassVar[Mapping[str, type[RoleSettings]]] = {
+        "rollout": RolloutSettings,
+        "reward": RewardSettings,
+        "trainer": TrainerSettings,
+        "evaluator": EvaluatorSettings,
+    }
+    headline: ClassVar[Sequence[Column]] = (
+        Column("step", "reward_mean", "reward", ".3f", spark=True),
+        Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),
+        Column("step", "length_mean", "tokens a sample", ".0f"),
+        Column("step", "grad_norm", "gradient norm", ".2f"),
+        Column("step", "clip_fraction", "clipped", ".1%"),
+        Column("step", "wait_s", "trainer waits s", ".1f"),
+        Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum"),
+        Column(
+            "evaluation",
+            "exact",
+            "held-out exact",
+            ".1%",
+            line="held out, {when} (step {step}): {exact:.1%} of {items} exact [{exact_low:.1%}, {exact_high:.1%}]",
+        ),
+    )
+
+    def check(self, config: Any, config_dir: Path) -> list[Problem]:
+        """See Job.check."""
+        from relax_rt.roles.checks import check
+
+        return check(config)
+
+    def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
+        """See Job.preflight."""
+        from relax_rt.roles.preflight import preflight
+
+        return preflight(config, config_dir)
+
+    def plan(self, config: Any) -> list[PlanLine]:
+        """See Job.plan."""
+        from relax_rt.roles.plan import plan
+
+        return plan(config)
+
+    def ledger_policy(self, config: Any) -> LedgerPolicy:
+        """See Job.ledger_policy. With data.epochs set, the data is read to count the prompts."""
+        from relax_rt.roles.sample import TASK_FIELDS
+        from relax_rt.transport.ledger.policy import LedgerPolicy
+
+        table = config.algorithm
+        return LedgerPolicy(
+            group_size=table.group_size,
+            prompts_per_step=table.prompts_per_step,
+            max_staleness=table.max_staleness,
+            tasks=TASK_FIELDS,
+            straggler_wait_s=table.straggler_wait_s,
+            prompts=None if config.data.epochs is None else _prompt_limit(config),
+        )
+
+    def shm_bytes(self, config: Any) -> int:
+        """See Job.shm_bytes: the weight stage."""
+        from relax_rt.roles.plan import stage_bytes
+
+        return stage_bytes(config)
+
+    def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
+        """See Job.finish: summary.json and plots."""
+        from relax_rt.roles.report import finish
+
+        return finish(run_dir, config)
+
+    def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
+        """See Job.sample."""
+        from relax_rt.roles.try_out import sample
+
+        return sample(run_dir, config, prompts, items)
+
+
+def _prompt_limit(config: RLConfig) -> int | None:
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.models.resolve import resolve_model
+    from relax_rt.roles.models.tokenizer import load_tokenizer
+
+    config_dir = Path(config.config_dir)
+    tokenizer = load_tokenizer(resolve_model(config.model.path, config_dir))
+    return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir).limit

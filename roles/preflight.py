@@ -1,0 +1,99 @@
+"""Slower checks before anything starts: model, data, reward function, and how they fit together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.models.cache import say
+from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.rewards.dry_run import Verifier, dry_run
+from relax_rt.roles.sections import RLConfig
+from relax_rt.transport.errors import RelaxError
+
+SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
+NEEDED = ("torch", "transformers", "safetensors")
+
+
+def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
+    """Model folder (a package is converted here), prompts, dry run of the reward. Warnings go to standard error."""
+    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        hint = "pip install relax-rt[cpu], or relax-rt[gpu]"
+        return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
+    for warning in warnings(config):
+        say(f"warning: {warning}")
+    try:
+        folder = resolve_model(config.model.path, config_dir)
+        tokenizer = load_tokenizer(folder)
+        tokenizer.stop_ids  # noqa: B018 - refuses a tokenizer without any
+    except RelaxError as error:
+        return [as_problem(error, ("model", "path"))]
+    try:
+        source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir)
+    except RelaxError as error:
+        return [as_problem(error, ("data",))]
+    say(str(source.report))
+    if len(source.held_out) < config.evaluation.items:
+        say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
+    return [
+        *_context(config, folder, source.report.longest_tokens),
+        *_epochs(config, source),
+        *dry_run(config.reward, config_dir, source.train, _verifier(config)),
+    ]
+
+
+def warnings(config: RLConfig) -> list[str]:
+    """What may work but is probably not meant."""
+    # Rewards and evaluations are short; it is rollouts and trainer that hold a core for each of their threads.
+    busy = [table for kind in ("rollout", "trainer") if isinstance(table := config.roles.get(kind), RoleSettings)]
+    threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
+    if threads > cores:
+        return [f"rollouts and trainer have {threads} threads on {cores} cores; they will slow each other down"]
+    return []
+
+
+def as_problem(error: RelaxError, default: KeyPath) -> Problem:
+    """An error as a problem of the setting that it names, else of `default`."""
+    named = SETTING.match(error.what)
+    path = tuple(part for part in named.groups() if part) if named else default
+    return Problem(path, error.what + (f": {error.why}" if error.why else ""), error.hint)
+
+
+def _context(config: RLConfig, folder: Path, longest_tokens: int) -> list[Problem]:
+    values = json.loads((folder / "config.json").read_text())
+    context = values.get("max_position_embeddings") or values.get("text_config", {}).get("max_position_embeddings")
+    need = longest_tokens + config.sampling.max_new_tokens
+    if not isinstance(context, int) or need <= context:
+        return []
+    message = (
+        f"the longest prompt has {longest_tokens} tokens; with max_new_tokens = {config.sampling.max_new_tokens} that "
+        f"is {need}, and the model's context is {context}"
+    )
+    return [Problem(("sampling", "max_new_tokens"), message, "lower it, or data.max_prompt_tokens")]
+
+
+def _epochs(config: RLConfig, source: PromptSource) -> list[Problem]:
+    wanted = config.algorithm.steps * config.algorithm.prompts_per_step
+    if source.limit is None or source.limit >= wanted:
+        return []
+    steps = source.limit // config.algorithm.prompts_per_step
+    message = (
+        f"{config.data.epochs} epochs of {len(source.train)} prompts are {source.limit}, and "
+        f"{config.algorithm.steps} steps of {config.algorithm.prompts_per_step} need {wanted}"
+    )
+    return [Problem(("data", "epochs"), message, f"set algorithm.steps = {steps}, or leave data.epochs out")]
+
+
+def _verifier(config: RLConfig) -> Verifier | None:
+    if config.data.task is None:
+        return None
+    from relax_rt.roles.data.gym import GymTask
+
+    return GymTask(config.data.task, config.data.options, config.data.size).score

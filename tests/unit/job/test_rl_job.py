@@ -1,0 +1,230 @@
+"""The RL job: what it refuses, what it plans, and how the checks before a start read."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors, Problem
+from relax_rt.roles.checks import needed_bytes, retained_batches
+from relax_rt.roles.job import RLJob
+from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.plan import STAGE_BUFFERS, model_size
+from relax_rt.roles.preflight import as_problem, warnings
+from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.try_out import newest_checkpoint
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.weights.stage import MAX_BUFFERS
+
+ROLES_TOML = """
+[run]
+name = "r"
+dir = "{dir}/run"
+[model]
+path = "model"
+[data]
+task = "chain_sum"
+size = 300
+options = {{ min_terms = 2, max_terms = 2 }}
+[reward]
+function = "relax_rt.roles.rewards.builtin:integer"
+[sampling]
+max_new_tokens = 8
+[evaluation]
+items = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without its warm start."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_model(len(tokenizer), seed=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def toml(tmp_path: Path, model: Path) -> Path:
+    (tmp_path / "model").symlink_to(model)
+    path = tmp_path / "roles.toml"
+    path.write_text(ROLES_TOML.format(dir=tmp_path))
+    return path
+
+
+def problems(toml: Path, *overrides: str, preflight: bool = False) -> dict[str, Problem]:
+    """What is wrong, by dotted key; empty if nothing is."""
+    try:
+        load_config(toml, overrides, preflight=preflight)
+    except ConfigErrors as error:
+        return {".".join(map(str, p.path)): p for p in error.problems}
+    return {}
+
+
+def loaded(toml: Path, *overrides: str) -> RLConfig:
+    config = load_config(toml, overrides)
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def test_the_config_of_these_tests_is_right(toml: Path) -> None:
+    assert problems(toml, preflight=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("sampling.top_p=0.9", "sampling.top_p", "behaviour log-probabilities are of the full softmax"),
+        ("sampling.top_k=5", "sampling.top_k", "refused for training"),
+        ('data.path="p.jsonl"', "data.path", "both set"),
+        ('data.template="Answer."', "data.template", "all prompts would be the same"),
+        ('data.template="{{question}}"', "data.template", "all prompts would be the same"),
+        ("algorithm.max_staleness=1.5", "algorithm.max_staleness", "whole number, or inf"),
+        ("algorithm.adam_betas=[0.9, 1.0]", "algorithm.adam_betas", "must lie in"),
+        ("algorithm.warmup_steps=100", "algorithm.warmup_steps", "the rate is never reached"),
+        ("algorithm.max_grad_norm=inf", "algorithm.max_grad_norm", "finite"),
+        ("roles.rollout.count=0", "roles.rollout.count", "at least 1"),
+        ("roles.reward.count=0", "roles.reward.count", "at least one reward"),
+        ("reward.timeout_s=120", "reward.timeout_s", "would be killed as a hang"),
+        ("queue.capacity_mib=16", "queue.capacity_mib", r"= 22 batches of 96 samples"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_its_key(toml: Path, override: str, key: str, words: str) -> None:
+    extra = ("queue.slab_mib=8", "sampling.max_new_tokens=4000") if key.startswith("queue") else ()
+    found = problems(toml, override, *extra)
+    assert list(found) == [key]
+    assert re.search(words, found[key].message)
+
+
+def test_evaluation_during_the_run_needs_an_evaluator(toml: Path) -> None:
+    assert list(problems(toml, "evaluation.every_steps=5", "roles.evaluator.count=0")) == ["evaluation.every_steps"]
+
+
+def test_no_data_at_all(toml: Path) -> None:
+    toml.write_text(toml.read_text().replace('task = "chain_sum"\nsize = 300\n', "").replace("options = ", "#"))
+    assert "neither task nor path" in problems(toml)["data"].message
+
+
+def test_unbounded_staleness_is_allowed_and_capacity_bounds_it(toml: Path) -> None:
+    config = loaded(toml, "algorithm.max_staleness=inf")
+    assert retained_batches(config) == 21
+    assert RLJob().ledger_policy(config).max_staleness == float("inf")
+
+
+def test_the_capacity_asked_for_is_enough(toml: Path) -> None:
+    overrides = ("queue.slab_mib=1", "sampling.max_new_tokens=2000", "queue.capacity_mib=8")
+    (problem,) = problems(toml, *overrides).values()
+    suggested = problem.hint.partition(",")[0]
+    assert problems(toml, *overrides[:2], f"queue.{suggested.replace(' ', '')}") == {}
+
+
+def test_the_ledger_policy_is_the_config(toml: Path) -> None:
+    policy = RLJob().ledger_policy(loaded(toml, "algorithm.group_size=4", "algorithm.max_staleness=3"))
+    policy.check()
+    assert (policy.group_size, policy.prompts_per_step, policy.max_staleness, policy.prompts) == (4, 12, 3, None)
+    assert set(policy.tasks) == {"reward", "train"} and "reward" in policy.tasks["train"]
+
+
+def test_epochs_bound_the_prompts(toml: Path) -> None:
+    config = loaded(toml, "data.epochs=2", "algorithm.steps=10")
+    limit = RLJob().ledger_policy(config).prompts
+    assert limit is not None and 400 < limit < 600 and limit % 2 == 0
+    found = problems(toml, "data.epochs=1", "algorithm.steps=100", preflight=True)
+    assert "100 steps of 12 need 1200" in found["data.epochs"].message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ('model.path="modle"', "model.path", "there is no folder"),
+        ('data.task="chain_sun"', "data.task", "no such task"),
+        ("data.options={min_term=2}", "data.options.min_term", "no such option"),
+        ('data.template="{expresion}"', "data.template", "names {expresion}"),
+        ("data.max_prompt_tokens=4", "data", "no training prompts among 0"),
+        ("sampling.max_new_tokens=500", "sampling.max_new_tokens", "the model's context is 512"),
+        ('reward.function="relax_rt.roles.rewards.builtin:interger"', "reward.function", "has no 'interger'"),
+    ],
+)
+def test_preflight_finds_what_only_shows_when_loaded(toml: Path, override: str, key: str, words: str) -> None:
+    found = problems(toml, override, preflight=True)
+    assert list(found) == [key]
+    assert words in found[key].message
+    assert found[key].place is not None
+
+
+def test_errors_become_problems_of_the_setting_they_name() -> None:
+    assert as_problem(RelaxError("data.options.x", why="no"), ("data",)).path == ("data", "options", "x")
+    assert as_problem(RelaxError("/tmp/f.jsonl:3", why="no"), ("data",)).path == ("data",)
+    assert as_problem(RelaxError("data", why="no"), ("model",)).path == ("model",)
+
+
+def test_the_plan_counts(toml: Path) -> None:
+    config = loaded(toml, "roles.rollout.count=2", "algorithm.max_staleness=2")
+    lines = {(line.section, line.name): line for line in RLJob().plan(config)}
+    assert lines["steps", "samples a step"].value == "96"
+    assert lines["steps", "admitted at a time"].value == "288 samples"
+    assert lines["memory, estimated", "parameters"].value == "0.8 M"
+    assert ("memory, estimated", "rollout, each of 2") in lines
+    order = [line.name for line in RLJob().plan(config) if line.section.startswith("processes")]
+    assert order.index("registry") < order.index("queue") < order.index("rollout")
+    assert needed_bytes(config) <= config.queue.capacity_mib << 20
+
+
+def test_the_weight_stage_is_asked_for(toml: Path) -> None:
+    parameters = model_size("model", toml.parent).parameters
+    assert STAGE_BUFFERS == MAX_BUFFERS
+    assert RLJob().shm_bytes(loaded(toml)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
+    # Engines of different kinds are given float32.
+    mixed = RLJob().shm_bytes(loaded(toml, 'roles.rollout.dtype="float32"'))
+    assert mixed == STAGE_BUFFERS * 4 * parameters + (1 << 20)
+
+
+def test_more_threads_than_cores_is_a_warning(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert warnings(loaded(toml)) == []
+    (warning,) = warnings(loaded(toml, "roles.trainer.threads=4"))
+    assert "5 threads on 2 cores" in warning
+
+
+def test_model_size_is_read_from_headers(toml: Path, model: Path) -> None:
+    size = model_size("model", toml.parent)
+    assert size.known and size.parameters == sum(p.numel() for p in tiny_model(102, seed=0).parameters())
+    config = json.loads((model / "config.json").read_text())
+    assert size.kv_values_a_token == config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * 32
+    assert not model_size("nowhere", toml.parent).known
+
+
+def test_packaged_sizes_are_those_of_the_tiny_model() -> None:
+    assert model_size("package:tiny", Path()).parameters == sum(p.numel() for p in tiny_model(102, 0).parameters())
+
+
+def test_importing_the_job_is_light() -> None:
+    code = "import sys, relax_rt.roles.job; print({'numpy', 'torch', 'transformers'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said == "set()\n"
+
+
+def test_sampling_before_the_first_checkpoint_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RelaxError, match="no checkpoint yet"):
+        newest_checkpoint(tmp_path)
+
+
+def test_sampling_takes_the_newest_checkpoint(toml: Path, model: Path) -> None:
+    run_dir = toml.parent / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    for step in (2, 10):
+        (run_dir / "checkpoints" / f"step-{step:06d}").symlink_to(model)
+    config = loaded(toml, "roles.evaluator.max_sequences=4")
+    held_out: list[dict[str, Any]] = RLJob().sample(run_dir, config, [], 3)
+    assert [record["step"] for record in held_out] == [10, 10, 10]
+    assert all(record["finish_reason"] in ("stop", "length") and "answer" in record for record in held_out)
+    (own,) = RLJob().sample(run_dir, config, ["1 + 1 ="], 0)
+    assert own["prompt"] == "1 + 1 =" and 0 < own["tokens"] <= 8 and "answer" not in own
