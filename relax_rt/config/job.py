@@ -47,8 +47,8 @@ class Column(msgspec.Struct, frozen=True):
             newest records of all living senders.
         of: a second key of the same record, shown after a slash (``outstanding`` of ``bound``).
         spark: draw the last 40 values.
-        line: template of a line that tells of each record as it comes, ``{when}: {exact:.3f}``; without it the
-            column stands in the line that is printed for each step.
+        line: template of the whole line that tells of each record as it comes, ``held out {when}: {exact:.3f}``;
+            without it the column stands in the line that is printed for each step.
     """
 
     kind: str

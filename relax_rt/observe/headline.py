@@ -116,7 +116,7 @@ class Headline:
     def lines(self, record: dict[str, Any]) -> list[str]:
         """Lines that tell of this record, from the columns that have a template."""
         return [
-            f"{column.title} {_Forgiving().vformat(column.line, (), record)}"
+            _Forgiving().vformat(column.line, (), record)
             for column in self.columns
             if column.line and column.kind == record.get("kind")
         ]

@@ -18,7 +18,7 @@ from relax_rt.observe.text import NOTHING, clip, count, duration, sparkline
 
 GAP = 3
 WIDE = 100
-MIN_SPARK = 8
+MIN_SPARK = 24
 
 STATE_STYLE = {
     "ready": "green",

@@ -88,7 +88,7 @@ def test_versions_are_known_by_slot() -> None:
 
 
 def test_a_template_survives_what_the_record_lacks() -> None:
-    column = Column("evaluation", "exact", "held-out", line="{when}: {exact:.3f} [{exact_low:.3f}] {other}")
+    column = Column("evaluation", "exact", "held-out", line="held-out {when}: {exact:.3f} [{exact_low:.3f}] {other}")
     headline = Headline([column])
     record = {"kind": "evaluation", "t": 1.0, "when": "before", "exact": 0.25, "exact_low": None}
     assert headline.lines(record) == [f"held-out before: 0.250 [{NOTHING}] {NOTHING}"]

@@ -22,7 +22,7 @@ from relax_rt.supervision.diagnosis import Diagnosis
 HEADLINE = [
     Column("step", "reward_mean", "reward", ".3f", spark=True),
     Column("queue", "outstanding", "queue", of="bound"),
-    Column("evaluation", "exact", "held-out", ".3f", line="{when}: {exact:.3f}"),
+    Column("evaluation", "exact", "held-out", ".3f", line="held-out {when}: {exact:.3f}"),
 ]
 
 

@@ -1,0 +1,313 @@
+"""A run's past, read back from metrics.jsonl and the event log."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_rt.events import read_events
+from relax_rt.metrics import read_metrics
+
+NAN = float("nan")
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step.
+
+    Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
+    was thrown away, if it was (not finite).
+    """
+
+    step: int
+    epoch: int
+    t: float
+    reward: float
+    wait_s: float
+    train_s: float
+    publish_s: float
+    tokens: float
+    computed_tokens: float
+    length_mean: float
+    truncated_fraction: float
+    staleness: dict[int, int]
+    keys: list[int]
+    skipped: str
+
+    @property
+    def began(self) -> float:
+        """When the trainer began to wait for its samples."""
+        return self.t - sum(s for s in (self.wait_s, self.train_s, self.publish_s) if s == s)
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One held-out evaluation; `low` and `high` are ends of 95% intervals, the gain's is over the one before."""
+
+    when: str
+    step: int
+    t: float
+    items: int
+    exact: float
+    exact_low: float
+    exact_high: float
+    lenient: float
+    format: float
+    constant_answer: str
+    constant: float
+    gain_low: float = NAN
+    gain_high: float = NAN
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """One process in a slot. `ready` is None until it did its work; `failure` is the kind of a death, or empty."""
+
+    slot: str
+    start: float
+    ready: float | None = None
+    end: float = NAN
+    failure: str = ""
+    cause: str = ""
+
+
+class Restarts(msgspec.Struct):
+    """Restarts of one role: how many, of what, and for how long its slots were away together (s)."""
+
+    count: int = 0
+    causes: Counter[str] = msgspec.field(default_factory=Counter)
+    away_s: float = 0.0
+
+
+class History(msgspec.Struct):
+    """Everything that summary and plots are made from.
+
+    Attributes:
+        steps: the path that led to the end, in order: for each step its last doing.
+        redone: steps that a restart threw away.
+        evaluations: held-out evaluations in the order made.
+        generated_tokens: by all rollouts together; generated_s: from their first record to their last.
+        lives: every process known of, in the order started.
+        restarts: by role.
+        account: the queue's last account of itself, if it gave one.
+        sessions: start and end of each `up` (wall-clock s); a resumed run has several.
+    """
+
+    steps: list[Step] = []
+    redone: list[Step] = []
+    evaluations: list[Evaluation] = []
+    generated_tokens: int = 0
+    generated_s: float = 0.0
+    lives: list[Life] = []
+    restarts: dict[str, Restarts] = {}
+    account: dict[str, int] | None = None
+    sessions: list[tuple[float, float]] = []
+
+    def active(self, t: float) -> float:
+        """Seconds of running up to wall-clock t: the time between two sessions does not count."""
+        return sum(max(0.0, min(t, end) - start) for start, end in self.sessions if start <= t)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of running in all."""
+        return sum(end - start for start, end in self.sessions)
+
+
+def read_history(run_dir: Path) -> History:
+    """Read a run's files; those that are missing leave their part empty."""
+    history = History()
+    starts = [t for event in read_events(run_dir) if event.get("kind") == "run_started" and (t := _t(event)) == t]
+    ends = _Sessions(starts)
+    path = _Path(history)
+    rollouts: dict[str, int] = {}
+    spoke: list[float] = []
+    for record in read_metrics(run_dir):
+        t = _t(record)
+        if t != t:
+            continue
+        ends.see(t)
+        match record.get("kind"):
+            case "step":
+                path.take(_step(record))
+            case "evaluation":
+                history.evaluations.append(_evaluation(record))
+            case "rollout":
+                who = str(record.get("by") or record.get("slot"))
+                rollouts[who] = max(rollouts.get(who, 0), int(_number(record, "tokens", 0.0)))
+                spoke = [spoke[0] if spoke else t, t]
+    for event in read_events(run_dir):
+        ends.see(_t(event))
+    history.sessions = ends.spans()
+    history.steps = path.steps()
+    history.generated_tokens = sum(rollouts.values())
+    history.generated_s = history.active(spoke[1]) - history.active(spoke[0]) if spoke else 0.0
+    _Supervision(history).read(read_events(run_dir))
+    return history
+
+
+class _Path:
+    """Finds the steps that count: a trainer that comes back throws away what it does again, and all after it."""
+
+    def __init__(self, history: History) -> None:
+        self._kept: dict[int, Step] = {}
+        self._redone = history.redone
+        self._epoch = -1
+
+    def take(self, step: Step) -> None:
+        if step.epoch < self._epoch:
+            self._redone.append(step)
+            return
+        if step.epoch > self._epoch:
+            self._epoch = step.epoch
+            for n in [n for n in self._kept if n >= step.step]:
+                self._redone.append(self._kept.pop(n))
+        self._kept[step.step] = step
+
+    def steps(self) -> list[Step]:
+        return [self._kept[n] for n in sorted(self._kept)]
+
+
+class _Sessions:
+    def __init__(self, starts: list[float]) -> None:
+        self._starts = sorted(starts)
+        self._ends = list(self._starts)
+
+    def see(self, t: float) -> None:
+        if t != t:
+            return
+        at = bisect_right(self._starts, t) - 1
+        if at >= 0:
+            self._ends[at] = max(self._ends[at], t)
+        elif self._starts and len(self._starts) == len(self._ends):
+            self._starts[0] = t
+        else:
+            self._starts, self._ends = [t], [t]
+
+    def spans(self) -> list[tuple[float, float]]:
+        return list(zip(self._starts, self._ends, strict=True))
+
+
+class _Supervision:
+    """Lives and restarts, from the agent's events."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._open: dict[str, Life] = {}
+        self._exits: dict[str, tuple[float, str]] = {}
+        self._down: dict[str, float] = {}
+
+    def read(self, events: Iterator[dict[str, Any]]) -> None:
+        for event in events:
+            t, slot = _t(event), str(event.get("slot", ""))
+            match event.get("kind"):
+                case "run_started":
+                    self._close_all(t)
+                case "queue_account":
+                    counts = {k: v for k, v in event.items() if k not in ("t", "m") and isinstance(v, int)}
+                    self._history.account = counts
+                case "slot_spawned":
+                    life = Life(slot=slot, start=t)
+                    self._open[slot] = life
+                    self._history.lives.append(life)
+                case "slot_ready":
+                    if slot in self._open:
+                        self._open[slot].ready = t
+                    self._back(slot, t)
+                case "slot_exited":
+                    self._exited(slot, t, event.get("diagnosis"))
+                case "slot_restarting":
+                    self._restarting(slot)
+        self._close_all(math.inf)
+
+    def _exited(self, slot: str, t: float, diagnosis: Any) -> None:
+        diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
+        kind = str(diagnosis.get("kind", "unknown"))
+        self._exits[slot] = (t, "" if kind == "clean" else kind)
+        life = self._open.pop(slot, None)
+        if life is not None:
+            life.end = t
+            life.failure, life.cause = self._exits[slot][1], str(diagnosis.get("cause", ""))
+
+    def _restarting(self, slot: str) -> None:
+        t, kind = self._exits.get(slot, (NAN, ""))
+        role = self._role(slot)
+        role.count += 1
+        role.causes[kind or "requested"] += 1
+        if t == t:
+            self._down.setdefault(slot, t)
+
+    def _back(self, slot: str, t: float) -> None:
+        since = self._down.pop(slot, None)
+        if since is not None:
+            self._role(slot).away_s += max(0.0, t - since)
+
+    def _close_all(self, t: float) -> None:
+        """The agent is gone, and every process with it: they lived to the end of their session at most."""
+        before = [end for start, end in self._history.sessions if start < t]
+        end = before[-1] if before else NAN
+        for life in self._open.values():
+            life.end = end
+        for slot in list(self._down):
+            self._back(slot, end)
+        self._open.clear()
+
+    def _role(self, slot: str) -> Restarts:
+        return self._history.restarts.setdefault(slot.partition("/")[0], Restarts())
+
+
+def _step(record: dict[str, Any]) -> Step:
+    staleness = record.get("staleness")
+    keys = record.get("keys")
+    return Step(
+        step=int(_number(record, "step", 0.0)),
+        epoch=int(_number(record, "epoch", 0.0)),
+        t=_t(record),
+        reward=_number(record, "reward_mean"),
+        wait_s=_number(record, "wait_s"),
+        train_s=_number(record, "train_s"),
+        publish_s=_number(record, "publish_s"),
+        tokens=_number(record, "tokens", 0.0),
+        computed_tokens=_number(record, "computed_tokens", 0.0),
+        length_mean=_number(record, "length_mean"),
+        truncated_fraction=_number(record, "truncated_fraction"),
+        staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
+        keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
+        skipped=str(record.get("skipped") or ""),
+    )
+
+
+def _key(text: str) -> int:
+    """``group.member`` as one number: a long run has millions of them."""
+    group, _, member = text.partition(".")
+    return int(group) << 20 | int(member)
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    return Evaluation(
+        when=str(record.get("when", "during")),
+        step=int(_number(record, "step", 0.0)),
+        t=_t(record),
+        items=int(_number(record, "items", 0.0)),
+        exact=_number(record, "exact"),
+        exact_low=_number(record, "exact_low"),
+        exact_high=_number(record, "exact_high"),
+        lenient=_number(record, "lenient"),
+        format=_number(record, "format"),
+        constant_answer=str(record.get("constant_answer", "")),
+        constant=_number(record, "constant"),
+        gain_low=_number(record, "gain_low"),
+        gain_high=_number(record, "gain_high"),
+    )
+
+
+def _t(record: dict[str, Any]) -> float:
+    return _number(record, "t")
+
+
+def _number(record: dict[str, Any], key: str, default: float = NAN) -> float:
+    """A number of the record; what is missing, or was not a number when written (null), gives the default."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else default

@@ -1,0 +1,279 @@
+"""The account of a run: numbers for summary.json, and the lines that are printed at its end."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from relax_rt.observe.text import NOTHING, count, duration, number
+from relax_rt.roles.report.history import Evaluation, History, Step
+
+ENDS = 10
+LABEL = 19
+
+
+def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
+    """Numbers of a run; what is not known is None.
+
+    Args:
+        target: optimizer steps that the run was to make.
+        bound: max_staleness; infinity and None are written as None (unbounded).
+    """
+    steps = history.steps
+    rewards = [step.reward for step in steps if step.reward == step.reward]
+    return {
+        "steps": {
+            "done": steps[-1].step if steps else 0,
+            "target": target,
+            "redone": len(history.redone),
+            "redone_s": round(sum(step.t - step.began for step in history.redone), 1),
+            "skipped": sum(bool(step.skipped) for step in steps),
+        },
+        "samples": {
+            "trained": sum(sum(step.staleness.values()) for step in steps if not step.skipped),
+            "trained_twice": _twice(steps),
+        },
+        "tokens": {
+            "generated": history.generated_tokens,
+            "generated_per_s": _ratio(history.generated_tokens, history.generated_s),
+            "trained": int(sum(step.tokens for step in steps if not step.skipped)),
+            "computed": int(sum(step.computed_tokens for step in [*steps, *history.redone])),
+        },
+        "time": _time(history),
+        "reward": {
+            "first": _known(fmean(rewards[:ENDS])) if rewards else None,
+            "last": _known(fmean(rewards[-ENDS:])) if rewards else None,
+            "over_steps": min(ENDS, len(rewards)),
+        },
+        "staleness": _staleness(history, bound),
+        "held_out": _held_out(history.evaluations),
+        "restarts": {
+            role: {"count": r.count, "causes": dict(r.causes), "away_s": round(r.away_s, 2)}
+            for role, r in sorted(history.restarts.items())
+        },
+        "queue": history.account,
+        "files": {"run_dir": str(run_dir)},
+    }
+
+
+def _time(history: History) -> dict[str, Any]:
+    steps = history.steps
+    return {
+        "wall_s": round(history.wall_s, 1),
+        "sessions": len(history.sessions),
+        "step_s": _median(_step_times(history)),
+        "wait_s": _median([step.wait_s for step in steps]),
+        "train_s": _median([step.train_s for step in steps]),
+        "publish_s": _median([step.publish_s for step in steps]),
+    }
+
+
+def _step_times(history: History) -> list[float]:
+    """From the end of a step to the end of the next one by the same trainer: checkpoints are in it."""
+    pairs = zip(history.steps, history.steps[1:], strict=False)
+    between = [b.t - a.t for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
+    return between or [step.t - step.began for step in history.steps]
+
+
+def _staleness(history: History, bound: float | None) -> dict[str, Any]:
+    samples: Counter[int] = Counter()
+    for step in history.steps:
+        samples.update(step.staleness)
+    seen = [s for step in [*history.steps, *history.redone] for s in step.staleness]
+    total = sum(samples.values())
+    limit = bound if bound is not None and math.isfinite(bound) else None
+    return {
+        "mean": sum(s * n for s, n in samples.items()) / total if total else None,
+        "max": max(seen, default=None),
+        "bound": limit,
+        "held": (max(seen) <= limit if limit is not None else True) if seen else None,
+        "samples": {str(s): samples[s] for s in sorted(samples)},
+    }
+
+
+def _held_out(evaluations: list[Evaluation]) -> dict[str, Any]:
+    before = next((e for e in evaluations if e.when == "before"), None)
+    after = next((e for e in reversed(evaluations) if e.when == "after"), None)
+    newest = next((e for e in reversed(evaluations) if e.when != "before"), None)
+    gain = after.exact - before.exact if before and after else None
+    known = after is not None and math.isfinite(after.gain_low) and math.isfinite(after.gain_high)
+    return {
+        "before": _plain(before),
+        "after": _plain(after),
+        "newest": _plain(newest),
+        "gain": gain,
+        "gain_low": after.gain_low if known and after else None,
+        "gain_high": after.gain_high if known and after else None,
+        "gain_clear": after.gain_low > 0 if known and after else None,
+    }
+
+
+def _plain(evaluation: Evaluation | None) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    fields = ("step", "items", "exact", "exact_low", "exact_high", "lenient", "format", "constant_answer", "constant")
+    values = {name: getattr(evaluation, name) for name in fields}
+    return {name: _known(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _twice(steps: list[Step]) -> int:
+    """Samples that stand in more than one step of the path, by the trainer's own record."""
+    seen = Counter(key for step in steps if not step.skipped for key in step.keys)
+    return sum(times - 1 for times in seen.values())
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _median(values: list[float]) -> float | None:
+    known = [value for value in values if math.isfinite(value)]
+    return median(known) if known else None
+
+
+def _ratio(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds > 0 else None
+
+
+def render_summary(summary: dict[str, Any]) -> list[str]:
+    """The lines that are printed at the end of a run."""
+    blocks = [
+        ("held-out accuracy", _held_out_lines(summary["held_out"])),
+        ("steps", _steps_lines(summary)),
+        ("tokens", [_tokens_line(summary["tokens"])]),
+        ("time", [_time_line(summary["time"])]),
+        ("staleness", [_staleness_line(summary["staleness"])]),
+        ("restarts", _restart_lines(summary)),
+        ("queue", _queue_lines(summary)),
+        ("files", _file_lines(summary)),
+    ]
+    return [f"{label if i == 0 else '':{LABEL}}{line}" for label, lines in blocks for i, line in enumerate(lines)]
+
+
+def _held_out_lines(held_out: dict[str, Any]) -> list[str]:
+    before, after, newest = held_out["before"], held_out["after"], held_out["newest"]
+    if before is None and newest is None:
+        return ["not evaluated"]
+    last = after or newest
+    if last is None:
+        return [f"{_accuracy(before)} before the first step; not evaluated since"]
+    if before is None:
+        lines = [f"{_accuracy(last)} at step {last['step']}"]
+    else:
+        at = "" if after else f" at step {last['step']} (the run did not come to its last evaluation)"
+        lines = [f"{number(before['exact'], '.3f')} -> {_accuracy(last)}{at}"]
+    if held_out["gain"] is not None:
+        lines.append(_gain_line(held_out))
+    answer = f' ("{last["constant_answer"]}")' if last["constant_answer"] else ""
+    lines.append(
+        f"lenient {number(last['lenient'], '.3f')}, format {number(last['format'], '.1%')}, "
+        f"best constant answer{answer} {number(last['constant'], '.3f')}"
+    )
+    return lines
+
+
+def _accuracy(evaluation: dict[str, Any]) -> str:
+    low, high = number(evaluation["exact_low"], ".3f"), number(evaluation["exact_high"], ".3f")
+    return f"{number(evaluation['exact'], '.3f')} [{low}, {high}] on {count(evaluation['items'])} items"
+
+
+def _gain_line(held_out: dict[str, Any]) -> str:
+    gain = f"gain {number(held_out['gain'], '+.3f')}"
+    if held_out["gain_clear"] is None:
+        return gain
+    interval = f"[{number(held_out['gain_low'], '+.3f')}, {number(held_out['gain_high'], '+.3f')}]"
+    if held_out["gain_clear"]:
+        verdict = "above zero"
+    elif held_out["gain_high"] < 0:
+        verdict = "below zero: it got worse"
+    else:
+        verdict = "not shown: the interval holds zero"
+    return f"{gain} {interval}, {verdict} (95% intervals)"
+
+
+def _steps_lines(summary: dict[str, Any]) -> list[str]:
+    steps, samples, reward = summary["steps"], summary["samples"], summary["reward"]
+    of = f" of {count(steps['target'])}" if steps["target"] else ""
+    line = f"{count(steps['done'])}{of}, {count(samples['trained'])} samples"
+    if steps["redone"]:
+        line += f", {steps['redone']} more done again after restarts"
+    if steps["skipped"]:
+        line += f", {steps['skipped']} skipped (not finite)"
+    lines = [line]
+    if reward["first"] is not None:
+        ends = "step" if reward["over_steps"] == 1 else f"{reward['over_steps']} steps"
+        lines.append(f"reward {reward['first']:.3f} -> {reward['last']:.3f} (mean of first, last {ends})")
+    return lines
+
+
+def _tokens_line(tokens: dict[str, Any]) -> str:
+    rate = tokens["generated_per_s"]
+    made = f"{count(tokens['generated'])} generated" + (f" ({count(round(rate))}/s)" if rate is not None else "")
+    return f"{made}, {count(tokens['trained'])} trained on ({count(tokens['computed'])} computed)"
+
+
+def _time_line(time: dict[str, Any]) -> str:
+    line = duration(time["wall_s"])
+    if time["sessions"] > 1:
+        line += f" in {time['sessions']} sessions"
+    if time["step_s"] is None:
+        return line
+    parts = [
+        f"{name} {duration(time[f'{name}_s'])}"
+        for name in ("wait", "train", "publish")
+        if time[f"{name}_s"] is not None
+    ]
+    return f"{line}; a step {duration(time['step_s'])}" + (f" ({', '.join(parts)}; medians)" if parts else "")
+
+
+def _staleness_line(staleness: dict[str, Any]) -> str:
+    if staleness["max"] is None:
+        return NOTHING
+    line = f"mean {number(staleness['mean'], '.2f')}, max {staleness['max']}"
+    if staleness["bound"] is None:
+        return f"{line}, no bound"
+    return f"{line}, bound {number(staleness['bound'])}" + ("" if staleness["held"] else ": BROKEN")
+
+
+def _restart_lines(summary: dict[str, Any]) -> list[str]:
+    lines = []
+    for role, restarts in summary["restarts"].items():
+        causes = ", ".join(
+            kind if times == restarts["count"] else f"{kind} {times}" for kind, times in restarts["causes"].items()
+        )
+        cost = f"away {duration(restarts['away_s'])}"
+        if role == "trainer" and summary["steps"]["redone"]:
+            cost += f", {summary['steps']['redone']} steps done again ({duration(summary['steps']['redone_s'])})"
+        lines.append(f"{role} {restarts['count']} ({causes}): {cost}")
+    return lines or ["none"]
+
+
+def _queue_lines(summary: dict[str, Any]) -> list[str]:
+    account, seen = summary["queue"], summary["samples"]["trained_twice"]
+    if account is None:
+        return [f"no account; {seen} samples trained twice by the trainer's record"]
+    twice = account.get("trained_twice", 0)
+    ends = [f"{count(n)} {name}" for name, n in account.items() if n and not _is_total(name)]
+    issued = f"{count(account['samples_issued'])} samples: " if "samples_issued" in account else ""
+    verdict = f"trained twice: {twice}" + ("" if twice == 0 else "  <- DEFECT, must be 0")
+    if seen != twice:
+        verdict += f" (by the trainer's own record {seen})"
+    return [issued + (", ".join(ends) or "none"), verdict]
+
+
+def _is_total(name: str) -> bool:
+    return name.startswith(("samples_", "prompts_")) or name == "trained_twice"
+
+
+def _file_lines(summary: dict[str, Any]) -> list[str]:
+    run_dir, plots = summary["files"]["run_dir"], summary.get("plots", {})
+    lines = [run_dir, "  summary.json, metrics.jsonl, events/, logs/, checkpoints/"]
+    if plots.get("skipped"):
+        lines.append(f"  plots skipped: {plots['skipped']}")
+    elif plots.get("files"):
+        names = [Path(name).name for name in plots["files"]]
+        lines.append(f"  plots/: {', '.join(names)}")
+    return lines

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import START, Writer, evaluation, make, step_record
+
+from relax_rt.roles.report import finish, render_summary, report
+from relax_rt.roles.sections import RLConfig
+
+PLOTS = ["learning_by_step.png", "learning_by_time.png", "staleness.png", "timeline.png"]
+
+
+def drawn(summary: dict[str, Any]) -> list[str]:
+    files = [Path(name) for name in summary["plots"]["files"]]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    return [file.name for file in files]
+
+
+def config(**algorithm: Any) -> RLConfig:
+    return RLConfig.model_validate(
+        {
+            "run": {"name": "synthetic"},
+            "model": {"path": "package:tiny"},
+            "data": {"task": "chain_sum"},
+            "reward": {"function": "reward.py:score"},
+            "algorithm": algorithm,
+        }
+    )
+
+
+def test_a_whole_run_with_a_restart_in_the_middle(tmp_path: Path) -> None:
+    make(tmp_path, steps=60, crash_at=47, checkpoint=40)
+    summary = finish(tmp_path, config(steps=60, max_staleness=1))
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert drawn(summary) == PLOTS
+    assert summary["steps"] == {
+        "done": 60,
+        "target": 60,
+        "redone": 7,
+        "redone_s": pytest.approx(190, rel=0.1),
+        "skipped": 0,
+    }
+    assert summary["samples"] == {"trained": 60 * 96, "trained_twice": 0}
+    assert summary["staleness"]["max"] == 1 and summary["staleness"]["held"]
+    assert sum(summary["staleness"]["samples"].values()) == 60 * 96
+    assert summary["held_out"]["gain"] == pytest.approx(0.249) and summary["held_out"]["gain_clear"]
+    text = "\n".join(render_summary(summary))
+    for part in (
+        "0.312 -> 0.561 [0.518, 0.604] on 512 items",
+        "above zero",
+        "format 97.0%",
+        'best constant answer ("12") 0.031',
+        "60 of 60, 5,760 samples, 7 more done again",
+        "1.00 M generated",
+        "max 1, bound 1",
+        "trainer 1 (killed): away 14 s, 7 steps done again",
+        "trained twice: 0",
+        str(tmp_path),
+    ):
+        assert part in text
+
+
+def test_a_run_that_died_before_the_first_step(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    out.event("run_started", START)
+    out.event("slot_spawned", START + 1, slot="trainer/0", epoch=3, pid=7)
+    out.event("slot_exited", START + 5, slot="trainer/0", diagnosis={"kind": "exception", "cause": "no such model"})
+    out.close()
+    summary = report(tmp_path, target=100, bound=math.inf)
+    assert drawn(summary) == ["timeline.png"]
+    assert summary["steps"]["done"] == 0 and summary["time"]["wall_s"] == 5.0
+    text = "\n".join(render_summary(summary))
+    assert "not evaluated" in text and "0 of 100" in text
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    summary = report(tmp_path)
+    assert summary["plots"]["skipped"]
+    assert len(render_summary(summary)) >= 8
+
+
+def test_a_stopped_run_has_no_gain(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    out.metric("evaluation", START, "evaluator/0#1", **evaluation("before", 0, 0.3))
+    out.close()
+    assert "before the first step; not evaluated since" in render_summary(report(tmp_path))[0]
+    out = Writer(tmp_path)
+    out.metric("evaluation", START + 9, "evaluator/0#1", **evaluation("during", 20, 0.4, 256, before=0.3))
+    out.close()
+    summary = report(tmp_path)
+    assert summary["held_out"]["gain"] is None
+    assert "at step 20 (the run did not come to its last evaluation)" in render_summary(summary)[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(0.01, 0.2, "above zero"), (-0.05, 0.1, "not shown"), (-0.2, -0.01, "it got worse")],
+)
+def test_a_gain_is_judged_by_its_interval(tmp_path: Path, low: float, high: float, verdict: str) -> None:
+    out = Writer(tmp_path)
+    out.metric("evaluation", START, "evaluator/0#1", **evaluation("before", 0, 0.3))
+    last = {**evaluation("after", 20, 0.4), "gain_low": low, "gain_high": high}
+    out.metric("evaluation", START + 9, "evaluator/0#1", **last)
+    out.close()
+    assert verdict in render_summary(report(tmp_path))[1]
+
+
+def test_defects_are_not_hidden(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(0)
+    out.event("run_started", START)
+    for n in (1, 2):
+        # The second step consumes the samples of the first once more, over-stale.
+        record = step_record(n, 4, 1, rng) | {"staleness": [3] * 96}
+        out.metric("step", START + 30 * n, "trainer/0#4", **record)
+    out.event("queue_account", START + 99, "queue/0#2", samples_issued=96, freed=96, trained_twice=96)
+    out.close()
+    summary = report(tmp_path, bound=2)
+    assert summary["samples"]["trained_twice"] == 96 and summary["staleness"]["held"] is False
+    text = "\n".join(render_summary(summary))
+    assert "bound 2: BROKEN" in text and "trained twice: 96  <- DEFECT" in text
+
+
+def test_a_disagreement_between_queue_and_trainer_is_told(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(0)
+    for n in (1, 2):
+        out.metric("step", START + 30 * n, "trainer/0#4", **step_record(n, 4, 1, rng))
+    out.event("queue_account", START + 99, "queue/0#2", freed=96, trained_twice=0)
+    out.close()
+    assert "by the trainer's own record 96" in "\n".join(render_summary(report(tmp_path)))
+
+
+def test_a_skipped_step_trains_nothing(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(0)
+    for n in (1, 2):
+        record = step_record(n, 4, 1, rng) | {"skipped": "loss is nan" if n == 1 else "", "reward_mean": None}
+        out.metric("step", START + 30 * n, "trainer/0#4", **record)
+    out.close()
+    summary = report(tmp_path)
+    assert summary["samples"] == {"trained": 96, "trained_twice": 0}
+    assert summary["reward"]["first"] is None
+    assert "1 skipped (not finite)" in "\n".join(render_summary(summary))
+
+
+def test_without_matplotlib_the_summary_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    make(tmp_path, steps=3)
+    summary = report(tmp_path)
+    assert "install matplotlib" in summary["plots"]["skipped"]
+    assert any("plots skipped" in line for line in render_summary(summary))
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_run_of_one_step_and_unbounded_staleness_is_drawn(tmp_path: Path) -> None:
+    make(tmp_path, steps=1)
+    summary = report(tmp_path, name="one", target=1, bound=math.inf)
+    assert drawn(summary) == PLOTS
+    assert "no bound" in "\n".join(render_summary(summary))
+
+
+def test_lines_fit_the_terminal(tmp_path: Path) -> None:
+    make(tmp_path, steps=60)
+    lines = render_summary(report(tmp_path, target=60, bound=1))
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100
+
+
+def test_the_tool_redraws_a_run_without_its_config(tmp_path: Path) -> None:
+    make(tmp_path, steps=2)
+    tool = Path(__file__).parents[3] / "tools" / "plots.py"
+    done = subprocess.run([sys.executable, tool, tmp_path], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy" in done.stdout and sorted(p.name for p in (tmp_path / "plots").iterdir()) == PLOTS
