@@ -212,7 +212,7 @@ class Agent:
         return Launch(
             slot=slot,
             epoch=epoch,
-            argv=host_argv(plan.settings.python),
+            argv=host_argv(plan.settings.python, slot),
             env=role_environment(plan.settings.threads, plan.settings.env, relax),
             log=self.paths.log(slot),
             nice=plan.settings.nice,

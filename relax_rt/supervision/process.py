@@ -86,9 +86,9 @@ def role_environment(threads: int, extra: dict[str, str], relax: dict[str, str])
     return {**os.environ, **limits, **extra, **relax}
 
 
-def host_argv(python: str | None) -> list[str]:
-    """Command of the host process that runs a role."""
-    return [python or sys.executable, "-m", "relax_rt.host"]
+def host_argv(python: str | None, slot: str) -> list[str]:
+    """Command of the host process that runs a role; the slot's name is there for people who look at `ps`."""
+    return [python or sys.executable, "-m", "relax_rt.host", slot]
 
 
 class RoleProcess:

@@ -79,8 +79,8 @@ def test_fenced_role_exits_and_says_why(tmp_path: Path) -> None:
 
 def test_queue_is_told_of_an_end_through_its_own_death(tmp_path: Path) -> None:
     tables = "[supervision.restart]\nbackoff_first_s = 0.05\n[queue]\ncapacity_mib = 16\n"
-    with LiveRun(tmp_path, "[roles.holder]", tables, system=("registry", "queue")) as run:
-        run.ready("registry/0", "queue/0", "holder/0")
+    with LiveRun(tmp_path, "[roles.holder]\n[roles.worker]", tables, system=("registry", "queue")) as run:
+        run.ready("registry/0", "queue/0", "worker/0")
         assert run.event("held")["groups"]
         os.kill(run.pid("queue/0"), signal.SIGSTOP)
         os.kill(run.pid("holder/0"), signal.SIGKILL)

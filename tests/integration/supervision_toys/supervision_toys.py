@@ -122,9 +122,10 @@ class Once(Toy):
 
 
 class Holder(Toy):
-    """Holds a group of the queue that it never finishes."""
+    """Holds a group of the queue that it never finishes; no next incarnation gives it back."""
 
     kind = "holder"
+    restart = "temporary"
 
     async def run(self) -> None:
         queue = await self.ctx.queue()
