@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,22 +26,15 @@ class Shown:
         self._last = status
         self._screen.update(status)
 
-    def close(self) -> None:
+    def close(self, summary_lines: Sequence[str]) -> None:
         """Show the end and say where to look further."""
-        last = self._last
-        lines = [] if last is None else closing_lines(last)
-        self._screen.close(lines)
+        where = [] if self._last is None else further_lines(self._last)
+        self._screen.close([*summary_lines, *where])
 
 
-def closing_lines(status: RunStatus) -> list[str]:
-    """How the run ended, where its things are, and what to do next."""
-    lines = [f"{status.name}: {status.status}" + (f", {status.reason}" if status.reason else "")]
-    if status.first is not None and status.first != status.diagnosis:
-        lines.append(f"  first failure  {status.first}")
-    if status.diagnosis is not None:
-        lines.append(f"  {status.diagnosis}")
-        lines += [f"    {line}" for line in (status.diagnosis.trace.splitlines() or status.diagnosis.last_lines)[-12:]]
-    lines.append(f"  everything is in {status.run_dir}")
+def further_lines(status: RunStatus) -> list[str]:
+    """Where the run's things are, and what to do next."""
+    lines = [f"  everything is in {status.run_dir}"]
     if status.exit_code:
         lines.append(f"  relax-rt why --run {status.run_dir}")
     return lines

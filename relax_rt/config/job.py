@@ -96,6 +96,9 @@ class Job(Protocol):
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         """After the last role has ended: write plots, return the summary."""
 
+    def closing(self, summary: dict[str, Any]) -> list[str]:
+        """The summary that `finish` returned, in lines for people."""
+
     def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
         """Completions of the newest checkpoint: for the prompts given, else for so many held-out items."""
 

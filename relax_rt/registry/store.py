@@ -54,6 +54,7 @@ class Store:
         self._queued = 0
         self._flushing: asyncio.Task[None] | None = None
         self._failure: RelaxError | None = None
+        self._closed = False
 
     async def open(self) -> Stored:
         """Open the file and read it.
@@ -62,13 +63,20 @@ class Store:
             Corrupt: it is no registry, or damaged.
             RelaxError: it cannot be opened, or was written by a newer version.
         """
-        return await self._run(self._open)
+        try:
+            return await self._run(self._open)
+        except RelaxError:
+            await self.close()
+            raise
 
     async def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write what is pending and close the file. May be called again."""
+        if self._closed:
+            return
         try:
             await self.durable()
         finally:
+            self._closed = True
             await self._run(self._close)
             self._thread.shutdown()
 

@@ -205,7 +205,9 @@ def test_key_of_another_table_is_named(write: Callable[[str], Path]) -> None:
 
 
 def test_numbers_are_not_coerced_but_integers_are_numbers(write: Callable[[str], Path]) -> None:
-    config = load_config(write(MINIMAL + "[algorithm]\nmax_staleness = inf\nlearning_rate = 1e-5\n[data.options]\na=1\n"))
+    config = load_config(
+        write(MINIMAL + "[algorithm]\nmax_staleness = inf\nlearning_rate = 1e-5\n[data.options]\na=1\n")
+    )
     assert isinstance(config, RLConfig)
     assert math.isinf(config.algorithm.max_staleness)
     config = load_config(write(MINIMAL + "[algorithm]\nmax_staleness = 3\nadam_betas = [0, 1]\n"))

@@ -17,7 +17,8 @@ Paths = dict[KeyPath, Any]
 
 CORNERS = {
     "scalars": "a = 1\nb = -1_000.5e3 # c\nc = 1979-05-27 07:32:00 # d\nd = inf\n  e   =   true   \n",
-    "strings": "a = \"x # ] \\\" y\"\nb = 'c:\\'\nc = \"\"\"\none \\\" \"\" two\"\"\"\"\"\nd = '''\n'x' ''y'''''\ne = \"\"\n",
+    "strings": 'a = "x # ] \\" y"\nb = \'c:\\\'\ne = ""\n',
+    "multi-line strings": "c = \"\"\"\none \\\" \"\" two\"\"\"\"\"\nd = '''\n'x' ''y'''''\n",
     "empty multi-line": "a = \"\"\"\"\"\"\nb = ''''''\nc = 3\n",
     "keys": "\"a.b\" = 1\n'c d'.e . \"f\\u0020\" = 2\n3.14 = 'pi'\n",
     "tables": "[a]\nx = 1\n[a.b.c] # deep\ny = 2\n[ d . 'e' ]\nz.w.v = 3\nz.u = 4\n",

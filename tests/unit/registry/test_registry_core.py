@@ -124,7 +124,9 @@ class Registry(RuleBasedStateMachine):
 
     @rule(who=incarnations, ttl=st.sampled_from([0.5, 2.0]), pid=st.integers(1, 5))
     def announce(self, who: Incarnation, ttl: float, pid: int) -> None:
-        answer = self.call(who, self.core.announce, who, pid, f"unix:///{who}", ttl, self.now, refused=who in self.ended)
+        answer = self.call(
+            who, self.core.announce, who, pid, f"unix:///{who}", ttl, self.now, refused=who in self.ended
+        )
         if answer is not None:
             assert answer.committed == (self.committed[-1].version if self.committed else 0)
             self.lease_from[who] = (self.now, ttl)
@@ -367,3 +369,12 @@ def test_the_lease_of_a_replaced_incarnation_does_not_lapse_its_successor() -> N
     core, _ = started()
     core.issue_epoch("rollout/0")
     assert lapsed_after(core, 0.0, 20) == []
+
+
+def test_after_a_restart_leases_have_their_full_length_and_then_lapse() -> None:
+    disk = Disk()
+    core, _ = started()
+    disk.write(core)
+    again = RegistryCore(disk.read(), 1000.0)
+    (lapsed,) = lapsed_after(again, 1000.0, 20)
+    assert lapsed * TICK_S >= 1.0

@@ -1,0 +1,116 @@
+"""The registry's file: what comes back, and what happens when it cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from relax_rt.registry.api import Member
+from relax_rt.registry.core import Counters, Entry, Forgotten, Issued
+from relax_rt.registry.service import RegistryService
+from relax_rt.registry.store import Store
+from relax_rt.transport.errors import Corrupt, RelaxError
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.versions import VersionRecord
+
+WHO = Incarnation("trainer/0", 3)
+
+
+async def test_everything_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    entry = Entry(Member(WHO, 7, "unix:///x", "ready", 4, detail="é"), 2.5)
+    version = VersionRecord(1, 0, 1, "d", changed=False)
+    store = Store(path, "a")
+    assert (await store.open()).generation == 1
+    store.put([entry, Entry(Member(Incarnation("x/0", 1))), Counters(3, 2), Issued(1, WHO), Issued(2, WHO)])
+    store.put([version, Forgotten("x/0")])
+    await store.durable()
+    await store.close()
+    again = Store(path, "a")
+    stored = await again.open()
+    assert stored.generation == 2
+    assert stored.entries == [entry]
+    assert stored.counters == Counters(3, 2)
+    assert stored.issued == [Issued(2, WHO)]
+    assert stored.versions == [version]
+    await again.close()
+
+
+async def test_callers_share_transactions_and_a_cancelled_one_disturbs_nobody(tmp_path: Path) -> None:
+    store = Store(tmp_path / "registry.sqlite", "a")
+    await store.open()
+
+    async def write(n: int) -> None:
+        store.put([Entry(Member(Incarnation(f"a/{n}", n)))])
+        await store.durable()
+
+    tasks = [asyncio.create_task(write(n)) for n in range(200)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    tasks[100].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(r, asyncio.CancelledError) for r in results) == 2
+    assert sum(r is None for r in results) == 198
+    await store.close()
+    with sqlite3.connect(tmp_path / "registry.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM member").fetchone() == (200,)
+    db.close()
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 100, b"SQLite format 3\0" + bytes(2000)])
+async def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "registry.sqlite"
+    path.write_bytes(content)
+    store = Store(path, "a")
+    with pytest.raises(Corrupt, match=str(path)):
+        await store.open()
+    await store.close()
+
+
+async def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    store = Store(path, "a")
+    await store.open()
+    await store.close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    db.close()
+    store = Store(path, "a")
+    with pytest.raises(RelaxError, match="schema is 99"):
+        await store.open()
+    await store.close()
+
+
+async def test_nothing_is_acknowledged_once_a_write_has_failed(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    store = Store(path, "a")
+    service = RegistryService(store, identity=lambda: WHO)
+    await service.start()
+    first = await service.issue_epoch("a/0")
+    # A second writer that holds the file stands for any reason why a write fails.
+    with sqlite3.connect(path, isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert store._db is not None
+        store._db.execute("PRAGMA busy_timeout = 20")
+        with pytest.raises(RelaxError, match="locked"):
+            await service.issue_epoch("a/0")
+        other.execute("ROLLBACK")
+    other.close()
+    # The state in memory is ahead of the file: the service says so until it is started again.
+    for call in (service.issue_epoch("b/0"), service.versions(), service.serve()):
+        with pytest.raises(RelaxError, match="locked"):
+            await call
+    with pytest.raises(RelaxError, match="locked"):
+        await service.close()
+    again = RegistryService(Store(path, "a"), identity=lambda: WHO)
+    await again.start()
+    assert await again.issue_epoch("a/0") == first + 1
+    await again.close()
+
+
+async def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(RelaxError, match="cannot be used"):
+        await Store(tmp_path / "nothing" / "registry.sqlite", "a").open()
