@@ -11,6 +11,9 @@ from relax_rt.transport.ledger import QueueLimits
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 
+METRICS_EVERY_S = 2.0
+REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")
+
 
 class QueueRole(Role):
     """Ready before any role that produces or consumes. Its death loses nothing acknowledged: see Broker."""
@@ -43,6 +46,22 @@ class QueueRole(Role):
     async def run(self) -> None:
         """Serve until the run stops, or until the journal cannot be written."""
         await self.ctx.ready()
+        report = asyncio.create_task(self._report())
+        try:
+            await self._serve()
+        finally:
+            report.cancel()
+            await asyncio.gather(report, return_exceptions=True)
+        # The account of the whole run, across incarnations: it comes from the journaled ledger.
+        self.ctx.event("queue_account", **await self.broker.account())
+
+    async def _report(self) -> None:
+        while True:
+            stats = await self.broker.stats()
+            self.ctx.metrics({"kind": "queue", **{name: getattr(stats, name) for name in REPORTED}})
+            await asyncio.sleep(METRICS_EVERY_S)
+
+    async def _serve(self) -> None:
         failed = asyncio.ensure_future(self.broker.run())
         stopping = asyncio.ensure_future(self.ctx.stopping.wait())
         try:

@@ -29,7 +29,7 @@ def read_sample(leased: LeasedSample) -> Sample:
     """A leased sample as its type. Arrays are views in shared memory, good until the lease ends."""
 
     def optional(name: str) -> Any:
-        return leased[name] if name in leased else None
+        return leased[name] if name in leased else None  # noqa: SIM401 a LeasedSample is no dict
 
     reward = optional("reward")
     return Sample(

@@ -148,7 +148,7 @@ class EvaluatorRole(Role):
             "when": when,
             "step": record.step,
             "version": record.version,
-            **named(scores),
+            **scores,
             "seconds": round(time.monotonic() - began, 3),
         }
         self.ctx.metrics(result)
@@ -183,9 +183,3 @@ class EvaluatorRole(Role):
         self.ctx.progress.advance(len(completion.tokens), f"evaluating version {self.follower.record.version}")
         if len(self._arrived) >= self._expected:
             self._all.set()
-
-
-def named(scores: dict[str, Any]) -> dict[str, Any]:
-    """The scores under the names of the metrics record (docs/metrics.md)."""
-    renamed = {"format_rate": "format", "exact_gain_low": "gain_low", "exact_gain_high": "gain_high"}
-    return {renamed.get(name, name): value for name, value in scores.items()}

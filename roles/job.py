@@ -28,11 +28,11 @@ class RLJob:
     headline: ClassVar[Sequence[Column]] = (
         Column("step", "reward_mean", "reward", ".3f", spark=True),
         Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),
-        Column("step", "length_mean", "tokens a sample", ".0f"),
         Column("step", "grad_norm", "gradient norm", ".2f"),
         Column("step", "clip_fraction", "clipped", ".1%"),
         Column("step", "wait_s", "trainer waits s", ".1f"),
         Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum"),
+        Column("queue", "outstanding", "queue", of="bound"),
         Column(
             "evaluation",
             "exact",
@@ -75,6 +75,10 @@ class RLJob:
             prompts=None if config.data.epochs is None else _prompt_limit(config),
         )
 
+    def steps(self, config: Any) -> int | None:
+        """See Job.steps."""
+        return int(config.algorithm.steps)
+
     def shm_bytes(self, config: Any) -> int:
         """See Job.shm_bytes: the weight stage."""
         from relax_rt.roles.plan import stage_bytes
@@ -86,6 +90,12 @@ class RLJob:
         from relax_rt.roles.report import finish
 
         return finish(run_dir, config)
+
+    def closing(self, summary: dict[str, Any]) -> list[str]:
+        """See Job.closing."""
+        from relax_rt.roles.report import render_summary
+
+        return render_summary(summary)
 
     def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
         """See Job.sample."""

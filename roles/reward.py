@@ -36,7 +36,7 @@ class RewardRole(Role):
     """
 
     kind: ClassVar[str] = "reward"
-    tier: ClassVar[int] = 30
+    tier: ClassVar[int] = 40
     Settings: ClassVar[type[RoleSettings]] = RewardSettings
 
     def __init__(self, ctx: RoleContext) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.sample import Sample
     from relax_rt.transport.queue.client import NewSample, QueueClient
 
-ADMIT_WAIT_S = 10.0
+ADMIT_WAIT_S = 0.25
+"""Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""
 METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
 
@@ -42,6 +43,7 @@ class RolloutRole(Role):
         self._done: asyncio.Queue[Completion] = asyncio.Queue(maxsize=0)
         self._room = asyncio.Event()
         self._complete = False
+        self._measured = (0, time.monotonic())
         self.engine: EmbeddedEngine
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
@@ -108,6 +110,7 @@ class RolloutRole(Role):
     async def teardown(self) -> None:
         if hasattr(self, "engine"):
             await asyncio.to_thread(self.engine.close, 5.0)
+            self._measure()
         if hasattr(self, "queue"):
             if self._tickets:
                 await self.queue.give_back(list(self._tickets), "the rollout stops")
@@ -235,19 +238,23 @@ class RolloutRole(Role):
         return Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
 
     async def _report(self) -> None:
-        tokens, then = 0, time.monotonic()
         while True:
             await asyncio.sleep(METRICS_EVERY_S)
-            load, now = self.engine.load(), time.monotonic()
-            self.ctx.metrics(
-                {
-                    "kind": "rollout",
-                    "slot": self.ctx.who.slot,
-                    "version": load.version,
-                    "tokens": load.tokens_generated,
-                    "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
-                    "running": load.running,
-                    "waiting": load.waiting,
-                }
-            )
-            tokens, then = load.tokens_generated, now
+            self._measure()
+
+    def _measure(self) -> None:
+        """One metrics record, of the time since the last one."""
+        load, now = self.engine.load(), time.monotonic()
+        tokens, then = self._measured
+        self.ctx.metrics(
+            {
+                "kind": "rollout",
+                "slot": self.ctx.who.slot,
+                "version": load.version,
+                "tokens": load.tokens_generated,
+                "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
+                "running": load.running,
+                "waiting": load.waiting,
+            }
+        )
+        self._measured = (load.tokens_generated, now)

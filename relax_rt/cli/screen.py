@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ class Shown:
 
     def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
         job = load_job(config.run.job)
+        self._run_dir = run_dir
         self._screen = Screen(run_dir, job.headline, job.steps(config), console)
         self._last: RunStatus | None = None
 
@@ -26,18 +26,12 @@ class Shown:
         self._last = status
         self._screen.update(status)
 
-    def close(self, summary_lines: Sequence[str]) -> None:
-        """Show the end and say where to look further."""
-        where = [] if self._last is None else further_lines(self._last)
-        self._screen.close([*summary_lines, *where])
-
-
-def further_lines(status: RunStatus) -> list[str]:
-    """Where the run's things are, and what to do next."""
-    lines = [f"  everything is in {status.run_dir}"]
-    if status.exit_code:
-        lines.append(f"  relax-rt why --run {status.run_dir}")
-    return lines
+    def close(self, summary_lines: Sequence[str] = ()) -> None:
+        """Show the end, these lines, and where to look further."""
+        lines = [*summary_lines, f"everything is in {self._run_dir}"]
+        if self._last is not None and self._last.diagnosis is not None:
+            lines.append(f"more: relax-rt why --run {self._run_dir}")
+        self._screen.close(lines)
 
 
 def live(config: RunConfig, run_dir: Path) -> Shown:
@@ -47,4 +41,4 @@ def live(config: RunConfig, run_dir: Path) -> Shown:
 
 def plain(config: RunConfig, run_dir: Path) -> Shown:
     """Lines, also on a terminal."""
-    return Shown(config, run_dir, Console(file=sys.stdout, force_terminal=False))
+    return Shown(config, run_dir, Console(force_terminal=False))

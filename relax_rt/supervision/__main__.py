@@ -43,12 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         plans = plan_roles(config, [kind for kind in options.system.split(",") if kind])
         screen = load_screen(options.screen, config, paths.run_dir) if options.screen else None
         done = run_agent(config, paths, plans, keeper_pid=options.keeper_pid, on_state=screen)
-        if done.diagnosis is None:
-            _finish_job(config, paths.run_dir)
+        lines = [*_finish_job(config, paths.run_dir), *describe(done)]
         if screen is None:
-            sys.stderr.write("\n".join(describe(done)) + "\n")
+            sys.stderr.write("\n".join(lines) + "\n")
         else:
-            screen.close(describe(done))
+            screen.close(lines)
     return done.exit_code
 
 
@@ -79,15 +78,22 @@ def describe(done: Done) -> list[str]:
     return lines
 
 
-def _finish_job(config: RunConfig, run_dir: Path) -> None:
-    """What the job does after the last role; its failure is reported and does not change how the run ended."""
+def _finish_job(config: RunConfig, run_dir: Path) -> list[str]:
+    """What the job does after the last role, also of a failed run; its failure does not change how the run ended.
+
+    Returns:
+        The job's closing lines.
+    """
     try:
-        summary: dict[str, Any] = load_job(config.run.job).finish(run_dir, config)
+        job = load_job(config.run.job)
+        summary: dict[str, Any] = job.finish(run_dir, config)
         if summary:
             write_json(run_dir / SUMMARY, json.loads(json.dumps(summary, default=str)))
+            return job.closing(summary)
     except Exception as error:  # noqa: BLE001 code of the job
         structlog.get_logger().exception("the job's last step failed")
-        sys.stderr.write(f"relax-rt: the summary of the run could not be made: {error!r}\n")
+        return [f"relax-rt: the summary of the run could not be made: {error!r}"]
+    return []
 
 
 if __name__ == "__main__":
