@@ -24,7 +24,7 @@ class DataTable(Table):
 
     task: str | None = None
     """A reasoning-gym task, as `chain_sum`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task."""
     size: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
     """Items drawn from the task; duplicates of the canonical question are dropped."""

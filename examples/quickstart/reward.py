@@ -6,7 +6,8 @@ FORMAT, NEAR, RIGHT = 0.2, 0.3, 0.5
 def score(completion: str, answer: str, finish_reason: str = "stop") -> dict[str, float]:
     """Components: `format` for a bare integer, `near` up to 0.3 the closer it is, `right` for the answer itself.
 
-    Without `near` the model soon writes only one-digit numbers: the shortest way to a well-formed answer, and never right.
+    Without `near` the model may soon write only one-digit numbers: the shortest way to a well-formed answer, and
+    never right.
     """
     text = completion.strip()
     if finish_reason != "stop" or not text.isascii() or not text.isdigit() or len(text) > 6:
