@@ -90,6 +90,7 @@ class RewardRole(Role):
                         self.ctx.progress.waiting(batch.waiting_on or "completions to score")
         finally:
             stop.cancel()
+            self._report(last=True)
 
     async def teardown(self) -> None:
         if hasattr(self, "scorer"):
@@ -170,14 +171,16 @@ class RewardRole(Role):
                 hint="mend reward.function; the samples that failed are made again",
             )
 
-    def _report(self) -> None:
+    def _report(self, *, last: bool = False) -> None:
         """Metrics and failures, at most one record each every few seconds."""
-        if self._tally.failed and (self._tally.first_report or self._tally.due()):
-            self.ctx.event("reward_failed", samples=self._tally.failed, reason=self._tally.reason)
-            self.ctx.log.warning("reward failed", samples=self._tally.failed, reason=self._tally.reason)
-        if self._tally.first_report or self._tally.due():
-            self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **self._tally.record()})
-            self._tally = Tally(time.monotonic(), first_report=False)
+        tally = self._tally
+        if not (tally.scored or tally.failed) or not (last or tally.first_report or tally.due()):
+            return
+        if tally.failed:
+            self.ctx.event("reward_failed", samples=tally.failed, reason=tally.reason)
+            self.ctx.log.warning("reward failed", samples=tally.failed, reason=tally.reason)
+        self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **tally.record()})
+        self._tally = Tally(time.monotonic(), first_report=False)
 
 
 class Tally:

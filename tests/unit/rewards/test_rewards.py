@@ -453,8 +453,9 @@ async def test_a_function_that_always_fails_ends_the_process(tokenizer: ChatToke
     role, told = role_with(reward)
     with pytest.raises(RelaxError, match=f"failed {FAILURES_IN_A_ROW} times in a row.*always"):
         await run_role(role, tokenizer, batches)
-    # Failures are reported at a bounded rate, not one event each.
+    # Failures are reported at a bounded rate, not one event each, and none is forgotten.
     assert len(told.events) < 8
+    assert sum(fields["samples"] for _, fields in told.events) == FAILURES_IN_A_ROW
 
 
 async def test_other_tokens_are_not_decoded(tokenizer: ChatTokenizer) -> None:
