@@ -86,7 +86,6 @@ class TrainerRole(Role):
 
     async def run(self) -> None:
         await self._resume()
-        await self.ctx.ready(self.weights.version)
         while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
             await self._one_step()
         if self.step and (self.store.newest() is None or self._newest_step() < self.step):
@@ -193,11 +192,9 @@ class TrainerRole(Role):
             self.weights.version, self.weights.parent, self.weights.step, digest, self.weights.changed
         )
         self.weights = await self.ctx.registry.commit_version(record)
-        self._committed = record.version
         await asyncio.to_thread(self.stage.retire, record.version)
         self.ctx.event("published", version=record.version, parent=record.parent, step=record.step, digest=digest)
-
-    _committed = 0
+        await self.ctx.ready(record.version)
 
     def _stage(self) -> str:
         dtype = published_dtype(self.config)

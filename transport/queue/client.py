@@ -33,7 +33,7 @@ from relax_rt.transport.versions import VersionRecord
 WINDOW = 64
 """No call is sent whose number is this much higher than one without an answer: the broker keeps the answers of twice
 as many (callers.ANSWERS_KEPT), so that a call sent again is always recognised."""
-_SLICE_S = 5.0
+_SLICE_S = 1.0
 """Long waits are made of calls of this length, so that none holds the window for long."""
 _BACKOFF = BackoffPolicy(base_s=0.05, cap_s=1.0)
 _SPACE_POLL_S = 0.1
