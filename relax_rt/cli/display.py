@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -21,8 +21,17 @@ from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
 TRACE_LINES = 15
+PIPE_WIDTH = 200
+WIDE = 110
+"""From this width on `ps` has room for all of its columns."""
 STYLE = {"ready": "green", "starting": "yellow", "requested": "yellow", "backoff": "red", "hung": "bold red"}
 TONE = {"good": "green", "warning": "yellow", "error": "red"}
+
+
+def console_for_output() -> Console:
+    """Standard output; wide when it is no terminal, so that nothing is cut for a file or a pipe."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def say(text: str) -> None:
@@ -42,7 +51,7 @@ def show_json_line(value: Any) -> None:
 
 def show_plan(lines: Sequence[PlanLine]) -> None:
     """Print a plan, a heading for each of its sections."""
-    console = Console(highlight=False)
+    console = console_for_output()
     for section, members in groupby(lines, key=lambda line: line.section):
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
         for line in members:
@@ -53,7 +62,7 @@ def show_plan(lines: Sequence[PlanLine]) -> None:
 
 def show_status(status: RunStatus, versions: Mapping[str, int]) -> None:
     """Print the slots of a run."""
-    console = Console(highlight=False)
+    console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
     if status.exit_code is None:
         head += f"  up {duration(status.uptime_s)}"
@@ -65,15 +74,37 @@ def show_status(status: RunStatus, versions: Mapping[str, int]) -> None:
             console.print(Text(f"  {diagnosis}", "red"))
     if not status.slots:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name in ("slot", "kind", "state", "pid", "epoch", "restarts", "up", "version", "progress", "now"):
-        right = name in ("pid", "epoch", "restarts", "up", "version", "progress")
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis" if name == "now" else "fold"
-        )
+    wide = console.width >= WIDE
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", width=console.width)
+    for column in COLUMNS:
+        if wide or column.always:
+            side: Literal["left", "right"] = "right" if column.number else "left"
+            # The last column takes the room that is left.
+            table.add_column(column.title, justify=side, no_wrap=True, ratio=1 if column is COLUMNS[-1] else None)
     for slot in status.slots:
-        table.add_row(*_row(slot, versions.get(slot.slot)))
+        cells = _row(slot, versions.get(slot.slot))
+        table.add_row(*(cell for column, cell in zip(COLUMNS, cells, strict=True) if wide or column.always))
     console.print(table)
+
+
+class _Column(NamedTuple):
+    title: str
+    number: bool = False
+    always: bool = True
+
+
+COLUMNS = (
+    _Column("slot"),
+    _Column("kind", always=False),
+    _Column("state"),
+    _Column("pid", number=True),
+    _Column("epoch", number=True, always=False),
+    _Column("restarts", number=True),
+    _Column("up", number=True),
+    _Column("version", number=True),
+    _Column("progress", number=True, always=False),
+    _Column("now"),
+)
 
 
 def _row(slot: SlotStatus, version: int | None) -> list[Text]:
@@ -90,13 +121,13 @@ def _row(slot: SlotStatus, version: int | None) -> list[Text]:
         Text(duration(slot.uptime_s) if slot.pid else NOTHING),
         Text(str(version) if version else NOTHING),
         Text(count(slot.progress)),
-        Text(clip(doing, 120)),
+        Text(clip(doing, 120), overflow="ellipsis"),
     ]
 
 
 def show_why(found: Account) -> None:
     """Print the account of a run."""
-    console = Console(highlight=False)
+    console = console_for_output()
     head = f"{found.name} is {found.status}" + (f": {found.reason}" if found.reason else "")
     console.print(Text(head, "bold"))
     if found.first is None and found.final is None:
@@ -125,7 +156,7 @@ def show_why(found: Account) -> None:
 
 def show_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """Print completions, each with what is known of it."""
-    console = Console(highlight=False)
+    console = console_for_output()
     for index, sample in enumerate(samples, start=1):
         facts = {k: v for k, v in sample.items() if k not in ("prompt", "completion") and v is not None}
         console.rule(Text(f"{index}  " + "  ".join(f"{k} {v}" for k, v in facts.items()), "bright_black"), align="left")
@@ -135,8 +166,7 @@ def show_samples(samples: Sequence[Mapping[str, Any]]) -> None:
 
 def _show_diagnosis(console: Console, title: str, diagnosis: Diagnosis) -> None:
     console.print(Text(f"\n{title}", "bold"))
-    ended = f" by {diagnosis.signal}" if diagnosis.signal else ""
-    console.print(Text(f"  {_clock(diagnosis.at)}  {diagnosis}{ended}", "red"))
+    console.print(Text(f"  {_clock(diagnosis.at)}  {diagnosis}", "red"))
     shown = diagnosis.trace.splitlines() or diagnosis.last_lines
     for line in shown[-TRACE_LINES:]:
         console.print(Text(f"    {line}", "bright_black"))

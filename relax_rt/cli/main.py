@@ -44,6 +44,7 @@ def up(
 ) -> int:
     """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once."""
     from relax_rt.config.loader import load_config
+    from relax_rt.config.problems import BadInput
     from relax_rt.supervision import launch
 
     # The slow checks; `launch.up` makes the quick ones again before it starts anything.
@@ -52,7 +53,7 @@ def up(
     try:
         return launch.up(config, overrides or (), screen=screen)
     except RelaxError as error:
-        raise Rejected(error) from error
+        raise BadInput(error.what, why=error.why, hint=error.hint) from error
 
 
 @app.command
@@ -208,13 +209,6 @@ def sample(
     return OK
 
 
-class Rejected(RelaxError):
-    """Nothing was started: what was asked for cannot be."""
-
-    def __init__(self, error: RelaxError) -> None:
-        super().__init__(error.what, why=error.why, hint=error.hint)
-
-
 def as_dict(value: Any) -> dict[str, Any]:
     """A struct as plain data."""
     import msgspec
@@ -244,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: RelaxError) -> int:
-    from relax_rt.config.problems import ConfigErrors
+    from relax_rt.config.problems import BadInput, ConfigErrors
     from relax_rt.supervision.control import NoRun
 
     if isinstance(error, ConfigErrors):
@@ -253,7 +247,7 @@ def _explain(error: RelaxError) -> int:
     print(f"relax-rt: {error.what}" + (f": {error.why}" if error.why else ""), file=sys.stderr)
     if error.hint:
         print(f"  {error.hint}", file=sys.stderr)
-    return BAD_INPUT if isinstance(error, NoRun | Rejected) or getattr(error, "bad_input", False) else FAILED
+    return BAD_INPUT if isinstance(error, NoRun | BadInput) else FAILED
 
 
 if __name__ == "__main__":

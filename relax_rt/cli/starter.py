@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from relax_rt.config.problems import BadInput
 from relax_rt.transport.errors import RelaxError
 
 ROLES_TOML = """\
@@ -85,24 +86,18 @@ def score(completion: str, answer: str, **info: object) -> dict[str, float]:
 FILES = {"roles.toml": ROLES_TOML, "reward.py": REWARD_PY}
 
 
-class WouldOverwrite(RelaxError):
-    """A file of this name is there already."""
-
-    bad_input = True
-
-
 def write_starter(folder: Path) -> list[Path]:
     """Write the starter's files; all of them or none.
 
     Raises:
-        WouldOverwrite: one of them exists.
+        BadInput: one of them exists.
         RelaxError: the folder cannot be written.
     """
     paths = [folder / name for name in FILES]
     present = [path for path in paths if path.exists()]
     if present:
         names = ", ".join(map(str, present))
-        raise WouldOverwrite(f"{names} would be overwritten", hint="choose an empty folder")
+        raise BadInput(f"{names} would be overwritten", hint="choose an empty folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:

@@ -70,7 +70,11 @@ class Problem(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-class ConfigErrors(RelaxError):
+class BadInput(RelaxError):
+    """What was asked for cannot be; nothing was started or changed."""
+
+
+class ConfigErrors(BadInput):
     """Everything that is wrong with a config, in the order of the source."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:

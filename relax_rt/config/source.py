@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.config.positions import Span, scan
-from relax_rt.config.problems import ConfigErrors, KeyPath, Place, Problem, dotted
-from relax_rt.transport.errors import RelaxError
+from relax_rt.config.problems import BadInput, ConfigErrors, KeyPath, Place, Problem, dotted
 
 MAX_BYTES = 1 << 20
 _AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
@@ -98,7 +97,7 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
     """Read a config file and apply the overrides; answers also with the overrides' problems.
 
     Raises:
-        RelaxError: the file cannot be read.
+        BadInput: the file cannot be read.
         ConfigErrors: it is not TOML.
     """
     try:
@@ -106,11 +105,11 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
     except FileNotFoundError as error:
         near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = f"there is {', '.join(near[:5])}" if near else "`relax-rt init` writes a starter"
-        raise RelaxError(f"there is no config {path}", hint=hint) from error
+        raise BadInput(f"there is no config {path}", hint=hint) from error
     except OSError as error:
-        raise RelaxError(f"config {path} cannot be read", why=error.strerror or str(error)) from error
+        raise BadInput(f"config {path} cannot be read", why=error.strerror or str(error)) from error
     if len(raw) > MAX_BYTES:
-        raise RelaxError(f"config {path} has {len(raw)} bytes", why=f"at most {MAX_BYTES} are read")
+        raise BadInput(f"config {path} has {len(raw)} bytes", why=f"at most {MAX_BYTES} are read")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:

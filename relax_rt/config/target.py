@@ -10,11 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from relax_rt.config.problems import did_you_mean
-from relax_rt.transport.errors import RelaxError
+from relax_rt.config.problems import BadInput, did_you_mean
 
 
-class TargetError(RelaxError):
+class TargetError(BadInput):
     """User code named in a config is not there or cannot be imported."""
 
 

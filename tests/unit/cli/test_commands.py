@@ -1,0 +1,214 @@
+"""The commands as they are called: exit codes, messages, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_rt.cli.logs import LogFile, show_logs
+from relax_rt.cli.main import main
+from relax_rt.cli.runs import find_run_dir
+from relax_rt.supervision.control import NoRun
+from relax_rt.supervision.rundir import owner_of, write_json
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(name: str, alive: bool = False, age_s: float = 0.0, **fields: Any) -> Path:
+    """A run directory as the agent leaves it; a living one belongs to this process."""
+    run_dir = Path("runs") / name
+    (run_dir / "logs").mkdir(parents=True)
+    record = {"run_id": "0123abcd", "name": name, "status": "running" if alive else "finished", "exit_code": 0}
+    write_json(run_dir / "run.json", {**record, **fields, **({"agent": owner_of(os.getpid())} if alive else {})})
+    stamp = time.time() - age_s
+    os.utime(run_dir / "run.json", (stamp, stamp))
+    return run_dir
+
+
+def call(capsys: Capture, *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_starter_is_valid_and_never_overwrites(capsys: Capture) -> None:
+    assert call(capsys, "init", "first")[0] == 0
+    code, out, err = call(capsys, "validate", "first/roles.toml", "--quick")
+    assert (code, err) == (0, "")
+    assert "rollout" in out
+    before = Path("first/reward.py").read_text()
+    Path("first/roles.toml").unlink()
+    code, _, err = call(capsys, "init", "first")
+    assert code == 2
+    assert "reward.py would be overwritten" in err
+    assert not Path("first/roles.toml").exists()
+    assert Path("first/reward.py").read_text() == before
+
+
+def test_starters_reward_function_does_what_it_says(capsys: Capture) -> None:
+    call(capsys, "init", "first")
+    code = "import reward; print(reward.score('it is 12', '12'), reward.score('-3', '12'), reward.score('', '12'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd="first", capture_output=True, text=True, check=True)
+    assert done.stdout.split("}")[0] == "{'right': 1.0, 'is_a_number': 0.1"
+    assert done.stdout.count("'right': 0.0") == 2
+
+
+def test_validate_shows_every_problem_and_says_so_in_json(capsys: Capture) -> None:
+    call(capsys, "init", ".")
+    arguments = ["validate", "--quick", "--set", "run.sed=1", "--set", "algorithm.steps=x"]
+    code, out, err = call(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert "did you mean 'seed'?" in err
+    assert "Traceback" not in err
+    code, out, err = call(capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert (code, err, found["ok"]) == (2, "", False)
+    assert [p["path"] for p in found["problems"]] == [["run", "sed"], ["algorithm", "steps"]]
+    assert found["problems"][0]["place"]["text"] == "run.sed=1"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["ps", "nowhere"],
+        ["ps"],
+        ["validate", "nothing.toml"],
+        ["frobnicate"],
+        ["ps", "--no-such-option"],
+        ["up", "nothing.toml"],
+        ["why", "rollout/0", "--run", "nowhere"],
+        ["down", "over"],
+        ["logs", "rolout", "over"],
+    ],
+)
+def test_bad_input_is_2_without_a_traceback(capsys: Capture, argv: list[str]) -> None:
+    if "over" in argv:
+        (make_run("over") / "logs/rollout-0.log").touch()
+    code, out, err = call(capsys, *argv)
+    assert code == 2
+    assert out == ""
+    assert err
+    assert "Traceback" not in err
+
+
+def test_plan_in_both_forms(capsys: Capture) -> None:
+    call(capsys, "init", ".")
+    code, out, _ = call(capsys, "plan")
+    assert code == 0
+    lines = json.loads(call(capsys, "plan", "--json")[1])
+    assert {"section", "name", "value", "how"} == set(lines[0])
+    assert all(line["name"] in out for line in lines)
+
+
+def test_the_run_meant(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoRun):
+        find_run_dir(None)
+    old, new = make_run("old", age_s=100), make_run("new")
+    assert find_run_dir(None) == new
+    assert find_run_dir(Path("old")) == old
+    assert find_run_dir(Path("runs/old")) == old
+    with pytest.raises(NoRun, match="did you mean 'old'"):
+        find_run_dir(Path("odl"))
+    living = make_run("living", alive=True, age_s=500)
+    assert find_run_dir(None) == living
+    make_run("second", alive=True)
+    with pytest.raises(NoRun, match="2 runs live"):
+        find_run_dir(None)
+    monkeypatch.chdir(new)
+    assert find_run_dir(None) == Path()
+
+
+def test_ps_and_why_of_a_run_that_has_ended(capsys: Capture) -> None:
+    diagnosis = {"slot": "trainer/0", "epoch": 3, "kind": "oom", "cause": "killed for memory", "at": 1.0}
+    make_run("sad", status="failed", exit_code=1, diagnosis=diagnosis, reason="trainer/0 failed")
+    code, out, _ = call(capsys, "ps")
+    assert code == 0
+    assert "failed" in out
+    assert "killed for memory" in out
+    assert json.loads(call(capsys, "ps", "--json")[1])["exit_code"] == 1
+    code, out, _ = call(capsys, "why")
+    assert code == 0
+    assert "What ended the run" in out
+    assert json.loads(call(capsys, "why", "--json")[1])["final"]["kind"] == "oom"
+
+
+def test_an_agent_that_does_not_answer_is_1(capsys: Capture) -> None:
+    make_run("mute", alive=True, run_id="ffffffff")
+    code, _, err = call(capsys, "ps")
+    assert code == 1
+    assert err.startswith("relax-rt: ")
+
+
+def test_logs_of_one_slot_of_a_kind_and_of_all(capsys: Capture) -> None:
+    run_dir = make_run("one")
+    for slot in ("rollout-0", "rollout-1", "trainer-0"):
+        (run_dir / f"logs/{slot}.log").write_text("".join(f"{slot} {n}\n" for n in range(100)))
+    code, out, _ = call(capsys, "logs", "rollout/1", "-n", "2")
+    assert (code, out) == (0, "rollout-1 98\nrollout-1 99\n")
+    out = call(capsys, "logs", "rollout", "-n", "1")[1]
+    assert out == "rollout-0 | rollout-0 99\nrollout-1 | rollout-1 99\n"
+    lines = [json.loads(line) for line in call(capsys, "logs", "-n", "1", "--json")[1].splitlines()]
+    assert [line["log"] for line in lines] == ["rollout-0", "rollout-1", "trainer-0"]
+    assert call(capsys, "logs", "rollout/1", "-n", "0")[1] == ""
+
+
+def test_log_that_is_emptied_is_followed_from_its_new_start(tmp_path: Path) -> None:
+    path = tmp_path / "rollout-0.log"
+    log = LogFile(path)
+    assert (log.end(5), list(log.added())) == ([], [])
+    path.write_text("one\ntwo")
+    assert list(log.added()) == ["one"]
+    with path.open("a") as file:
+        file.write(" and a half\n")
+    assert list(log.added()) == ["two and a half"]
+    path.write_text("new\n")
+    assert list(log.added()) == ["new"]
+
+
+def test_following_ends_with_the_run_and_misses_nothing(capsys: Capture) -> None:
+    run_dir = make_run("one", alive=True)
+    path = run_dir / "logs/rollout-0.log"
+    path.write_text("before\n")
+
+    def write() -> None:
+        for n in range(20):
+            with path.open("a") as file:
+                file.write(f"line {n}\n")
+            time.sleep(0.02)
+        write_json(run_dir / "run.json", {"run_id": "0123abcd", "status": "finished", "exit_code": 0})
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    show_logs(run_dir, "rollout/0", lines=1, follow=True, as_json=False)
+    writer.join()
+    assert capsys.readouterr().out.splitlines() == ["before", *(f"line {n}" for n in range(20))]
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    (make_run("one") / "logs/rollout-0.log").write_text("x" * 100 + "\n" * 50_000)
+    command = f"{sys.executable} -m relax_rt.cli.main logs rollout/0 -n 100000 | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_version_and_help_exit_with_0(capsys: Capture) -> None:
+    for flag in ("--version", "--help"):
+        code, out, _ = call(capsys, flag)
+        assert code == 0
+        assert out
+    # Errors of use go to stderr, so that a pipe gets output only.
+    assert call(capsys)[0] == 0
