@@ -75,7 +75,9 @@ def show_status(status: RunStatus, versions: Mapping[str, int]) -> None:
     if not status.slots:
         return
     wide = console.width >= WIDE
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", width=console.width)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    if console.width < PIPE_WIDTH:
+        table.width = console.width
     for column in COLUMNS:
         if wide or column.always:
             side: Literal["left", "right"] = "right" if column.number else "left"

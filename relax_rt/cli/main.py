@@ -52,6 +52,8 @@ def up(
     screen = "relax_rt.cli.screen:plain" if plain else "relax_rt.cli.screen:live"
     try:
         return launch.up(config, overrides or (), screen=screen)
+    except BadInput:
+        raise
     except RelaxError as error:
         raise BadInput(error.what, why=error.why, hint=error.hint) from error
 

@@ -192,7 +192,7 @@ def test_following_ends_with_the_run_and_misses_nothing(capsys: Capture) -> None
 
     writer = threading.Thread(target=write)
     writer.start()
-    show_logs(run_dir, "rollout/0", lines=1, follow=True, as_json=False)
+    show_logs(run_dir, "rollout/0", lines=1000, follow=True, as_json=False)
     writer.join()
     assert capsys.readouterr().out.splitlines() == ["before", *(f"line {n}" for n in range(20))]
 
