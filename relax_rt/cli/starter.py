@@ -27,7 +27,7 @@ path = "package:tiny"                # needed; a Hugging Face folder, or package
 task = "chain_sum"                   # a reasoning-gym task; or path = "prompts.jsonl" with your own prompts
 template = "{question}"
 size = 2000
-# options = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }
+options = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 2 }
 
 [reward]
 function = "reward.py:score"         # needed; called for every completion

@@ -156,5 +156,6 @@ def _waiting(status: RunStatus, asked: str) -> list[Waiting]:
             reason = "the tiers below it" if slot.state == "pending" else "nothing: it has ended"
         if not reason and slot.last is not None and slot.last.failed:
             reason = f"after {slot.last.kind}: {slot.last.cause}"
-        found.append(Waiting(slot.slot, slot.state, reason or slot.detail, slot.state_s))
+        reason = reason or slot.detail or ("to be ready" if slot.state == "starting" else "")
+        found.append(Waiting(slot.slot, slot.state, reason, slot.state_s))
     return found
