@@ -66,5 +66,5 @@ async def _first_failure(scorer: Scorer, requests: Sequence[Request]) -> list[Pr
         (result,) = await scorer.score([request])
         if isinstance(result, Failed):
             called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
-            return [Problem(KEY, f"a dry run failed: {result.reason}, {called}")]
+            return [Problem(KEY, f"reward.function failed in a dry run: {result.reason}, {called}")]
     return []

@@ -161,7 +161,7 @@ def refused(run: TinyRun) -> str:
         ({"model.path": '"no/such/model"'}, ["model.path", "no/such/model"]),
         ({"algorithm.group_sise": 4}, ["algorithm.group_sise", "group_size"]),
         ({"queue.capacity_mib": 900_000}, ["queue.capacity_mib", "/dev/shm"]),
-        ({"sampling.top_p": 0.9}, ["sampling.top_p", "behaviour log-probability"]),
+        ({"sampling.top_p": 0.9}, ["top_p", "behaviour log-probabilities"]),
         ({"run.dir": '"/proc/nowhere/run"'}, ["run.dir"]),
     ],
 )

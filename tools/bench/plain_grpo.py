@@ -24,7 +24,8 @@ from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation import evaluate
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.rewards.scoring import Scorer
+from relax_rt.roles.rewards.loader import load_reward
+from relax_rt.roles.rewards.scoring import Failed, Request, Scorer
 from relax_rt.roles.sections import RLConfig
 
 MICRO_BATCH = 16
@@ -53,7 +54,7 @@ class Plain:
             weight_decay=table.weight_decay,
             fused=True,
         )
-        self.scorer = Scorer(config.reward, Path(config.config_dir))
+        self.scorer = Scorer(load_reward(config.reward.function, Path(config.config_dir)), config.reward.timeout_s)
         self.stops = torch.tensor(sorted(self.tokenizer.stop_ids))
 
     @torch.no_grad()
@@ -94,11 +95,13 @@ class Plain:
 
     async def rewards(self, items: list[Any], out: torch.Tensor) -> np.ndarray:
         """The user's reward function over the batch."""
-        values = []
+        requests = []
         for item, row in zip(items, out, strict=True):
             text, stopped = self.text(row)
             info = {**item.info, "finish_reason": "stop" if stopped else "length", "truncated": not stopped}
-            values.append((await self.scorer.score(text, item.answer, info)).total)
+            requests.append(Request(text, item.answer, info))
+        scores = await self.scorer.score(requests)
+        values = [0.0 if isinstance(score, Failed) else score.total for score in scores]
         return np.array(values)
 
     def step(self, number: int) -> dict[str, Any]:
@@ -173,6 +176,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--evaluate-every", type=int, default=0)
+    parser.add_argument("--items", type=int, default=512, help="held-out items of an evaluation")
     parser.add_argument("--target", type=float, default=2.0, help="stop at this held-out exact match")
     args = parser.parse_args()
     config = load_config(args.config)
@@ -184,7 +188,7 @@ def main() -> None:
         spent += record["step_s"]
         print(json.dumps({"kind": "step", "elapsed_s": spent, **record}), flush=True)
         if args.evaluate_every and number % args.evaluate_every == 0:
-            scores = plain.evaluate(config.evaluation.items)
+            scores = plain.evaluate(args.items)
             print(json.dumps({"kind": "evaluation", "step": number, "elapsed_s": spent, **scores}), flush=True)
             if scores["exact"] >= args.target:
                 return
