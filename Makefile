@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml Makefile
 up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (about ten minutes on two cores)
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
-test: $(STAMP)  ## unit, simulation and integration tests
+test: $(STAMP)  ## unit and integration tests
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)  ## formatting, lints, types, layers

@@ -85,7 +85,11 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
             f"{reward.hang_after_s:g}: a slow call would be killed as a hang"
         )
         yield Problem(("reward", "timeout_s"), message, "raise roles.reward.hang_after_s")
-    if settings(config, "evaluator", EvaluatorSettings).count == 0 and config.evaluation.every_steps:
+    rollout, evaluator = settings(config, "rollout", RolloutSettings), settings(config, "evaluator", EvaluatorSettings)
+    if evaluator.count and rollout.dtype != evaluator.dtype:
+        message = f"roles.evaluator.dtype = {evaluator.dtype} and roles.rollout.dtype = {rollout.dtype} differ"
+        yield Problem(("roles", "evaluator"), f"{message}: weights are published in one dtype", "use one for both")
+    if evaluator.count == 0 and config.evaluation.every_steps:
         message = "evaluation.every_steps is set, and roles.evaluator.count is 0"
         yield Problem(("evaluation", "every_steps"), message, "let one evaluator run, or leave every_steps out")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.sections import EvaluatorSettings, RLConfig
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
     from relax_rt.roles.publication import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
-SEED_DOMAIN = 1 << 62
-"""Keeps the evaluator's sample seeds apart from those of training."""
+PROGRESS_EVERY_S = 1.0
+POLL_S = 0.2
+SEED_DOMAIN = 1 << 63
+"""Keeps the evaluator's sample seeds apart from those of training, which have 63 bits."""
 
 
 class EvaluatorRole(Role):
@@ -109,25 +114,43 @@ class EvaluatorRole(Role):
     async def _work(self) -> None:
         from relax_rt.roles.publication import committed_versions
 
-        self.ctx.progress.waiting("the first committed weights")
         await self.ctx.ready()
+        if self._before is None:
+            # The engine was loaded with the initial weights: no publication is needed, and none can overtake.
+            await self._evaluate(VersionRecord(ROOT, ROOT, 0), "before")
+        self.ctx.progress.waiting("the next version to evaluate")
         async for record in committed_versions(self.ctx):
             when = self._when(record)
             if when and await self.follower.follow(record):
                 self.ctx.progress.waiting("")
                 await self._evaluate(record, when)
                 self.ctx.progress.waiting("the next version to evaluate")
-            if record.step >= self.config.algorithm.steps and self._last_step >= self.config.algorithm.steps:
+            if record.step >= self.config.algorithm.steps and await self._is_final(record):
                 return
+
+    async def _is_final(self, record: VersionRecord) -> bool:
+        """Wait for the checkpoint of these weights. False: the trainer died before it and works on another version."""
+        from relax_rt.roles.trainers.checkpoint import STATE_FILE, CheckpointState
+
+        self.ctx.progress.waiting("the final checkpoint")
+        path = self.ctx.run_dir / "checkpoints" / f"step-{record.step:06d}" / STATE_FILE
+        while True:
+            if path.exists() and msgspec.json.decode(path.read_bytes(), type=CheckpointState).digest == record.digest:
+                return True
+            known = await self.ctx.registry.versions()
+            if known and known[-1].version > record.version:
+                return False
+            await asyncio.sleep(POLL_S)
 
     def _when(self, record: VersionRecord) -> str:
         table = self.config.evaluation
+        if record.step < self._last_step and record.changed is False:
+            # The trainer went back to a checkpoint: what was evaluated after it is of another branch.
+            self._last_step = record.step
         if record.step <= self._last_step:
             return ""
         if record.step >= self.config.algorithm.steps:
             return "after"
-        if self._before is None and record.step == 0:
-            return "before"
         due = table.every_steps and record.step // table.every_steps > max(self._last_step, 0) // table.every_steps
         return "during" if due else ""
 
@@ -152,7 +175,7 @@ class EvaluatorRole(Role):
             "seconds": round(time.monotonic() - began, 3),
         }
         self.ctx.metrics(result)
-        self._last_step = record.step
+        self._last_step = max(self._last_step, record.step)
         if when == "before":
             self._before = result
 
@@ -162,7 +185,12 @@ class EvaluatorRole(Role):
         self._all.clear()
         self._expected = len(items)
         self.engine.submit([self._request(number, item) for number, item in enumerate(items)])
-        await self._all.wait()
+        tokens = self.engine.load().tokens_generated
+        while not self._all.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all.wait(), PROGRESS_EVERY_S)
+            before, tokens = tokens, self.engine.load().tokens_generated
+            self.ctx.progress.advance(tokens - before, f"evaluating version {self.follower.record.version}")
         done = [self._arrived[number] for number in range(len(items))]
         return [(self.tokenizer.decode(c.tokens), c.finish_reason == "stop") for c in done]
 
@@ -180,6 +208,5 @@ class EvaluatorRole(Role):
 
     def _arrive(self, completion: Completion) -> None:
         self._arrived[completion.request] = completion
-        self.ctx.progress.advance(len(completion.tokens), f"evaluating version {self.follower.record.version}")
         if len(self._arrived) >= self._expected:
             self._all.set()

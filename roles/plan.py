@@ -67,7 +67,7 @@ def _tensor_elements(file: Path) -> int:
 
 
 def published_bytes(config: RLConfig) -> int:
-    """Bytes of one published set of weights: the engines' dtype, or float32 when theirs differ."""
+    """Bytes of one published set of weights, in the engines' dtype."""
     kinds = {
         settings(config, "rollout", RolloutSettings).dtype,
         *([e.dtype] if (e := settings(config, "evaluator", EvaluatorSettings)).count else []),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_rt.role import RoleContext
 from relax_rt.roles.engines.embedded import EmbeddedEngine
-from relax_rt.transport.errors import Corrupt, Refused, Unreachable
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.stage import fetch, read_manifest
 
@@ -32,7 +32,7 @@ async def committed_versions(ctx: RoleContext) -> AsyncIterator[VersionRecord]:
     while not ctx.stopping.is_set():
         try:
             changes = await ctx.registry.watch(revision, WATCH_S)
-        except Unreachable as error:
+        except (Unreachable, DeadlineExceeded) as error:
             ctx.log.warning("the registry is away; keeping the current weights", error=str(error))
             await asyncio.sleep(RETRY_S)
             continue
@@ -56,7 +56,7 @@ class WeightFollower:
         """Bring the engine to `record`. False when a newer version took its place before it was whole."""
         try:
             await asyncio.to_thread(self._fetch, record)
-        except Refused as error:
+        except Gone as error:
             # Retired between commit and fetch: the next committed version is on its way.
             self._ctx.event("weights_skipped", version=record.version, why=str(error))
             await asyncio.sleep(RETRY_S)

@@ -40,7 +40,8 @@ class RolloutRole(Role):
         self.config, self.settings = ctx.config, ctx.settings
         self._tickets: dict[int, Ticket] = {}
         self._left: dict[int, int] = {}
-        self._done: asyncio.Queue[Completion] = asyncio.Queue(maxsize=0)
+        # Bounded by the tickets held: groups_in_flight groups.
+        self._done: asyncio.Queue[Completion] = asyncio.Queue()
         self._room = asyncio.Event()
         self._complete = False
         self._measured = (0, time.monotonic())
@@ -64,6 +65,7 @@ class RolloutRole(Role):
             slab_bytes=self.config.queue.slab_mib << 20,
             capacity_bytes=self.config.queue.capacity_mib << 20,
             on_lost=self._lost,
+            on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()
         await self.queue.warm()
@@ -173,7 +175,6 @@ class RolloutRole(Role):
                 finished.append(self._done.get_nowait())
             mine = [c for c in finished if c.request in self._tickets]
             await self.queue.put_samples([self._sample(c) for c in mine])
-            self.ctx.progress.advance(sum(len(c.tokens) for c in mine), f"version {self.follower.record.version}")
             for completion in mine:
                 if completion.request not in self._left:
                     continue  # lost while it was put
@@ -246,6 +247,8 @@ class RolloutRole(Role):
         """One metrics record, of the time since the last one."""
         load, now = self.engine.load(), time.monotonic()
         tokens, then = self._measured
+        # Tokens, not completions: a long sequence is progress before it ends.
+        self.ctx.progress.advance(load.tokens_generated - tokens, f"version {load.version}, {load.running} sequences")
         self.ctx.metrics(
             {
                 "kind": "rollout",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.sections import RLConfig, TrainerSettings
-from relax_rt.transport.errors import OutOfSpace, RelaxError
+from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
     from relax_rt.transport.weights.stage import WeightStage
 
-TAKE_WAIT_S = 10.0
+T = TypeVar("T")
+
+REGISTRY_WAIT_S = 600.0
+TAKE_WAIT_S = 1.0
+"""Short, so that a request to stop is soon seen."""
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = 120.0
 STAGE_WAIT_S = 60.0
@@ -48,6 +52,7 @@ class TrainerRole(Role):
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._saving: asyncio.Task[None] | None = None
         self._skipped = 0
+        self._committed = 0
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.backend: TrainerBackend
@@ -88,16 +93,16 @@ class TrainerRole(Role):
         await self._resume()
         while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
             await self._one_step()
-        if self.step and (self.store.newest() is None or self._newest_step() < self.step):
-            await self._save(final=True)
-        elif self._saving is not None:
+        if self._saving is not None:
             await self._saving
+        if self.step > self._newest_step():
+            await self._save(final=True)
         self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
 
     async def teardown(self) -> None:
         if self._saving is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._saving
+            # Its failure was raised in `run`, or `run` has a failure of its own to tell.
+            await asyncio.gather(self._saving, return_exceptions=True)
         if hasattr(self, "queue"):
             await self.queue.close()
         if hasattr(self, "stage"):
@@ -108,22 +113,35 @@ class TrainerRole(Role):
 
         The version is a re-publication of the checkpoint's: it adds nothing to any distance.
         """
-        found = self.store.newest()
         parent = ROOT
+        known = await self.ctx.registry.versions()
+        self._committed = known[-1].version if known else 0
+        found = await self._restore()
         if found is not None:
-            folder, state = found
-            await asyncio.to_thread(self.backend.restore, folder)
-            self.step, parent = state.step, state.version
-            self._trained_before_s = state.elapsed_s
-            self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
+            self.step, parent = found.step, found.version
+            self._trained_before_s = found.elapsed_s
         else:
-            known = await self.ctx.registry.versions()
             # The initial weights were published before, by an incarnation that died before its first checkpoint.
             parent = known[0].version if known else ROOT
-        version = await self.ctx.registry.issue_version()
+        version = await self._patiently(self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
         await self.queue.rollback(self.step, self.weights)
         await self._publish()
+
+    async def _restore(self) -> CheckpointState | None:
+        """Take the newest checkpoint that can be read; a damaged one is passed over, and said so."""
+        from safetensors import SafetensorError
+
+        for folder, state in await asyncio.to_thread(self.store.complete):
+            try:
+                await asyncio.to_thread(self.backend.restore, folder)
+            except (SafetensorError, OSError, Refused) as error:
+                self.ctx.event("checkpoint_damaged", checkpoint=folder.name, why=str(error))
+                self.ctx.log.warning("passing over a damaged checkpoint", checkpoint=folder.name, error=str(error))
+                continue
+            self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
+            return state
+        return None
 
     async def _one_step(self) -> None:
         from relax_rt.roles.columns import read_sample
@@ -140,6 +158,9 @@ class TrainerRole(Role):
         done = time.monotonic()
         self.ctx.metrics(self._record(lease, samples, result, (asked, got, trained, done)))
         self.ctx.progress.advance(1, f"step {self.step} of {self.config.algorithm.steps}")
+        if self._saving is not None and self._saving.done():
+            # A save that failed ends the trainer now, not at the next checkpoint.
+            self._saving.result()
         if self.step % self.config.checkpoint.every_steps == 0 or self.step >= self.config.algorithm.steps:
             await self._save(final=self.step >= self.config.algorithm.steps)
 
@@ -168,7 +189,7 @@ class TrainerRole(Role):
                 )
         else:
             self._skipped = 0
-        version = await self.ctx.registry.issue_version()
+        version = await self._patiently(self.ctx.registry.issue_version)
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         await self.queue.trained(lease, self.step, self.weights)
@@ -191,15 +212,30 @@ class TrainerRole(Role):
         record = VersionRecord(
             self.weights.version, self.weights.parent, self.weights.step, digest, self.weights.changed
         )
-        self.weights = await self.ctx.registry.commit_version(record)
+        self.weights = await self._patiently(lambda: self.ctx.registry.commit_version(record))
+        self._committed = record.version
         await asyncio.to_thread(self.stage.retire, record.version)
         self.ctx.event("published", version=record.version, parent=record.parent, step=record.step, digest=digest)
         await self.ctx.ready(record.version)
 
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """A call of the registry that waits out its absence: the step that was just taken must not be lost for it."""
+        deadline = time.monotonic() + REGISTRY_WAIT_S
+        while True:
+            try:
+                answer = await call()
+            except (Unreachable, DeadlineExceeded) as error:
+                if time.monotonic() > deadline:
+                    raise
+                self.ctx.progress.waiting(f"the registry: {error}")
+                continue
+            self.ctx.progress.waiting("")
+            return answer
+
     def _stage(self) -> str:
         dtype = published_dtype(self.config)
         layout = self.backend.layout(dtype)
-        with self.stage.writing(layout, self.stage.newest()) as (file, view):
+        with self.stage.writing(layout, self._committed) as (file, view):
             self.backend.export(view, dtype)
             return self.stage.seal(self.weights.version, layout, file, view).digest
 
@@ -264,6 +300,6 @@ class TrainerRole(Role):
 
 
 def published_dtype(config: RLConfig) -> str:
-    """The dtype of published weights: the engines' own, or float32 when they differ."""
-    kinds = {table.dtype for kind, table in config.roles.items() if kind in ("rollout", "evaluator")}
-    return kinds.pop() if len(kinds) == 1 else "float32"
+    """The dtype of published weights: that of the engines, which validation holds to one."""
+    dtype: str = config.roles["rollout"].dtype
+    return dtype

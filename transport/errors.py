@@ -21,6 +21,10 @@ class Refused(RelaxError):
     """The far end understood the request and will not carry it out; trying again changes nothing."""
 
 
+class Gone(Refused):
+    """What was asked for was there and is no more; a newer one has taken its place or soon will."""
+
+
 class StaleEpoch(Refused):
     """A newer incarnation holds the slot: the caller is fenced and must exit."""
 

@@ -90,8 +90,10 @@ class RegistryApi(Protocol):
     async def watch(self, since: int, wait_s: float) -> Changes:
         """Changes after revision `since`, at once if there are any, else the next ones within wait_s."""
 
+    @idempotent
     async def issue_version(self) -> int:
-        """A new policy version number under the caller's epoch. A number never committed is skipped."""
+        """A new policy version number under the caller's epoch. A number never committed is skipped, so that asking
+        twice does no harm."""
 
     @idempotent
     async def commit_version(self, record: VersionRecord) -> VersionRecord:

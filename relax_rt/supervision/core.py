@@ -227,7 +227,7 @@ class Supervisor:
             s.deadline = None
         elif s.state == "ready" and (moved or s.deadline is None):
             s.deadline = self._now + s.spec.hang_after_s
-        if event.extend_s > 0 and s.state in ("starting", "ready") and s.deadline is not None:
+        if event.extend_s > 0 and s.state in ("starting", "ready", "stopping") and s.deadline is not None:
             s.deadline += event.extend_s
 
     def _on_exited(self, s: _Slot, diagnosis: Diagnosis) -> None:

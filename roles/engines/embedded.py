@@ -144,6 +144,7 @@ class EmbeddedEngine:
         self._slots = max_sequences
         self._active: list[_Sequence] = []
         self._waiting: deque[GroupRequest] = deque()
+        self._unstarted: list[GroupRequest] = []
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=MAX_WAITING)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -224,10 +225,7 @@ class EmbeddedEngine:
     def _abort(self, request: int) -> None:
         for waiting in [r for r in self._waiting if r.id == request]:
             self._waiting.remove(waiting)
-            self._active += [
-                _Sequence(waiting, i, np.empty(0), self._version, finish_reason="abort")
-                for i in range(len(waiting.seeds))
-            ]
+            self._unstarted.append(waiting)
         for sequence in self._active:
             if sequence.request.id == request:
                 sequence.finish_reason = sequence.finish_reason or "abort"
@@ -294,6 +292,10 @@ class EmbeddedEngine:
 
     def _retire(self, on_completion: OnCompletion) -> None:
         """Report finished rows; the last active row moves into each gap."""
+        for request in self._unstarted:
+            for member in range(len(request.seeds)):
+                on_completion(_Sequence(request, member, np.empty(0), self._version).completion())
+        self._unstarted.clear()
         row = 0
         while row < len(self._active):
             sequence = self._active[row]

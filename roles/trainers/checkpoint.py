@@ -48,10 +48,19 @@ class CheckpointStore:
         for partial in folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(partial)
 
+    def complete(self) -> list[tuple[Path, CheckpointState]]:
+        """The checkpoints whose state can be read, highest step first."""
+        found = []
+        for folder in self.folder.glob(f"{PREFIX}*"):
+            try:
+                found.append((folder, read_state(folder)))
+            except (Refused, Corrupt):
+                continue
+        return sorted(found, key=lambda item: item[1].step, reverse=True)
+
     def newest(self) -> tuple[Path, CheckpointState] | None:
         """The complete checkpoint of the highest step, if there is one."""
-        folders = sorted(self.folder.glob(f"{PREFIX}*"))
-        return (folders[-1], read_state(folders[-1])) if folders else None
+        return next(iter(self.complete()), None)
 
     def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
         """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones.
@@ -71,12 +80,18 @@ class CheckpointStore:
         self._fence()
         if target.exists():
             # The same step again, by an incarnation that resumed before it.
-            shutil.rmtree(target)
+            self._remove(target)
         partial.rename(target)
         _sync(self.folder)
-        for old in sorted(self.folder.glob(f"{PREFIX}*"))[: -self.keep]:
-            shutil.rmtree(old)
+        for old, _ in self.complete()[self.keep :]:
+            self._remove(old)
         return target
+
+    def _remove(self, folder: Path) -> None:
+        """Renamed first, so that a half-deleted folder is never taken for a checkpoint."""
+        aside = folder.with_name(f"{PARTIAL}old-{folder.name}-{self.epoch}")
+        folder.rename(aside)
+        shutil.rmtree(aside)
 
     def _fence(self) -> None:
         mark = self.folder / "epoch"

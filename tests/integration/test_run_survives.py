@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -64,6 +65,9 @@ def test_any_role_may_be_killed(runs: list[TinyRun], tmp_path: Path) -> None:
     assert run.wait() == 0, run.text()
     check_account(run, steps)
     assert {e["slot"] for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"} == set(KINDS)
+    assert [r["when"] for r in run.records("evaluation")][:: len(run.records("evaluation")) - 1] == ["before", "after"]
+    final = json.loads((run.run_dir / "checkpoints" / f"step-{steps:06d}" / "relax_rt.json").read_text())
+    assert run.records("evaluation")[-1]["version"] == final["version"], "evaluated weights that no checkpoint has"
     versions = [e["version"] for e in run.events("version_committed")]
     assert versions == sorted(set(versions)), "a version was used twice"
     run.gone(run_id)

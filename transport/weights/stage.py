@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch
+from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
 
 MAX_BUFFERS = 4
@@ -32,12 +32,12 @@ def read_manifest(folder: Path, version: int) -> Manifest:
     """The manifest of a staged version.
 
     Raises:
-        Refused: the version is not on this stage (never staged, or retired).
+        Gone: the version is not on this stage (never staged, or retired).
     """
     try:
         return msgspec.json.decode(_manifest_path(folder, version).read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise Refused(f"weights of policy version {version}", why=f"not on the stage {folder}") from None
+        raise Gone(f"weights of policy version {version}", why=f"not on the stage {folder}") from None
 
 
 class WeightStage:
@@ -103,18 +103,21 @@ class WeightStage:
             if int(path.stem[1:]) < committed:
                 path.unlink(missing_ok=True)
 
-    def newest(self) -> int:
-        """The highest version on the stage, 0 if there is none; it must be kept while another is written."""
-        return max((int(path.stem[1:]) for path in self.folder.glob("v*.json")), default=0)
-
     def close(self) -> None:
         """Unmap; the files stay with the node."""
         for mapping in self._maps.values():
             mapping.close()
         self._maps.clear()
 
+    def _file_of(self, version: int) -> str:
+        """The buffer that holds a version; empty if it is not here (a run resumed in new shared memory)."""
+        try:
+            return read_manifest(self.folder, version).file
+        except Gone:
+            return ""
+
     def _free_buffer(self, nbytes: int, keep: int) -> tuple[str, int]:
-        kept = read_manifest(self.folder, keep).file if keep else ""
+        kept = self._file_of(keep)
         for number in range(MAX_BUFFERS):
             name = f"w{number}.buf"
             if name == kept:
@@ -150,7 +153,7 @@ def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
     """Copy a staged version into private memory and verify the copy, bucket by bucket.
 
     Raises:
-        Refused: the version was retired meanwhile; ask for the newest one.
+        Gone: the version was retired meanwhile; ask for the newest one.
         Corrupt: the bytes do not match their digests; the copy must not be used.
     """
     descriptor = os.open(folder / manifest.file, os.O_RDONLY)
@@ -158,10 +161,10 @@ def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"weights of policy version {manifest.version}", why="their buffer is being reused") from None
+            raise Gone(f"weights of policy version {manifest.version}", why="their buffer is being reused") from None
         # The manifest is looked at again under the lock: from here on the buffer cannot be reused.
         if read_manifest(folder, manifest.version) != manifest:
-            raise Refused(f"weights of policy version {manifest.version}", why="staged again by another incarnation")
+            raise Gone(f"weights of policy version {manifest.version}", why="staged again by another incarnation")
         with mmap.mmap(descriptor, manifest.layout.nbytes, prot=mmap.PROT_READ) as source, memoryview(source) as view:
             for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
                 into[part] = view[part]

@@ -159,6 +159,22 @@ def test_an_aborted_request_completes_with_what_it_has(engine: Collected) -> Non
     assert 5 <= len(completion.tokens) == len(completion.logprobs) < 250
 
 
+def test_an_aborted_request_that_waits_for_slots_completes_empty(engine: Collected) -> None:
+    long = [
+        GroupRequest(
+            id=i, prompt=(1, 2), seeds=tuple(range(12)), temperature=1.0, max_new_tokens=200, stop_ids=frozenset()
+        )
+        for i in range(2)
+    ]
+    engine.engine.submit(long)  # 12 slots: the second group waits for the first
+    while engine.engine.load().tokens_generated < 5:
+        threading.Event().wait(0.001)
+    engine.engine.abort(1)
+    done = engine.wait(24)
+    assert all(done[1, m].finish_reason == "abort" and done[1, m].tokens == [] for m in range(12))
+    assert all(len(done[0, m].tokens) == 200 for m in range(12))
+
+
 def test_greedy_is_the_most_likely_token(engine: Collected, model_dir: Path) -> None:
     asked = request(0, [7, 8, 9], 1, temperature=0)
     engine.engine.submit([asked])

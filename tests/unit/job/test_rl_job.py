@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.checks import needed_bytes, retained_batches
 from relax_rt.roles.job import RLJob
@@ -182,9 +183,13 @@ def test_the_weight_stage_is_asked_for(toml: Path) -> None:
     parameters = model_size("model", toml.parent).parameters
     assert STAGE_BUFFERS == MAX_BUFFERS
     assert RLJob().shm_bytes(loaded(toml)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
-    # Engines of different kinds are given float32.
-    mixed = RLJob().shm_bytes(loaded(toml, 'roles.rollout.dtype="float32"'))
-    assert mixed == STAGE_BUFFERS * 4 * parameters + (1 << 20)
+    both = ('roles.rollout.dtype="float32"', 'roles.evaluator.dtype="float32"')
+    assert RLJob().shm_bytes(loaded(toml, *both)) == STAGE_BUFFERS * 4 * parameters + (1 << 20)
+
+
+def test_engines_of_different_dtypes_are_refused(toml: Path) -> None:
+    with pytest.raises(ConfigErrors, match="published in one dtype"):
+        loaded(toml, 'roles.rollout.dtype="float32"')
 
 
 def test_more_threads_than_cores_is_a_warning(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch
+from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, layout_of
 from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, fetch, read_manifest
 
@@ -56,7 +56,7 @@ def test_the_committed_version_survives_later_stages(tmp_path: Path) -> None:
     fetch(tmp_path, read_manifest(tmp_path, 1), memoryview(copy))
     assert copy[0] == 11
     assert len(list(tmp_path.glob("w*.buf"))) == 2
-    with pytest.raises(Refused, match="policy version 2"):
+    with pytest.raises(Gone, match="policy version 2"):
         read_manifest(tmp_path, 2)
 
 
@@ -112,5 +112,5 @@ def test_retiring_removes_older_manifests_only(tmp_path: Path) -> None:
     publish(stage, 2, 2, keep=1)
     stage.retire(2)
     assert read_manifest(tmp_path, 2).version == 2
-    with pytest.raises(Refused, match="policy version 1"):
+    with pytest.raises(Gone, match="policy version 1"):
         read_manifest(tmp_path, 1)
