@@ -68,11 +68,7 @@ def _tensor_elements(file: Path) -> int:
 
 def published_bytes(config: RLConfig) -> int:
     """Bytes of one published set of weights, in the engines' dtype."""
-    kinds = {
-        settings(config, "rollout", RolloutSettings).dtype,
-        *([e.dtype] if (e := settings(config, "evaluator", EvaluatorSettings)).count else []),
-    }
-    size = BYTES[kinds.pop()] if len(kinds) == 1 else 4
+    size = BYTES[settings(config, "rollout", RolloutSettings).dtype]
     return model_size(config.model.path, Path(config.config_dir)).parameters * size
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from relax_rt.config.loader import load_config
-from relax_rt.config.problems import ConfigErrors
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.checks import needed_bytes, retained_batches
 from relax_rt.roles.job import RLJob
