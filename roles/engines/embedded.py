@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from relax_rt.roles.engines.base import Completion, EngineLoad, GroupRequest, OnCompletion
 from relax_rt.roles.engines.kv_cache import SlotCache
 from relax_rt.roles.engines.weights import FlatWeights
+from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import VersionSpan
 
@@ -129,7 +130,6 @@ class EmbeddedEngine:
 
     def __init__(self, model_dir: Path, *, dtype: str, max_sequences: int, threads: int) -> None:
         torch.set_num_threads(threads)
-        torch.set_flush_denormal(True)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=self._dtype, attn_implementation="relax_rt_gqa"
@@ -204,7 +204,7 @@ class EmbeddedEngine:
 
     def _loop(self, on_completion: OnCompletion, on_failure: Callable[[BaseException], None]) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), denormals_flushed():
                 while not self._closing.is_set():
                     self._take_calls(block=not self._active and not self._waiting)
                     self._admit()

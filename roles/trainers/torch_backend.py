@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.algorithms.grpo import clipped_policy_loss
 from relax_rt.roles.engines.weights import model_layout
+from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import StepResult
@@ -50,7 +51,6 @@ class TorchBackend:
         on_progress: Callable[[int], None],
     ) -> None:
         torch.set_num_threads(threads)
-        torch.set_flush_denormal(True)
         self._source = model_dir
         self._algorithm, self._budget, self._on_progress = algorithm, tokens_per_micro_batch, on_progress
         self._temperature = temperature
@@ -67,6 +67,10 @@ class TorchBackend:
         self._snapshot: dict[str, dict[str, torch.Tensor]] | None = None
 
     def step(self, samples: Sequence[Sample], number: int) -> StepResult:
+        with denormals_flushed():
+            return self._step(samples, number)
+
+    def _step(self, samples: Sequence[Sample], number: int) -> StepResult:
         trainable = [s for s in samples if s.advantages is not None and bool(s.advantages.any())]
         tokens = sum(int(s.loss_mask.sum()) for s in samples)
         rate = self._learning_rate(number)
