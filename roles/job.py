@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_rt.config.job import Column, PlanLine
+from relax_rt.config.job import Column, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
@@ -97,11 +97,13 @@ class RLJob:
 
         return render_summary(summary)
 
-    def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
+    def sample(
+        self, config: Any, run_dir: Path | None, items: int, *, held_out: bool = False, prompts: Sequence[str] = ()
+    ) -> list[TriedSample]:
         """See Job.sample."""
         from relax_rt.roles.try_out import sample
 
-        return sample(run_dir, config, prompts, items)
+        return sample(config, run_dir, items, held_out=held_out, prompts=prompts)
 
 
 def _prompt_limit(config: RLConfig) -> int | None:

@@ -45,7 +45,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     return [
         *_context(config, folder, source.report.longest_tokens),
         *_epochs(config, source),
-        *dry_run(config.reward, config_dir, source.train, _verifier(config)),
+        *dry_run(config.reward, config_dir, source.train, verifier(config)),
     ]
 
 
@@ -91,7 +91,8 @@ def _epochs(config: RLConfig, source: PromptSource) -> list[Problem]:
     return [Problem(("data", "epochs"), message, f"set algorithm.steps = {steps}, or leave data.epochs out")]
 
 
-def _verifier(config: RLConfig) -> Verifier | None:
+def verifier(config: RLConfig) -> Verifier | None:
+    """The task's own scoring of a text, where the prompts are of a task."""
     if config.data.task is None:
         return None
     from relax_rt.roles.data.gym import GymTask

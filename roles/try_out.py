@@ -1,19 +1,41 @@
-"""Completions of a run's newest checkpoint, for a look at what it has learnt."""
+"""A few samples made and scored as a run would, without one: is the prompt, the mask, the reward what was meant?"""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from relax_rt.config.job import TriedSample
 from relax_rt.roles.checks import settings
-from relax_rt.roles.data.items import RawItem
-from relax_rt.roles.sections import EvaluatorSettings, RLConfig
+from relax_rt.roles.data.items import PromptItem, RawItem
+from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings
 from relax_rt.transport.errors import RelaxError
 
+if TYPE_CHECKING:
+    from relax_rt.roles.engines.base import Completion
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.loader import RewardFunction
+    from relax_rt.roles.rewards.scoring import Failed, Score
+
 TIMEOUT_S = 600.0
-MAX_COMPLETIONS = 1024
+MAX_ITEMS = 1024
+OWN = "own"
+"""Split of a prompt from the command line."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A prompt, its place in its split's order, and the seed and temperature of its one completion."""
+
+    index: int
+    item: PromptItem
+    seed: int
+    temperature: float
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
@@ -29,66 +51,108 @@ def newest_checkpoint(run_dir: Path) -> Path:
     return folders[-1]
 
 
-def sample(run_dir: Path, config: RLConfig, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
-    """Completions of the newest checkpoint, at evaluation.temperature.
-
-    Args:
-        prompts: each is put into the template as its question; if there is none, held-out items are taken.
-        items: how many of those.
-
-    Returns:
-        For each: prompt, completion, step, finish_reason, tokens; of a held-out item also its answer and `right`.
+def sample(
+    config: RLConfig, run_dir: Path | None, items: int, *, held_out: bool, prompts: Sequence[str]
+) -> list[TriedSample]:
+    """See Job.sample. Training prompts are sampled as their group's first member is, held-out ones as the evaluator
+    does: with its seed, temperature, dtype and threads.
 
     Raises:
-        RelaxError: there is no checkpoint, or the completions did not come in time.
+        RelaxError: bad model, data or reward function, no checkpoint, or the completions did not come in time.
     """
-    from relax_rt.roles.data.source import PromptSource, conversation
-    from relax_rt.roles.evaluation import answers_are_integers, exact
-    from relax_rt.roles.models.tokenizer import load_tokenizer
+    from relax_rt.roles.preflight import NEEDED
 
-    folder = newest_checkpoint(run_dir)
-    tokenizer = load_tokenizer(folder)
+    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise RelaxError(f"not installed: {', '.join(lacking)}", hint="pip install relax-rt[cpu], or relax-rt[gpu]")
+    from transformers.utils import logging
+
+    from relax_rt.roles.models.resolve import resolve_model
+    from relax_rt.roles.models.tokenizer import load_tokenizer
+    from relax_rt.roles.rewards.loader import load_reward
+
+    logging.disable_progress_bar()
     config_dir = Path(config.config_dir)
-    asked: list[tuple[str, list[int], str | None]] = []
+    folder = resolve_model(config.model.path, config_dir) if run_dir is None else newest_checkpoint(run_dir)
+    tokenizer = load_tokenizer(folder)
+    results: Sequence[Score | Failed | None]
     if prompts:
-        for prompt in prompts[:MAX_COMPLETIONS]:
-            raw = RawItem(question=prompt, answer="", metadata={}, where="the command line")
-            template = config.data.template if "{question}" in config.data.template else "{question}"
-            asked.append((prompt, tokenizer.render(conversation(raw, template, config.data.system)), None))
+        asked = _own(config, tokenizer, prompts)
+        done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=False)
+        results = [None] * len(asked)
     else:
-        source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir)
-        for item in source.held_out[: min(items, MAX_COMPLETIONS)]:
-            asked.append((str(item.messages[-1]["content"]), item.tokens, item.answer))
-    done = _complete(folder, config, [tokens for _, tokens, _ in asked], tokenizer.stop_ids)
-    integers = answers_are_integers([answer for _, _, answer in asked if answer is not None])
-    found = []
-    for (prompt, _, answer), (tokens, reason) in zip(asked, done, strict=True):
-        text = tokenizer.decode(tokens)
-        record: dict[str, Any] = {"step": int(folder.name.rpartition("-")[2]), "finish_reason": reason}
-        record |= {"tokens": len(tokens), "prompt": prompt, "completion": text}
-        if answer is not None:
-            record |= {"answer": answer, "right": reason == "stop" and exact(text, answer, integers=integers)}
-        found.append(record)
-    return found
+        function = load_reward(config.reward.function, config_dir)
+        asked = _of_the_data(config, tokenizer, items, held_out=held_out)
+        done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=held_out)
+        results = _score(config, function, tokenizer, asked, done)
+    step = None if run_dir is None else int(folder.name.rpartition("-")[2])
+    return [
+        _tried(config, tokenizer, one, completion, result, str(folder), step)
+        for one, completion, result in zip(asked, done, results, strict=True)
+    ]
+
+
+def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held_out: bool) -> list[Asked]:
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.evaluator import SEED_DOMAIN
+
+    source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir))
+    known = len(source.held_out) if held_out else source.limit
+    most = min(items, MAX_ITEMS) if known is None else min(items, MAX_ITEMS, known)
+    asked = []
+    for index in range(most):
+        seed = source.sample_seed(index, 0, 0)
+        if held_out:
+            asked.append(Asked(index, source.held_out[index], seed | SEED_DOMAIN, config.evaluation.temperature))
+        else:
+            asked.append(Asked(index, source.prompt(index), seed, config.sampling.temperature))
+    return asked
+
+
+def _own(config: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[str]) -> list[Asked]:
+    """Each prompt put into the template as its question."""
+    from relax_rt.roles.data.order import sample_seed
+    from relax_rt.roles.data.source import conversation
+
+    # A template of other fields of the items cannot be filled from a question alone.
+    template = config.data.template if "{question}" in config.data.template else "{question}"
+    asked = []
+    for index, prompt in enumerate(prompts[:MAX_ITEMS]):
+        raw = RawItem(question=prompt, answer="", metadata={}, where="the command line")
+        messages = conversation(raw, template, config.data.system)
+        item = PromptItem(
+            item="",
+            split=OWN,
+            question=prompt,
+            answer="",
+            metadata={},
+            messages=messages,
+            tokens=tokenizer.render(messages),
+        )
+        asked.append(Asked(index, item, sample_seed(config.run.seed, index, 0, 0), config.sampling.temperature))
+    return asked
 
 
 def _complete(
-    folder: Path, config: RLConfig, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int]
-) -> list[tuple[list[int], str]]:
-    """Tokens and finish reason of one completion of each prompt."""
-    from relax_rt.roles.data.order import sample_seed
-    from relax_rt.roles.engines.base import Completion, GroupRequest
+    folder: Path, config: RLConfig, asked: Sequence[Asked], stop_ids: frozenset[int], *, evaluating: bool
+) -> list[Completion]:
+    """One completion of each prompt."""
+    from relax_rt.roles.engines.base import GroupRequest
     from relax_rt.roles.engines.embedded import EmbeddedEngine
 
-    table = settings(config, "evaluator", EvaluatorSettings)
-    engine = EmbeddedEngine(folder, dtype=table.dtype, max_sequences=table.max_sequences, threads=table.threads)
+    table: EvaluatorSettings | RolloutSettings = (
+        settings(config, "evaluator", EvaluatorSettings) if evaluating else settings(config, "rollout", RolloutSettings)
+    )
+    try:
+        engine = EmbeddedEngine(folder, dtype=table.dtype, max_sequences=table.max_sequences, threads=table.threads)
+    except (OSError, ValueError) as error:
+        raise RelaxError(f"the model {folder} cannot be loaded", why=str(error).splitlines()[0]) from error
     arrived: dict[int, Completion] = {}
     failures: list[BaseException] = []
     over = threading.Event()
 
     def arrive(completion: Completion) -> None:
         arrived[completion.request] = completion
-        if len(arrived) == len(prompts):
+        if len(arrived) == len(asked):
             over.set()
 
     def fail(error: BaseException) -> None:
@@ -101,20 +165,92 @@ def _complete(
             [
                 GroupRequest(
                     id=number,
-                    prompt=tuple(tokens),
-                    seeds=(sample_seed(config.run.seed, number, 0, 0),),
-                    temperature=config.evaluation.temperature,
+                    prompt=tuple(one.item.tokens),
+                    seeds=(one.seed,),
+                    temperature=one.temperature,
                     max_new_tokens=config.sampling.max_new_tokens,
                     stop_ids=stop_ids,
                 )
-                for number, tokens in enumerate(prompts)
+                for number, one in enumerate(asked)
             ]
         )
-        in_time = over.wait(TIMEOUT_S) if prompts else True
+        in_time = over.wait(TIMEOUT_S)
     finally:
         engine.close(5.0)
     if failures:
         raise RelaxError(f"sampling from {folder}", why=f"{type(failures[0]).__name__}: {failures[0]}")
     if not in_time:
-        raise RelaxError(f"sampling from {folder}", why=f"{len(arrived)} of {len(prompts)} came in {TIMEOUT_S:.0f} s")
-    return [(arrived[n].tokens, arrived[n].finish_reason) for n in range(len(prompts))]
+        why = f"{len(arrived)} of {len(asked)} came in {TIMEOUT_S:.0f} s"
+        raise RelaxError(f"sampling from {folder}", why=why, hint="take a smaller -n, or sampling.max_new_tokens")
+    return [arrived[number] for number in range(len(asked))]
+
+
+def _score(
+    config: RLConfig,
+    function: RewardFunction,
+    tokenizer: ChatTokenizer,
+    asked: Sequence[Asked],
+    done: Sequence[Completion],
+) -> list[Score | Failed]:
+    """What the reward role would make of the completions."""
+    from relax_rt.roles.preflight import verifier
+    from relax_rt.roles.rewards.dry_run import offered
+    from relax_rt.roles.rewards.scoring import Request, Scorer
+
+    verify = verifier(config)
+    requests = []
+    for one, completion in zip(asked, done, strict=True):
+        info = offered(
+            one.item.question,
+            one.item.metadata,
+            verify,
+            item=one.item.item,
+            split=one.item.split,
+            finish_reason=completion.finish_reason,
+            truncated=completion.finish_reason == "length",
+            tokens=len(completion.tokens),
+        )
+        requests.append(Request(tokenizer.decode(completion.tokens), one.item.answer, info))
+    scorer = Scorer(function, config.reward.timeout_s)
+    try:
+        return asyncio.run(scorer.score(requests))
+    finally:
+        scorer.close()
+
+
+def _tried(
+    config: RLConfig,
+    tokenizer: ChatTokenizer,
+    one: Asked,
+    completion: Completion,
+    result: Score | Failed | None,
+    model: str,
+    step: int | None,
+) -> TriedSample:
+    from relax_rt.roles.rewards.scoring import Failed, Score
+
+    prompt, sampled = one.item.tokens, completion.tokens
+    scored = result if isinstance(result, Score) else None
+    unscored = "no answer is known for it" if result is None else result.reason if isinstance(result, Failed) else ""
+    cut = completion.finish_reason == "length" and config.algorithm.truncated != "none"
+    return TriedSample(
+        model=model,
+        step=step,
+        split=one.item.split,
+        index=one.index,
+        item=one.item.item,
+        prompt=tokenizer.spell(prompt),
+        completion=tokenizer.decode(sampled),
+        tokens=[*prompt, *sampled],
+        loss_mask=[0] * len(prompt) + [1] * len(sampled),
+        behaviour_logprobs=[0.0] * len(prompt) + completion.logprobs,
+        finish_reason=completion.finish_reason,
+        stop_token=tokenizer.spell(sampled[-1:]) if completion.finish_reason == "stop" else "",
+        temperature=one.temperature,
+        mean_logprob=sum(completion.logprobs) / len(sampled),
+        answer=None if result is None else one.item.answer,
+        reward=scored.total if scored else None,
+        rewards=scored.components if scored else {},
+        unscored=unscored,
+        note=f'the trainer applies algorithm.truncated = "{config.algorithm.truncated}"' if cut else "",
+    )

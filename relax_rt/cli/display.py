@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_rt.cli.why import Account
-from relax_rt.config.job import PlanLine
+from relax_rt.config.job import PlanLine, TriedSample
 from relax_rt.observe.text import NOTHING, clip, count, duration
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -24,6 +24,8 @@ TRACE_LINES = 15
 PIPE_WIDTH = 200
 WIDE = 110
 """From this width on `ps` has room for all of its columns."""
+HEAD_WIDTH = 12
+PROMPT_STYLE, TRAINED_STYLE = "dim", "green"
 STYLE = {"ready": "green", "starting": "yellow", "requested": "yellow", "backoff": "red", "hung": "bold red"}
 TONE = {"good": "green", "warning": "yellow", "error": "red"}
 
@@ -156,14 +158,70 @@ def show_why(found: Account) -> None:
         console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
 
 
-def show_samples(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Print completions, each with what is known of it."""
+def show_samples(samples: Sequence[TriedSample]) -> None:
+    """Print samples: the prompt dim, what is trained on green."""
     console = console_for_output()
-    for index, sample in enumerate(samples, start=1):
-        facts = {k: v for k, v in sample.items() if k not in ("prompt", "completion") and v is not None}
-        console.rule(Text(f"{index}  " + "  ".join(f"{k} {v}" for k, v in facts.items()), "bright_black"), align="left")
-        console.print(Text(str(sample.get("prompt", "")), "bright_black"))
-        console.print(Text(str(sample.get("completion", ""))))
+    if samples:
+        first = samples[0]
+        made = f"  step {first.step}" if first.step is not None else ""
+        console.print(Text(f"model {first.model}{made}  temperature {first.temperature:g}", "bold"))
+    for sample in samples:
+        console.print()
+        for name, value in _sample_rows(sample):
+            # One write a row: a grid would cut lines that are copied, and wrap a prompt away from its own newlines.
+            lines = value.split("\n", allow_blank=True)
+            for number, line in enumerate(lines):
+                head = Text(f"{'' if number else name:<{HEAD_WIDTH}}", "bright_black")
+                console.print(head + line, soft_wrap=True)
+
+
+def _sample_rows(sample: TriedSample) -> Iterator[tuple[str, Text]]:
+    start = len(sample.loss_mask) - sum(sample.loss_mask)
+    about = [_origin(sample), f"item {sample.item}" if sample.item else ""]
+    yield "sample", Text("  ".join(part for part in about if part), "bold")
+    yield "prompt", Text(visible(sample.prompt), PROMPT_STYLE)
+    yield "completion", Text(visible(sample.completion), TRAINED_STYLE)
+    yield (
+        "tokens",
+        Text.assemble(
+            (_spaced(sample.tokens[:start]), PROMPT_STYLE), " | ", (_spaced(sample.tokens[start:]), TRAINED_STYLE)
+        ),
+    )
+    lengths = f"{start} of the prompt, {len(sample.tokens) - start} sampled and trained on"
+    yield "loss mask", Text.assemble(runs_of(sample.loss_mask), (f"  {lengths}", "bright_black"))
+    ended = f" at {visible(sample.stop_token)}" if sample.stop_token else ""
+    yield (
+        "finish",
+        Text.assemble(f"{sample.finish_reason}{ended}", (f"  {sample.note}" if sample.note else "", "yellow")),
+    )
+    yield "logprob", Text.assemble(f"{sample.mean_logprob:.4f}", ("  mean of the sampled tokens", "bright_black"))
+    if sample.answer is not None:
+        yield "answer", Text(visible(sample.answer))
+    if sample.reward is None:
+        yield "reward", Text(f"none: {sample.unscored}", "yellow")
+    else:
+        parts = "  ".join(f"{name} {value:g}" for name, value in sample.rewards.items() if name != "reward")
+        yield "reward", Text.assemble((f"{sample.reward:g}", "bold"), (f"  {parts}" if parts else "", "bright_black"))
+
+
+def _origin(sample: TriedSample) -> str:
+    if sample.split == "own":
+        return f"own prompt {sample.index}"
+    return f"{'held-out' if sample.split == 'held_out' else 'training'} prompt {sample.index}"
+
+
+def _spaced(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def runs_of(mask: Sequence[int]) -> str:
+    """A mask by its runs: `0x31 1x3` is 31 zeros, then 3 ones."""
+    return " ".join(f"{value}x{len(list(members))}" for value, members in groupby(mask))
+
+
+def visible(text: str) -> str:
+    """Text with control characters but newlines escaped: a model may write what would move a terminal's cursor."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _show_diagnosis(console: Console, title: str, diagnosis: Diagnosis) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
 from relax_rt import __version__
 from relax_rt.transport.errors import RelaxError
 
+if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
+
+DEFAULT_CONFIG = Path("roles.toml")
 OK, FAILED, BAD_INPUT = 0, 1, 2
 
 app = App(
@@ -37,7 +41,7 @@ Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
 
 @app.command
 def up(
-    config: Config = Path("roles.toml"),
+    config: Config = DEFAULT_CONFIG,
     *,
     overrides: Overrides = None,
     plain: Annotated[bool, Parameter(help="Print lines instead of the live screen.")] = False,
@@ -60,7 +64,7 @@ def up(
 
 @app.command
 def validate(
-    config: Config = Path("roles.toml"),
+    config: Config = DEFAULT_CONFIG,
     *,
     overrides: Overrides = None,
     quick: Annotated[bool, Parameter(help="Leave out the model, the data and the dry run of the reward.")] = False,
@@ -87,7 +91,7 @@ def validate(
 
 
 @app.command
-def plan(config: Config = Path("roles.toml"), *, overrides: Overrides = None, json: Json = False) -> int:
+def plan(config: Config = DEFAULT_CONFIG, *, overrides: Overrides = None, json: Json = False) -> int:
     """What a run will need and do, before it starts."""
     from relax_rt.cli.display import show_json, show_plan
     from relax_rt.config.job import load_job
@@ -193,22 +197,56 @@ def why(
 
 @app.command
 def sample(
-    prompts: Annotated[list[str] | None, Parameter(help="Prompts; held-out items if left out.")] = None,
+    config: Annotated[Path | None, Parameter(help="A roles.toml; ./roles.toml if it is there.")] = None,
     *,
-    run: Run = None,
-    items: Annotated[int, Parameter(help="Held-out items, when no prompt is given.")] = 4,
+    items: Annotated[int, Parameter(name=["-n", "--items"], help="Prompts to sample, one completion of each.")] = 4,
+    run: Annotated[Path | None, Parameter(help="Sample from this run's newest checkpoint, with its config.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        Parameter(name="--prompt", help="Ask this instead of the data; may be repeated.", negative_iterable=()),
+    ] = None,
+    held_out: Annotated[bool, Parameter(help="Held-out prompts; else training prompts in the run's order.")] = False,
+    overrides: Overrides = None,
     json: Json = False,
 ) -> int:
-    """Completions of a run's newest checkpoint."""
+    """Rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
     from relax_rt.cli.display import show_json, show_samples
-    from relax_rt.cli.runs import find_run_dir, resolved_config
     from relax_rt.config.job import load_job
+    from relax_rt.config.problems import BadInput
 
-    run_dir = find_run_dir(run)
-    config = resolved_config(run_dir)
-    found = load_job(config.run.job).sample(run_dir, config, prompts or (), items)
+    if items < 1:
+        raise BadInput(f"-n {items}", why="at least one prompt must be sampled")
+    if prompts and held_out:
+        raise BadInput("both --prompt and --held-out", why="a prompt of one's own is of no split", hint="give one")
+    try:
+        loaded, run_dir = _sampled_from(config, run, overrides or ())
+        job = load_job(loaded.run.job)
+        found = job.sample(loaded, run_dir, items, held_out=held_out, prompts=prompts or ())
+    except BadInput:
+        raise
+    except RelaxError as error:
+        raise BadInput(error.what, why=error.why, hint=error.hint) from error
     show_json(found) if json else show_samples(found)
     return OK
+
+
+def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """The config to sample with, and the run whose checkpoint is taken, if one is."""
+    from relax_rt.cli.runs import find_run_dir, resolved_config
+    from relax_rt.config.loader import load_config
+    from relax_rt.config.problems import BadInput
+
+    if run is not None and config is not None:
+        raise BadInput(f"both {config} and --run {run}", why="a run has its own config", hint="give one of them")
+    if config is None and run is None and DEFAULT_CONFIG.is_file():
+        config = DEFAULT_CONFIG
+    if config is not None:
+        return load_config(config, overrides), None
+    if overrides:
+        hint = "name the roles.toml to override its keys"
+        raise BadInput("--set with a run", why="a run is sampled with the config it was started with", hint=hint)
+    run_dir = find_run_dir(run)
+    return resolved_config(run_dir), run_dir
 
 
 def as_dict(value: Any) -> dict[str, Any]:

@@ -61,6 +61,45 @@ class Column(msgspec.Struct, frozen=True):
     line: str = ""
 
 
+class TriedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample as a run would make and score it. T tokens = prompt and completion.
+
+    Attributes:
+        model: folder of the weights. step: optimizer steps of the checkpoint; None for the model of the config.
+        split: train, held_out, or own for a prompt of the command line.
+        index: place in the run's order (train) or among the held-out items. item: id of the data item, "" without one.
+        prompt: rendered, special tokens written out: what `tokens` says, not what was meant.
+        completion: as the reward function gets it, special tokens left out.
+        tokens, loss_mask, behaviour_logprobs: length T; the mask is 1 on sampled tokens, and the log-probability is 0
+            where the mask is 0.
+        stop_token: spelling of the token that ended it, "" if none did.
+        mean_logprob: over the sampled tokens.
+        answer: the right one, None if it is not known.
+        reward, rewards: total and components; None and empty when it was not scored, for the reason in `unscored`.
+        note: what else a run would do with it.
+    """
+
+    model: str
+    step: int | None
+    split: str
+    index: int
+    item: str
+    prompt: str
+    completion: str
+    tokens: list[int]
+    loss_mask: list[int]
+    behaviour_logprobs: list[float]
+    finish_reason: str
+    stop_token: str
+    temperature: float
+    mean_logprob: float
+    answer: str | None
+    reward: float | None
+    rewards: dict[str, float]
+    unscored: str = ""
+    note: str = ""
+
+
 class Job(Protocol):
     """A kind of run.
 
@@ -99,8 +138,16 @@ class Job(Protocol):
     def closing(self, summary: dict[str, Any]) -> list[str]:
         """The summary that `finish` returned, in lines for people."""
 
-    def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
-        """Completions of the newest checkpoint: for the prompts given, else for so many held-out items."""
+    def sample(
+        self, config: Any, run_dir: Path | None, items: int, *, held_out: bool = False, prompts: Sequence[str] = ()
+    ) -> list[TriedSample]:
+        """Samples made and scored as in a run, without one.
+
+        Args:
+            run_dir: sample from the newest checkpoint of this run; None: from the model that the config names.
+            items: how many prompts, from the first of the run's order, or of the held-out ones.
+            prompts: questions to ask instead; they have no answer and so no reward.
+        """
 
 
 def job_names() -> list[str]:

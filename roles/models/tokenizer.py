@@ -61,6 +61,12 @@ class ChatTokenizer:
         """Text of token ids, special tokens (an EOS) left out."""
         return str(self.raw.decode([int(t) for t in tokens], skip_special_tokens=True))
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Text of token ids as the model sees it: special tokens written out, no spaces tidied."""
+        return str(
+            self.raw.decode([int(t) for t in tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a completion: EOS of tokenizer and generation_config, and what closes a turn.

@@ -19,6 +19,7 @@ from relax_rt.cli.runs import find_run_dir
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.rundir import owner_of, write_json
 
+TINY_JOB = Path(__file__).parents[2] / "tiny_job"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -92,6 +93,13 @@ def test_validate_shows_every_problem_and_says_so_in_json(capsys: Capture) -> No
         ["why", "rollout/0", "--run", "nowhere"],
         ["down", "over"],
         ["logs", "rolout", "over"],
+        ["sample"],
+        ["sample", "nothing.toml"],
+        ["sample", "nothing.toml", "--run", "over"],
+        ["sample", "--run", "over"],
+        ["sample", "--run", "over", "--set", "run.seed=2"],
+        ["sample", "-n", "0"],
+        ["sample", "--held-out", "--prompt", "1 + 1 ="],
     ],
 )
 def test_bad_input_is_2_without_a_traceback(capsys: Capture, argv: list[str]) -> None:
@@ -111,6 +119,24 @@ def test_plan_in_both_forms(capsys: Capture) -> None:
     lines = json.loads(call(capsys, "plan", "--json")[1])
     assert {"section", "name", "value", "how"} == set(lines[0])
     assert all(line["name"] in out for line in lines)
+
+
+def test_sample_in_both_forms(capsys: Capture) -> None:
+    Path("roles.toml").write_text((TINY_JOB / "roles.toml").read_text())
+    Path("reward.py").write_text((TINY_JOB / "reward.py").read_text())
+    code, out, err = call(capsys, "sample", "-n", "2", "--set", "run.seed=5")
+    assert (code, err) == (0, "")
+    samples = json.loads(call(capsys, "sample", "-n", "2", "--set", "run.seed=5", "--json")[1])
+    assert [sample["index"] for sample in samples] == [0, 1]
+    for sample in samples:
+        assert len(sample["tokens"]) == len(sample["loss_mask"]) == len(sample["behaviour_logprobs"])
+        assert sample["reward"] == float(sample["completion"] == sample["answer"])
+        assert sample["prompt"] in out
+        assert " ".join(map(str, sample["tokens"])) in out.replace(" | ", " ")
+    assert json.loads(call(capsys, "sample", "--prompt", "1 + 1 =", "--json")[1])[0]["reward"] is None
+    code, out, err = call(capsys, "sample", "--set", "model.path=elsewhere")
+    assert (code, out) == (2, "")
+    assert "there is no folder" in err
 
 
 def test_the_run_meant(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

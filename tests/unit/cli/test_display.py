@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from relax_rt.cli import display
+from relax_rt.config.job import TriedSample
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
@@ -51,3 +53,54 @@ def test_output_to_a_pipe_is_wide(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_has_no_infinite_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     display.show_json({"bound": float("inf")})
     assert capsys.readouterr().out == '{\n  "bound": null\n}\n'
+
+
+def a_sample(**fields: Any) -> TriedSample:
+    known: dict[str, Any] = {
+        "model": "/models/m",
+        "step": 20,
+        "split": "train",
+        "index": 3,
+        "item": "ab12",
+        "prompt": "[user]one\ntwo[end]",
+        "completion": "4\x1b[2J",
+        "tokens": [11, 12, 13, 21, 22],
+        "loss_mask": [0, 0, 0, 1, 1],
+        "behaviour_logprobs": [0.0, 0.0, 0.0, -1.0, -2.0],
+        "finish_reason": "stop",
+        "stop_token": "[end]",
+        "temperature": 1.0,
+        "mean_logprob": -1.5,
+        "answer": "4",
+        "reward": 1.25,
+        "rewards": {"right": 1.0, "form": 0.25},
+    }
+    return TriedSample(**{**known, **fields})
+
+
+def samples_shown(monkeypatch: pytest.MonkeyPatch, *samples: TriedSample) -> str:
+    out = io.StringIO()
+    monkeypatch.setattr(display, "console_for_output", lambda: Console(file=out, width=40, highlight=False))
+    display.show_samples(samples)
+    return out.getvalue()
+
+
+def test_a_sample_is_shown_whole_and_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "x" * 500
+    said = samples_shown(monkeypatch, a_sample(), a_sample(index=4, prompt=long, reward=None, unscored="it raised"))
+    assert "/models/m  step 20" in said
+    assert "prompt      [user]one\n            two[end]\n" in said
+    assert "tokens      11 12 13 | 21 22\n" in said
+    assert "loss mask   0x3 1x2 " in said
+    assert "stop at [end]\n" in said
+    assert "-1.5000" in said
+    assert "reward      1.25  right 1  form 0.25\n" in said
+    assert f"prompt      {long}\n" in said
+    assert "none: it raised" in said
+    # What the model wrote must not reach the terminal as a command.
+    assert "\x1b" not in said and "4\\x1b[2J" in said
+
+
+def test_masks_are_told_by_their_runs() -> None:
+    assert display.runs_of([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
+    assert display.runs_of([]) == ""

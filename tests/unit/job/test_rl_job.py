@@ -7,15 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.checks import needed_bytes, retained_batches
+from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.job import RLJob
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.plan import STAGE_BUFFERS, model_size
 from relax_rt.roles.preflight import as_problem, warnings
 from relax_rt.roles.sections import RLConfig
@@ -226,9 +227,56 @@ def test_sampling_takes_the_newest_checkpoint(toml: Path, model: Path) -> None:
     (run_dir / "checkpoints").mkdir(parents=True)
     for step in (2, 10):
         (run_dir / "checkpoints" / f"step-{step:06d}").symlink_to(model)
-    config = loaded(toml, "roles.evaluator.max_sequences=4")
-    held_out: list[dict[str, Any]] = RLJob().sample(run_dir, config, [], 3)
-    assert [record["step"] for record in held_out] == [10, 10, 10]
-    assert all(record["finish_reason"] in ("stop", "length") and "answer" in record for record in held_out)
-    (own,) = RLJob().sample(run_dir, config, ["1 + 1 ="], 0)
-    assert own["prompt"] == "1 + 1 =" and 0 < own["tokens"] <= 8 and "answer" not in own
+    found = RLJob().sample(loaded(toml, "roles.evaluator.max_sequences=4"), run_dir, 3, held_out=True)
+    assert [(s.step, s.split, s.index) for s in found] == [(10, "held_out", n) for n in range(3)]
+    assert found[0].model.endswith("step-000010")
+
+
+def test_samples_are_those_that_a_run_would_make(toml: Path, model: Path) -> None:
+    reward = "def score(completion, answer, tokens, split, question):\n    assert question and split == 'train'\n"
+    (toml.parent / "mine.py").write_text(reward + "    return {'length': tokens, 'right': completion == answer}\n")
+    config = loaded(toml, "reward.function=mine.py:score", "roles.rollout.max_sequences=2")
+    found = RLJob().sample(config, None, 3)
+    tokenizer = load_tokenizer(model)
+    source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=toml.parent)
+    for index, sample in enumerate(found):
+        item, start = source.prompt(index), len(source.prompt(index).tokens)
+        assert (sample.item, sample.answer, sample.tokens[:start]) == (item.item, item.answer, item.tokens)
+        assert sample.prompt == tokenizer.text(item.messages)
+        sampled = sample.tokens[start:]
+        assert 0 < len(sampled) <= 8
+        assert sample.loss_mask == [0] * start + [1] * len(sampled)
+        assert all(p < 0 for p in sample.behaviour_logprobs[start:]) and not any(sample.behaviour_logprobs[:start])
+        assert sample.mean_logprob == pytest.approx(sum(sample.behaviour_logprobs) / len(sampled))
+        assert sample.completion == tokenizer.decode(sampled)
+        assert (sample.stop_token != "") == (sample.finish_reason == "stop") == (sampled[-1] in tokenizer.stop_ids)
+        right = float(sample.completion == item.answer)
+        assert (sample.rewards, sample.reward) == ({"length": len(sampled), "right": right}, len(sampled) + right)
+    assert RLJob().sample(config, None, 3) == found
+
+
+def test_a_reward_that_fails_is_told_with_its_sample(toml: Path) -> None:
+    (toml.parent / "mine.py").write_text("def fails(completion, answer):\n    raise ValueError('never')\n")
+    (one,) = RLJob().sample(loaded(toml, "reward.function=mine.py:fails"), None, 1)
+    assert (one.reward, one.rewards) == (None, {})
+    assert "ValueError: never" in one.unscored
+
+
+def test_own_prompts_are_rendered_and_not_scored(toml: Path) -> None:
+    (own,) = RLJob().sample(loaded(toml, "data.template=Sum: {question}"), None, 4, prompts=["1 + 1 ="])
+    assert "Sum: 1 + 1 =" in own.prompt
+    assert (own.split, own.answer, own.reward, own.item) == ("own", None, None, "")
+    assert own.unscored and sum(own.loss_mask) > 0
+
+
+def test_no_more_held_out_prompts_than_there_are(toml: Path) -> None:
+    config = loaded(toml, "data.size=30", "data.epochs=1", "algorithm.prompts_per_step=1", "algorithm.steps=1")
+    train, held_out = RLJob().sample(config, None, 1000), RLJob().sample(config, None, 1000, held_out=True)
+    assert train and held_out
+    assert not {s.item for s in train} & {s.item for s in held_out}
+    assert len({s.item for s in [*train, *held_out]}) == len(train) + len(held_out) <= 30
+
+
+def test_prompts_that_do_not_fit_the_context_are_refused(toml: Path) -> None:
+    with pytest.raises(RelaxError, match="context"):
+        RLJob().sample(loaded(toml), None, 1, prompts=["1" * 100_000])
