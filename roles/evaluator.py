@@ -175,6 +175,9 @@ class EvaluatorRole(Role):
             "seconds": round(time.monotonic() - began, 3),
         }
         self.ctx.metrics(result)
+        self.ctx.log.info(
+            f"held out, {when}", **{k: result[k] for k in ("step", "version", "items", "exact", "lenient")}
+        )
         self._last_step = max(self._last_step, record.step)
         if when == "before":
             self._before = result

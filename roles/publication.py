@@ -67,6 +67,7 @@ class WeightFollower:
         await asyncio.wait_for(done.wait(), SWAP_TIMEOUT_S)
         self.record = record
         self._ctx.event("weights_swapped", version=record.version, step=record.step)
+        self._ctx.log.info("weights swapped", version=record.version, step=record.step)
         await self._ctx.ready(record.version)
         return True
 

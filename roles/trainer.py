@@ -156,7 +156,10 @@ class TrainerRole(Role):
         trained = time.monotonic()
         await self._account(lease, result)
         done = time.monotonic()
-        self.ctx.metrics(self._record(lease, samples, result, (asked, got, trained, done)))
+        record = self._record(lease, samples, result, (asked, got, trained, done))
+        self.ctx.metrics(record)
+        shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
+        self.ctx.log.info(f"step {self.step} of {self.config.algorithm.steps}", version=self.weights.version, **shown)
         self.ctx.progress.advance(1, f"step {self.step} of {self.config.algorithm.steps}")
         if self._saving is not None and self._saving.done():
             # A save that failed ends the trainer now, not at the next checkpoint.

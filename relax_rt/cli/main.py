@@ -186,11 +186,16 @@ def why(
     from relax_rt.cli.display import show_json, show_why
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.why import account
+    from relax_rt.config.problems import BadInput, did_you_mean
     from relax_rt.events import read_events
     from relax_rt.supervision import control
 
     run_dir = find_run_dir(run)
-    found = account(read_events(run_dir), control.status(run_dir), slot or "")
+    status = control.status(run_dir)
+    known = sorted({s.slot for s in status.slots} | {s.kind for s in status.slots})
+    if slot and known and slot not in known:
+        raise BadInput(f"there is no slot {slot!r}", hint=did_you_mean(slot, known) or f"slots: {', '.join(known)}")
+    found = account(read_events(run_dir), status, slot or "")
     show_json(found) if json else show_why(found)
     return OK
 

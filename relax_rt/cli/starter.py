@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from relax_rt.config.problems import BadInput
@@ -17,7 +18,7 @@ ROLES_TOML = """\
 # Every key has a default unless it says "needed". `--set algorithm.steps=5` overrides a key for one call.
 
 [run]
-name = "quickstart"                  # needed; the run's folder is runs/quickstart
+name = "{name}"                      # needed; the run's folder is runs/<name>
 seed = 0                             # prompts and sampling derive from it
 
 [model]
@@ -86,6 +87,12 @@ def score(completion: str, answer: str, **info: object) -> dict[str, float]:
 FILES = {"roles.toml": ROLES_TOML, "reward.py": REWARD_PY}
 
 
+def run_name(folder: Path) -> str:
+    """The folder's name as a run may be called."""
+    name = re.sub(r"[^a-z0-9_-]+", "-", folder.resolve().name.lower()).strip("-_")
+    return name[:40] or "run"
+
+
 def write_starter(folder: Path) -> list[Path]:
     """Write the starter's files; all of them or none.
 
@@ -102,7 +109,7 @@ def write_starter(folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
             with path.open("x") as file:
-                file.write(FILES[path.name])
+                file.write(FILES[path.name].replace("{name}", run_name(folder)))
     except OSError as error:
         raise RelaxError(f"{folder} cannot be written", why=error.strerror or str(error)) from error
     return paths
