@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -111,6 +111,3 @@ class RunConfig(BaseModel):
     """One table a role; each becomes that role's own RoleSettings type when loaded."""
     config_dir: str = ""
     """Folder of roles.toml, absolute: paths in it are relative to this. Filled in by the loader."""
-
-
-LogLevel = Literal["debug", "info", "warning", "error"]

@@ -71,11 +71,16 @@ class CheckpointStore:
         self._fence()
         partial = self.folder / f"{PARTIAL}{state.step:06d}-{self.epoch}"
         partial.mkdir()
-        write(partial)
-        (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-        for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+        try:
+            write(partial)
+            (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+            for path in partial.iterdir():
+                _sync(path)
+            _sync(partial)
+        except FileNotFoundError:
+            # A newer incarnation clears away what older ones were writing: say so, if that is what happened.
+            self._fence()
+            raise
         target = self.folder / f"{PREFIX}{state.step:06d}"
         self._fence()
         if target.exists():

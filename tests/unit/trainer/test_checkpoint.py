@@ -58,10 +58,8 @@ def test_an_older_incarnation_cannot_rename_its_folder_into_place(tmp_path: Path
 
     def overtaken(folder: Path) -> None:
         fill(folder)
-        CheckpointStore.__dict__["_fence"](NewStore)
+        CheckpointStore(tmp_path, 2, keep=2)  # a new incarnation starts while the old one writes
 
-    NewStore = CheckpointStore(tmp_path / "other", 2, keep=2)
-    NewStore.folder = tmp_path
     with pytest.raises(StaleEpoch, match="epoch 2 writes here, this is 1"):
         old.save(state(5), overtaken)
     assert not list(tmp_path.glob("step-*"))
