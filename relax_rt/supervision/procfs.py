@@ -30,7 +30,7 @@ def become_subreaper() -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the state on: [0] state, [1] ppid, [19] start time in clock ticks."""
+    """Fields of /proc/<pid>/stat from the state on: [0] state, [1] ppid, [19] start in clock ticks, [48] env_end."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -93,13 +93,37 @@ def descendants(root: int) -> set[int]:
     return found - zombies
 
 
-def has_environment(pid: int, *pairs: str) -> bool:
-    """True when the process was started with all of these ``NAME=value`` pairs in its environment."""
+def in_exec(pid: int) -> bool:
+    """True in the instants of execve in which a program is loaded while /proc does not show its environment yet.
+
+    Those who spawned it may already be told that it runs: descriptors with close-on-exec are closed before that point.
+    """
+    fields = _stat(pid)
+    if fields is None or fields[0] in "ZX" or int(fields[48]) != 0:
+        return False
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return bool(os.readlink(f"/proc/{pid}/exe"))  # a kernel thread has none
     except OSError:
         return False
-    return all(pair.encode() in environment for pair in pairs)
+
+
+def has_environment(pid: int, *pairs: str, limit_s: float = 1.0) -> bool:
+    """True when the process was started with all of these ``NAME=value`` pairs in its environment.
+
+    One that is being loaded is waited for, `limit_s` at most.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        # Asked before the read: a load that ends between the two would leave an empty answer that is believed.
+        loading = in_exec(pid)
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return False
+        if environment or not loading or time.monotonic() > end:
+            found = environment.split(b"\0")
+            return all(pair.encode() in found for pair in pairs)
+        time.sleep(0.001)
 
 
 def members_of_run(run_id: str) -> set[int]:

@@ -129,6 +129,17 @@ def test_owner_is_told_from_another_process_of_its_pid() -> None:
     assert owner_lives({**owner, "pid_namespace": "another"}) is None
 
 
+def test_environment_is_seen_from_the_first_instant_of_a_process() -> None:
+    """A spawner goes on before /proc shows the environment; a member of a run that is overlooked then would live on."""
+    for number in range(150):
+        child = subprocess.Popen(["sleep", "600"], env={"RELAX_RUN_ID": str(number), "PATH": os.environ["PATH"]})
+        try:
+            assert procfs.has_environment(child.pid, f"RELAX_RUN_ID={number}")
+        finally:
+            child.kill()
+            child.wait()
+
+
 def test_stale_runs_are_those_whose_owner_is_dead(paths: RunPaths) -> None:
     assert paths.run_id not in [p.run_id for p in stale_runs()]
     owner = {**owner_of(os.getpid()), "run_dir": str(paths.run_dir)}
