@@ -102,7 +102,7 @@ def in_exec(pid: int) -> bool:
     if fields is None or fields[0] in "ZX" or int(fields[48]) != 0:
         return False
     try:
-        return bool(os.readlink(f"/proc/{pid}/exe"))  # a kernel thread has none
+        return bool(Path(f"/proc/{pid}/exe").readlink().name)  # a kernel thread has none
     except OSError:
         return False
 
