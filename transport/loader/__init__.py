@@ -1,0 +1,1 @@
+"""Streaming loader for trainers: which rank gets which samples, micro-batches, prefetch."""
