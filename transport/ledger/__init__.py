@@ -2,6 +2,6 @@
 
 from relax_rt.transport.ledger.events import Entry
 from relax_rt.transport.ledger.machine import Ledger, Outcome
-from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
+from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits, SamplerSpec
 
-__all__ = ["Entry", "Ledger", "LedgerPolicy", "Outcome", "QueueLimits"]
+__all__ = ["Entry", "Ledger", "LedgerPolicy", "Outcome", "QueueLimits", "SamplerSpec"]

@@ -1,19 +1,21 @@
-"""Producers: admission by whole groups, new samples, and groups that come back unfinished."""
+"""Producers: admission by whole groups, offers, new samples, and groups that come back unfinished."""
 
 from __future__ import annotations
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.events import Admit, GiveBack, PutColumns
-from relax_rt.transport.ledger.extents import extents_of
-from relax_rt.transport.ledger.state import Group, Sample
-from relax_rt.transport.queue.api import Admission, Freed, Put, SampleKey, Ticket
+from relax_rt.transport.ledger.blocks import extents_in
+from relax_rt.transport.ledger.core import ROOM, Core
+from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
+from relax_rt.transport.ledger.state import Group, Part, Sample
+from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
+
+MAX_GROUP = 65_536
 
 
 def outstanding(core: Core) -> int:
     """Samples reserved, generating, ready or leased, plus those trained since the last update."""
-    return sum(group.size for group in core.state.groups.values()) + core.state.since_update
+    return core.held + core.state.since_update
 
 
 def bound(core: Core, engine_version: int) -> float:
@@ -22,22 +24,34 @@ def bound(core: Core, engine_version: int) -> float:
     return (policy.max_staleness + 1 - core.lag(engine_version)) * policy.batch_samples
 
 
+def surplus(core: Core) -> int:
+    """Samples that may be under way beyond the bound."""
+    return core.policy.over_provision * core.policy.group_size
+
+
+def crowded(core: Core) -> str:
+    """Why nothing more fits into the queue; empty if something does."""
+    state = core.state
+    used, limit = core.blocks.payload_bytes, state.limits.capacity_bytes
+    if used >= limit:
+        held = sum(group.size for group in state.trained.values())
+        waits = f", {held} samples wait for a checkpoint" if held else ""
+        spill = ", the disk for spilled payloads is full" if state.limits.spill_bytes else ""
+        return f"payloads fill the capacity: {used} of {limit} bytes{waits}{spill}"
+    if core.held >= state.limits.capacity_samples:
+        return f"{core.held} samples are in the queue, {state.limits.capacity_samples} allowed"
+    return ""
+
+
 def obstacle(core: Core, engine_version: int) -> str:
-    """Why no group can be admitted to this engine now; empty if one can."""
+    """Why no new group can be admitted to this engine now; empty if one can."""
     state, policy = core.state, core.policy
-    if state.trainer_version is None:
-        return "the trainer has not announced its weights yet"
-    if engine_version not in core.tree:
-        return f"engine version {engine_version} is not known to the queue yet"
     if not state.prompts.available(policy.prompts):
         return f"all {policy.prompts} prompts are given out"
-    if core.extents.payload_bytes >= state.limits.capacity_bytes:
-        held = sum(group.size for group in state.trained.values())
-        return (
-            f"payloads fill the capacity: {core.extents.payload_bytes} of {state.limits.capacity_bytes} bytes, "
-            f"{held} samples wait for a checkpoint"
-        )
-    now, limit = outstanding(core), bound(core, engine_version)
+    full = crowded(core)
+    if full:
+        return full
+    now, limit = outstanding(core), bound(core, engine_version) + surplus(core)
     if now + policy.group_size > limit:
         behind = core.lag(engine_version)
         lag = f" to an engine {behind} updates behind" if behind else ""
@@ -46,10 +60,20 @@ def obstacle(core: Core, engine_version: int) -> str:
 
 
 def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
-    """Tickets for up to `groups` groups, as many as the bound allows."""
+    """Tickets for up to `groups` groups: first those with missing members, then as many new ones as the bound allows."""
+    what = f"admission of {event.groups} groups to {who}"
     if event.groups < 1:
-        raise Refused(f"admission of {event.groups} groups to {who}", why="at least one must be asked for")
+        raise Refused(what, why="at least one must be asked for")
+    if not core.policy.group_size:
+        raise Refused(what, why="this queue has no prompts", hint="offer samples instead")
+    if core.state.trainer_version is None:
+        return Admission([], "the trainer has not announced its weights yet")
+    if event.engine_version not in core.tree:
+        return Admission([], f"engine version {event.engine_version} is not known to the queue yet")
     tickets: list[Ticket] = []
+    for id_ in list(core.state.reopened):
+        if len(tickets) < event.groups and core.lag(event.engine_version) <= core.policy.max_staleness:
+            tickets.append(_reissue(core, who, core.state.groups[id_], event.engine_version))
     while len(tickets) < event.groups:
         waiting_on = obstacle(core, event.engine_version)
         if waiting_on:
@@ -68,71 +92,218 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
         base=engine_version,
         samples=[Sample() for _ in range(size)],
         holder=who,
+        making=list(range(size)),
     )
-    state.groups[group.id] = group
+    core.enter(group)
     state.issued += size
     core.hold(group.id)
     core.changed = True
+    assert group.prompt is not None
     prompt = group.prompt
     return Ticket(group.id, prompt.index, prompt.attempt, size, group.version, state.limits.lease_s)
 
 
-def put(core: Core, who: Incarnation, event: PutColumns) -> list[Freed]:
+def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
+    """A ticket for the missing members of a group."""
+    assert group.prompt is not None and core.state.trainer_version is not None
+    core.state.reopened.pop(group.id)
+    group.holder, group.base, group.making = who, engine_version, group.missing()
+    core.hold(group.id)
+    core.changed = True
+    return Ticket(
+        group.id,
+        group.prompt.index,
+        group.prompt.attempt + group.remade,
+        len(group.samples),
+        core.state.trainer_version,
+        core.state.limits.lease_s,
+        group.making,
+    )
+
+
+def reopen(core: Core, group: Group, state: str) -> None:
+    """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
+
+    Members that are there stay, so that a producer's death costs what it had in hand only.
+    """
+    group.holder, group.making = None, []
+    core.unhold(group.id)
+    missing = group.missing()
+    if not missing:
+        core.refresh(group)
+        return
+    if len(missing) == group.size or group.prompt is None or core.policy.on_failed_member == "drop":
+        core.end(group, state)
+        return
+    core.ended(state, len(missing))
+    core.state.issued += len(missing)
+    group.remade += 1
+    core.state.reopened[group.id] = None
+    core.touched.add(ROOM)
+
+
+def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
     """New samples of groups that the caller generates.
 
     What comes for a group that is no longer the caller's is not kept: its extents go straight back.
     """
-    _check_puts(core, who, event.puts)
+    check_puts(core, who, event.puts)
+    core.changed = bool(event.puts)
+    touched: dict[int, Group] = {}
     for item in event.puts:
-        extents = extents_of(item.columns)
-        core.changed = True
-        group = core.state.groups.get(item.key.group)
-        if group is None or group.holder != who:
-            core.tally("late_puts")
-            for extent in extents:
-                core.extents.return_to_owner(extent, core.state.callers.alive)
+        mine = [row for row in item.rows if _is_open(core, who, row)]
+        if len(mine) < len(item.rows):
+            core.tally("late_puts", len(item.rows) - len(mine))
+        if not mine:
+            return_extents(core, [item])
             continue
-        group.samples[item.key.member] = Sample(
-            generated=True, columns=list(item.columns), spans=item.versions, extents=extents
-        )
-        core.extents.add(extents)
-        if all(sample.generated for sample in group.samples):
-            group.holder = None
-            core.deadlines.pop(group.id, None)
-        core.refresh(group)
-        if core.state.trainer_version is not None and core.staleness(group) > core.policy.max_staleness:
-            # An engine that still served a branch the trainer has left.
-            core.end(group, "refused(stale)")
-    freed = core.extents.collect(who)
+        block = core.blocks.add(item, len(mine), core.state.callers.alive)
+        for row in mine:
+            group = core.state.groups[row.key.group]
+            group.samples[row.key.member] = _sample(core, row, block, item.version)
+            group.making.remove(row.key.member)
+            touched[group.id] = group
+    for group in touched.values():
+        _after_put(core, group)
+    freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
     return freed
 
 
-def _check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
-    seen: set[SampleKey] = set()
-    core.extents.check([extent for item in puts for extent in extents_of(item.columns)], who)
+def _is_open(core: Core, who: Incarnation, row: RowPut) -> bool:
+    group = core.state.groups.get(row.key.group)
+    return group is not None and group.holder == who
+
+
+def _sample(core: Core, row: RowPut, block: int, version: int) -> Sample:
+    core.losses.generated(row.length)
+    return Sample(True, [Part(block, row.row, "", version)], row.length, row.priority, row.versions)
+
+
+def _after_put(core: Core, group: Group) -> None:
+    if not group.making:
+        group.holder = None
+        core.unhold(group.id)
+        if group.missing():
+            # A member failed a task while its siblings were still being made.
+            core.state.reopened[group.id] = None
+            core.touched.add(ROOM)
+    core.refresh(group)
+    if core.staleness(group) > core.policy.max_staleness:
+        # An engine that still served a branch the trainer has left.
+        core.end(group, "refused(stale)")
+
+
+def return_extents(core: Core, puts: list[Put]) -> None:
+    """What was put is not kept: its memory goes straight back."""
+    for extent in extents_in(puts):
+        core.blocks.return_to_owner(extent, core.state.callers.alive)
+
+
+def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """Raises:
+    Refused: a put is not possible; nothing of the call was done.
+    """
+    core.blocks.check(puts, who)
+    check_fields(core, who, puts)
+    seen: set[tuple[int, int]] = set()
     for item in puts:
-        if item.key in seen:
-            raise Refused(f"put of sample {item.key} by {who}", why="it is twice in the same call")
-        seen.add(item.key)
-        group = core.state.groups.get(item.key.group)
-        if group is None or group.holder != who:
-            continue
-        if not 0 <= item.key.member < group.size:
-            raise Refused(f"put of sample {item.key} by {who}", why=f"its group has {group.size} members")
-        if group.samples[item.key.member].generated:
-            raise Refused(
-                f"put of sample {item.key} by {who}", why="a producer puts a sample once, with all its columns"
-            )
-        for span in item.versions:
-            if span.version not in core.tree:
-                raise Refused(f"put of sample {item.key} by {who}", why=f"policy version {span.version} is not known")
+        for row in item.rows:
+            at = (row.key.group, row.key.member)
+            if at in seen:
+                raise Refused(f"put of sample {row.key} by {who}", why="it is twice in the same call")
+            seen.add(at)
+            _check_row(core, who, row)
+
+
+def _check_row(core: Core, who: Incarnation, row: RowPut) -> None:
+    what = f"put of sample {row.key} by {who}"
+    group = core.state.groups.get(row.key.group)
+    if group is not None and group.holder == who:
+        if not 0 <= row.key.member < len(group.samples):
+            raise Refused(what, why=f"its group has {len(group.samples)} members")
+        if row.key.member not in group.making:
+            raise Refused(what, why="a producer puts each member of its ticket once, with all its columns")
+    check_versions(core, what, row)
+
+
+def check_versions(core: Core, what: str, row: RowPut) -> None:
+    """Raises:
+    Refused: a policy version is not known.
+    """
+    for span in row.versions:
+        if span.version not in core.tree:
+            raise Refused(what, why=f"policy version {span.version} is not known")
+
+
+def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """Raises:
+    Refused: a field is not declared, or a sample is too large.
+    """
+    declared, limit = core.policy.fields, core.state.limits.max_sample_bytes
+    for item in puts:
+        if declared:
+            for name in item.block.fields:
+                if name not in declared:
+                    raise Refused(
+                        f"field '{name}' put by {who}", why=f"the declared fields are {', '.join(sorted(declared))}"
+                    )
+        nbytes = item.block.extent.nbytes if item.block.extent is not None else len(item.block.inline)
+        each = nbytes // max(item.block.rows, 1)
+        if each > limit:
+            raise Refused(f"put by {who}", why=f"a sample has {each} bytes, max_sample_bytes is {limit}")
+
+
+def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
+    """Whole groups of samples that no ticket was drawn for."""
+    what = f"offer by {who}"
+    if core.policy.group_size:
+        raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
+    _check_offer(core, who, event)
+    full = crowded(core)
+    if full:
+        return Offered([], waiting_on=full)
+    groups = [
+        Group(core.new_id(), None, core.state.trainer_version or 0, 0, [Sample() for _ in range(size)])
+        for size in event.groups
+    ]
+    for item in event.puts:
+        block = core.blocks.add(item, len(item.rows), core.state.callers.alive)
+        for row in item.rows:
+            groups[row.key.group].samples[row.key.member] = _sample(core, row, block, item.version)
+    for group in groups:
+        core.enter(group)
+        core.refresh(group)
+        core.state.issued += len(group.samples)
+        if core.state.trainer_version is not None and core.staleness(group) > core.policy.max_staleness:
+            core.end(group, "refused(stale)")
+    core.changed = True
+    return Offered([group.id for group in groups], core.blocks.collect(who))
+
+
+def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
+    what = f"offer by {who}"
+    if not event.groups or min(event.groups) < 1 or max(event.groups) > MAX_GROUP:
+        raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs 1 to {MAX_GROUP}")
+    core.blocks.check(event.puts, who)
+    check_fields(core, who, event.puts)
+    seen: set[tuple[int, int]] = set()
+    for item in event.puts:
+        for row in item.rows:
+            group, member = row.key.group, row.key.member
+            if not 0 <= group < len(event.groups) or not 0 <= member < event.groups[group]:
+                raise Refused(what, why=f"row {row.key} is in none of its groups")
+            seen.add((group, member))
+            check_versions(core, what, row)
+    rows = sum(len(item.rows) for item in event.puts)
+    if len(seen) != rows or rows != sum(event.groups):
+        raise Refused(what, why=f"{rows} rows for {sum(event.groups)} samples: each sample is put once, whole")
 
 
 def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
-    """Unfinished groups of the caller end; their prompts are given out again."""
+    """The caller makes these groups no more."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
         if group is not None and group.holder == who:
             core.changed = True
-            core.end(group, "dropped(returned)")
+            reopen(core, group, "dropped(returned)")

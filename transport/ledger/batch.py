@@ -2,62 +2,73 @@
 
 from __future__ import annotations
 
+from relax_rt.transport.ledger.admission import bound, outstanding
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.policy import TRAIN
 from relax_rt.transport.ledger.state import Group
-from relax_rt.transport.queue.api import SampleKey
 
 
 def refuse_stale(core: Core) -> None:
     """End every group over the staleness bound that is not on lease to the trainer; its prompt returns."""
+    if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
+        return
     for group in list(core.state.groups.values()):
         if not group.lease and core.staleness(group) > core.policy.max_staleness:
             core.changed = True
             core.end(group, "refused(stale)")
 
 
+def urgent(core: Core, group: Group) -> bool:
+    """Whether the next update would push the group past the bound."""
+    return core.staleness(group) + 1 > core.policy.max_staleness
+
+
 def stragglers(core: Core) -> list[Group]:
     """Groups that are not ready to be trained and that the next update would push past the bound."""
+    if core.policy.on_straggler == "mask" or core.policy.max_staleness == float("inf"):
+        return []
     return [
         group
         for group in core.state.groups.values()
-        if group.id not in core.train_ready
-        and not group.lease
-        and core.staleness(group) + 1 > core.policy.max_staleness
+        if group.id not in core.step_ready and not group.lease and urgent(core, group)
     ]
 
 
-def choose(core: Core, wanted: int) -> tuple[list[SampleKey], str]:
-    """The samples of exactly `wanted` groups, those first that the next update would make over-stale.
-
-    Returns no sample and the reason while there are too few groups, or while the batch waits for stragglers.
-    """
-    state = core.state
-    if state.trainer_version is None:
-        return [], "the trainer has not announced its weights yet"
-    refuse_stale(core)
-    for lease in state.leases.values():
-        if lease.task == TRAIN:
-            return [], f"lease {lease.id} of {lease.who} is not finished; its update decides what is stale"
-    if len(core.train_ready) < wanted:
-        _blocked(core, None)
-        return [], f"{len(core.train_ready)} of {wanted} groups are ready for training"
+def hold_for_stragglers(core: Core) -> str:
+    """Why the batch that could be granted must wait; empty when it need not. Late stragglers are revoked."""
     late = stragglers(core)
+    beyond = _beyond_bound(core, late)
+    for group in beyond:
+        core.end(group, "dropped(surplus)")
+        core.changed = True
+    late = [group for group in late if group not in beyond]
     if late:
-        since = core.now if state.blocked_since is None else state.blocked_since
-        if core.now - since < core.policy.straggler_wait_s:
-            _blocked(core, since)
-            return [], _names(late)
+        since = core.now if core.state.blocked_since is None else core.state.blocked_since
+        patience_s = core.policy.straggler_wait_s if core.policy.on_straggler == "wait" else 0.0
+        if core.now - since < patience_s:
+            blocked(core, since)
+            return _names(late)
         for group in late:
             core.tally("stragglers")
             core.end(group, "dropped(straggler)")
-    _blocked(core, None)
-    core.changed = True
-    order = sorted(core.train_ready, key=lambda id_: (-core.staleness(state.groups[id_]), id_))
-    return [key for id_ in order[:wanted] for key in state.groups[id_].sample_keys()], ""
+        core.changed = True
+    blocked(core, None)
+    return ""
 
 
-def _blocked(core: Core, since: float | None) -> None:
+def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
+    """The newest stragglers, as many as were over-provisioned: the batch does not wait for them."""
+    over = outstanding(core) - bound(core, core.state.trainer_version or 0)
+    found: list[Group] = []
+    for group in reversed(late):
+        if not core.policy.over_provision or over <= 0:
+            break
+        over -= group.size
+        found.append(group)
+    return found
+
+
+def blocked(core: Core, since: float | None) -> None:
+    """Since when the batch waits for stragglers only."""
     if core.state.blocked_since != since:
         core.state.blocked_since = since
         core.changed = True

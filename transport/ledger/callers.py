@@ -1,31 +1,59 @@
-"""Fencing of old incarnations, and the answers kept for repeated calls."""
+"""Fencing of old incarnations, where their nodes are, and the answers kept for repeated calls."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.extents import owner_key
-from relax_rt.transport.queue.api import Admission, Freed
+from relax_rt.transport.ledger.blocks import SPILL, owner_key
+from relax_rt.transport.queue.api import Admission, Advice, Extent, Offered
 
 ANSWERS_KEPT = 128
 """Answers kept for each incarnation; a client has fewer changing calls under way (see QueueClient)."""
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An answer given: tickets, the id of a lease (its batch is rebuilt), or freed extents."""
+    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
 
     admission: Admission | None = None
+    offered: Offered | None = None
     lease: int = 0
-    freed: list[Freed] = []
+    freed: list[Extent] = []
+    advice: Advice | None = None
+
+
+class Home(msgspec.Struct, frozen=True, array_like=True):
+    """Where an incarnation lives.
+
+    Attributes:
+        who: the incarnation.
+        node: its node; payloads: address of its payload server, empty if the node's own serves its slabs.
+        pid, started: its process on the broker's node, 0 when it is not to be watched.
+    """
+
+    who: Incarnation
+    node: str = ""
+    payloads: str = ""
+    pid: int = 0
+    started: int = 0
 
 
 class Callers(msgspec.Struct):
-    """The lowest epoch of each slot that is still heard, and the newest answers of each incarnation (by owner key)."""
+    """The lowest epoch of each slot that is still heard, and the newest answers of each incarnation (by owner key).
+
+    Attributes:
+        homes: of those who joined of their own accord, by owner key; kept while slabs of theirs may be read.
+        node, payloads: the broker's own.
+    """
 
     lowest: dict[str, int] = {}
     answers: dict[str, dict[int, Kept]] = {}
+    homes: dict[str, Home] = {}
+    node: str = ""
+    payloads: str = ""
 
     def check(self, who: Incarnation) -> None:
         """Raises:
@@ -55,8 +83,28 @@ class Callers(msgspec.Struct):
             if name == prefix and int(epoch) < lowest:
                 del self.answers[owner]
 
+    def forget_homes(self, live: Iterable[str]) -> None:
+        """Drop the homes of incarnations that are neither heard nor own one of the `live` slab owners."""
+        keep = {*live, *self.answers}
+        self.homes = {owner: home for owner, home in self.homes.items() if owner in keep}
+
+    def remote(self, who: Incarnation, owners: Iterable[str]) -> dict[str, str]:
+        """Payload servers of those owners whose slabs are not on the caller's node."""
+        here = self.node_of(owner_key(who))
+        found: dict[str, str] = {}
+        for owner in owners:
+            if self.node_of(owner) != here:
+                home = self.homes.get(owner)
+                found[owner] = home.payloads if home is not None and home.payloads else self.payloads
+        return found
+
+    def node_of(self, owner: str) -> str:
+        """The node of a slab's owner; one that did not say, and spilled blocks, are on the broker's."""
+        home = self.homes.get(owner)
+        return home.node if home is not None and not owner.startswith(SPILL + "-") else self.node
+
     def alive(self, owner: str) -> bool:
-        """Whether the incarnation with this key (see extents.owner_key) is one that is heard."""
+        """Whether the incarnation with this key (see blocks.owner_key) is one that is heard."""
         return owner in self.answers
 
     def answer(self, who: Incarnation, seq: int) -> Kept | None:
@@ -68,7 +116,7 @@ class Callers(msgspec.Struct):
         kept = self.answers[owner_key(who)]
         if seq in kept:
             return kept[seq]
-        if kept and seq <= max(kept) - ANSWERS_KEPT:
+        if kept and seq <= next(reversed(kept)) - ANSWERS_KEPT:
             raise Refused(f"call {seq} of {who}", why=f"answers are kept for the last {ANSWERS_KEPT} calls only")
         return None
 
@@ -76,5 +124,5 @@ class Callers(msgspec.Struct):
         """Keep the answer of a call that changed the ledger."""
         kept = self.answers[owner_key(who)]
         kept[seq] = answer
-        while len(kept) > ANSWERS_KEPT:
-            del kept[min(kept)]
+        if len(kept) > ANSWERS_KEPT:
+            del kept[next(iter(kept))]

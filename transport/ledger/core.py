@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 from relax_rt.transport.errors import Refused
-from relax_rt.transport.ledger.extents import ExtentTable
-from relax_rt.transport.ledger.policy import TRAIN, LedgerPolicy
-from relax_rt.transport.ledger.state import Group, Lease, State
-from relax_rt.transport.queue.api import Freed, SampleKey
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.blocks import BlockTable
+from relax_rt.transport.ledger.losses import Losses
+from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.transport.ledger.state import Group, Lease, Sample, State
+from relax_rt.transport.queue.api import Extent, SampleKey
 from relax_rt.transport.versions import VersionRecord, VersionTree
 
 Notice = tuple[str, dict[str, Any]]
 """Something a person wants to see in the event log: kind and fields."""
+ROOM = "room"
+"""What those who wait for admission wait for; takers wait for the name of their task."""
 
 
 class Core:
-    """State, version tree, indices of ready work, and deadlines.
+    """State, version tree, indices of ready work, deadlines and counts.
 
     Deadlines are not part of the state: renewals are not journaled, and after a restart leases start again at
     full length.
@@ -26,12 +32,20 @@ class Core:
         self.state = state
         self.tree = VersionTree(state.versions)
         self.deadlines: dict[int, float] = {}
+        self.shared: dict[int, dict[Incarnation, float]] = {}
+        """Deadlines of each holder of a shared lease; the earliest is the lease's."""
         self.now = 0.0
         self.changed = False
         self.notices: list[Notice] = []
-        self.ready: dict[str, set[SampleKey]] = {}
-        self.train_ready: set[int] = set()
+        self.touched: set[str] = set()
+        self.ready: dict[str, OrderedDict[SampleKey, None]] = {}
+        self.step_ready: OrderedDict[int, None] = OrderedDict()
+        self.held = 0
+        """Samples in groups that are not yet trained."""
+        self.losses = Losses()
         self._lags: dict[int, int] = {}
+        self._wanted: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._schemas: dict[tuple[str, ...], int] = {}
         if state.policy is not None:
             self.reindex()
 
@@ -45,8 +59,8 @@ class Core:
         return self.state.policy
 
     @property
-    def extents(self) -> ExtentTable:
-        return self.state.extents
+    def blocks(self) -> BlockTable:
+        return self.state.blocks
 
     def note(self, kind: str, **fields: Any) -> None:
         """Something to show in the event log."""
@@ -55,17 +69,44 @@ class Core:
     def tally(self, what: str, n: int = 1) -> None:
         self.state.tallies[what] = self.state.tallies.get(what, 0) + n
 
+    def ended(self, what: str, n: int = 1) -> None:
+        """Samples that came to a terminal state."""
+        self.state.ended[what] = self.state.ended.get(what, 0) + n
+
     def new_id(self) -> int:
         self.state.next_id += 1
         return self.state.next_id - 1
 
-    def hold(self, id_: int) -> None:
-        """The ticket or lease runs at full length from now."""
-        self.deadlines[id_] = self.now + self.state.limits.lease_s
+    def hold(self, id_: int, who: Incarnation | None = None) -> None:
+        """The ticket or lease runs at full length from now; `who` is a holder of a shared lease."""
+        self.renew(id_, who, self.now)
 
-    def release(self, extents: list[Freed]) -> None:
+    def renew(self, id_: int, who: Incarnation | None, now: float) -> None:
+        """The ticket or lease runs at full length from `now`."""
+        end = now + self.state.limits.lease_s
+        if who is not None:
+            holders = self.shared.setdefault(id_, {})
+            holders[who] = end
+            end = min(holders.values())
+        self.deadlines[id_] = end
+
+    def unhold(self, id_: int) -> None:
+        """The ticket or lease is not held any more."""
+        self.deadlines.pop(id_, None)
+        self.shared.pop(id_, None)
+
+    def unhold_for(self, id_: int, who: Incarnation) -> None:
+        """One holder of a shared lease has no deadline any more; the others' go on."""
+        holders = self.shared.get(id_, {})
+        holders.pop(who, None)
+        if holders:
+            self.deadlines[id_] = min(holders.values())
+        else:
+            self.deadlines[id_] = self.now + self.state.limits.lease_s
+
+    def unpin(self, extents: Iterable[Extent]) -> None:
         """One reference less on each extent."""
-        self.extents.release(extents, self.state.callers.alive)
+        self.blocks.unpin(extents, self.state.callers.alive)
 
     # --- staleness
 
@@ -79,16 +120,31 @@ class Core:
     def staleness(self, group: Group, member: int | None = None) -> int:
         """Longest distance from the trainer's weights to any version in the group, or in one member.
 
-        Members that are not there yet count with the version of the engine that makes them.
+        Members that are not there yet count with the version of the engine that makes them. Where over-stale tokens
+        are masked, only the others count, and a sample that has no others counts with its freshest.
         """
-        samples = group.samples if member is None else [group.samples[member]]
+        if self.state.trainer_version is None:
+            return 0
+        samples = [s for s in group.samples if not s.left_out] if member is None else [group.samples[member]]
+        if self.policy.on_straggler == "mask":
+            return max((self._unmasked(sample) for sample in samples if sample.spans), default=0)
         versions = {span.version for sample in samples for span in sample.spans}
-        if any(not sample.spans for sample in samples):
+        if group.prompt is not None and any(not sample.spans for sample in samples):
             versions.add(group.base)
-        return max(self.lag(version) for version in versions)
+        return max((self.lag(version) for version in versions), default=0)
+
+    def _unmasked(self, sample: Sample) -> int:
+        lags = [self.lag(span.version) for span in sample.spans]
+        return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
+
+    def masked(self, sample: Sample) -> list[tuple[int, int]]:
+        """Token ranges over the bound, which count as context."""
+        if self.policy.on_straggler != "mask" or self.state.trainer_version is None:
+            return []
+        return [(s.start, s.end) for s in sample.spans if self.lag(s.version) > self.policy.max_staleness]
 
     def move_weights(self, record: VersionRecord) -> None:
-        """The trainer's weights are `record` from now on.
+        """The trainer's weights are `record` from now on; columns computed with other weights lapse.
 
         Raises:
             Refused: the version's parent is not known, or its number was used for another version.
@@ -101,83 +157,202 @@ class Core:
             self.state.versions.append(record)
         self.state.trainer_version = record.version
         self._lags.clear()
+        if self.policy.versioned:
+            for group in self.state.groups.values():
+                self._lapse_columns(group)
+
+    def _lapse_columns(self, group: Group) -> None:
+        if group.lease:
+            return
+        for sample in group.samples:
+            old = [part for part in sample.parts if part.version >= 0 and self.lag(part.version) > 0]
+            if not old:
+                continue
+            sample.parts = [part for part in sample.parts if part not in old]
+            for part in old:
+                self.blocks.drop_row(part.block, self.state.callers.alive)
+                if part.task in sample.done:
+                    sample.done.remove(part.task)
+            self.tally("columns_lapsed", len(old))
+        self.refresh(group)
 
     # --- indices
 
     def reindex(self) -> None:
         """Find all ready work anew."""
-        self.ready = {task: set() for task in self.policy.tasks if task != TRAIN}
-        self.train_ready.clear()
+        self._wanted.clear()
+        self._schemas.clear()
+        self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
+        self.step_ready.clear()
+        self.held = 0
         for group in self.state.groups.values():
+            self.held += group.size
             self.refresh(group)
+
+    def tasks_for(self, sample: Sample) -> tuple[str, ...]:
+        """Tasks all of whose fields the sample has."""
+        if not sample.generated:
+            return ()
+        blocks = self.blocks.blocks
+        key = tuple(
+            self._schemas.setdefault(blocks[part.block].ref.fields, len(self._schemas)) for part in sample.parts
+        )
+        tasks = self._wanted.get(key)
+        if tasks is None:
+            have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
+            tasks = tuple(task for task, fields in self.policy.tasks.items() if have.issuperset(fields))
+            if len(self._wanted) > 4096:
+                self._wanted.clear()
+            self._wanted[key] = tasks
+        return tasks
 
     def refresh(self, group: Group) -> None:
         """Enter what of the group is ready for which task, after any change of it."""
-        for task, ready in self.ready.items():
-            fields = self.policy.tasks[task]
-            for key, sample in zip(group.sample_keys(), group.samples, strict=True):
-                if task not in sample.leases and task not in sample.done and sample.has(fields):
-                    ready.add(key)
+        step_task = self.policy.step_task
+        step_ready = bool(step_task) and group.holder is None and not group.lease
+        for member, sample in enumerate(group.samples):
+            if sample.left_out:
+                continue
+            tasks = self.tasks_for(sample)
+            key = SampleKey(group.id, member)
+            for task, ready in self.ready.items():
+                if task in tasks and task not in sample.leases and task not in sample.done:
+                    if key not in ready:
+                        ready[key] = None
+                        self.touched.add(task)
                 else:
-                    ready.discard(key)
-        fields = self.policy.tasks[TRAIN]
-        if group.holder is None and not group.lease and all(sample.has(fields) for sample in group.samples):
-            self.train_ready.add(group.id)
+                    ready.pop(key, None)
+            step_ready = step_ready and step_task in tasks
+        if step_ready:
+            if group.id not in self.step_ready:
+                self.step_ready[group.id] = None
+                self.touched.add(step_task)
         else:
-            self.train_ready.discard(group.id)
+            self.step_ready.pop(group.id, None)
 
-    def forget(self, group: Group) -> None:
-        """Nothing of the group is offered any more."""
+    def first(self, keys: Iterable[SampleKey]) -> None:
+        """What comes back goes before what is new."""
         for ready in self.ready.values():
-            ready.difference_update(group.sample_keys())
-        self.train_ready.discard(group.id)
-        self.deadlines.pop(group.id, None)
+            for key in keys:
+                if key in ready:
+                    ready.move_to_end(key, last=False)
 
-    # --- the end of groups and leases
+    def enter(self, group: Group) -> None:
+        """A group is there from now on."""
+        self.state.groups[group.id] = group
+        self.held += group.size
+
+    def leave(self, group: Group) -> None:
+        """The group is not among those to be trained any more, and nothing of it is offered."""
+        if self.state.groups.pop(group.id, None) is not None:
+            self.held -= group.size
+        for key in group.sample_keys():
+            for ready in self.ready.values():
+                ready.pop(key, None)
+        self.step_ready.pop(group.id, None)
+        self.state.reopened.pop(group.id, None)
+        self.unhold(group.id)
+        self.touched.add(ROOM)
+
+    # --- the end of samples, groups and leases
+
+    def drop_parts(self, sample: Sample) -> None:
+        """The sample's columns are needed no more."""
+        for part in sample.parts:
+            self.blocks.drop_row(part.block, self.state.callers.alive)
+        sample.parts = []
 
     def end(self, group: Group, state: str, *, marked: dict[int, str] | None = None, fate: str = "return") -> None:
         """The group ends before it was trained, its samples in `state` (or their own in `marked`).
 
         fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`.
         """
+        self.leave(group)
         for member, sample in enumerate(group.samples):
+            if sample.left_out:
+                continue
             name = (marked or {}).get(member, state)
-            self.state.ended[name] = self.state.ended.get(name, 0) + 1
-            self.release(sample.extents)
-        self.state.groups.pop(group.id, None)
-        self.forget(group)
-        if fate == "failed" and group.prompt.failures + 1 >= self.policy.failures_per_prompt:
-            fate = "retire"
-        if fate == "retire":
-            self.state.prompts.retire(group.prompt)
+            self.ended(name)
+            if sample.generated:
+                self.losses.lost(sample.length, name)
+            self.drop_parts(sample)
+        if group.prompt is None:
+            fate = "none"
         else:
-            self.state.prompts.give_back(group.prompt, failed=fate == "failed")
-        self.note("group_ended", group=group.id, prompt=group.prompt.index, state=state, prompt_fate=fate)
+            if fate == "failed" and group.prompt.failures + 1 >= self.policy.failures_per_prompt:
+                fate = "retire"
+            if fate == "retire":
+                self.state.prompts.retire(group.prompt)
+            else:
+                self.state.prompts.give_back(group.prompt, failed=fate == "failed")
+        self.note(
+            "group_ended",
+            group=group.id,
+            prompt=group.prompt.index if group.prompt is not None else None,
+            state=state,
+            prompt_fate=fate,
+        )
+
+    def finish_if_done(self, group: Group) -> None:
+        """Without a step task a group is finished when all tasks are done with all of it."""
+        tasks = len(self.policy.tasks)
+        if self.policy.step_task or any(len(s.done) < tasks for s in group.samples if not s.left_out):
+            return
+        self.leave(group)
+        for sample in group.samples:
+            if not sample.left_out:
+                self.losses.used(sample.length)
+                self.drop_parts(sample)
+        self.ended("finished", group.size)
 
     def close(self, lease: Lease, *, pinned: bool = False) -> None:
-        """The lease is held no more; with pinned its process may still read, so its extents stay.
+        """The lease is held no more; with pinned its processes may still read, so its extents stay.
 
         The samples' own marks of the lease are taken off; what comes next is the caller's to say.
         """
         self.state.leases.pop(lease.id, None)
-        self.deadlines.pop(lease.id, None)
-        for group in self.groups_of(lease):
-            if lease.task == TRAIN:
+        self.unhold(lease.id)
+        if lease.stream:
+            self.state.streams[f"{lease.task}:{lease.stream}"].live = {
+                index: id_
+                for index, id_ in self.state.streams[f"{lease.task}:{lease.stream}"].live.items()
+                if id_ != lease.id
+            }
+        if lease.task == self.policy.step_task:
+            for group in self.groups_of(lease):
                 group.lease = 0
-            else:
-                for key in lease.keys:
-                    if key.group == group.id:
-                        group.samples[key.member].leases.pop(lease.task, None)
+        else:
+            for _, sample in self.samples_of(lease):
+                del sample.leases[lease.task]
         if pinned:
             self.state.lapsed[lease.id] = lease
         else:
-            self.release(lease.pins)
+            self.unpin(lease.pins)
 
-    def unpin(self, lease: Lease) -> None:
-        """A lapsed lease's process reads no more."""
-        del self.state.lapsed[lease.id]
-        self.release(lease.pins)
+    def unread(self, lease: Lease, who: Incarnation) -> None:
+        """One holder of an ended lease reads no more; after the last one its extents are free."""
+        if who in lease.holders:
+            lease.holders.remove(who)
+        if not lease.holders:
+            del self.state.lapsed[lease.id]
+            self.unpin(lease.pins)
 
     def groups_of(self, lease: Lease) -> list[Group]:
         """The lease's groups that are still there and not yet trained."""
         return [self.state.groups[id_] for id_ in lease.groups() if id_ in self.state.groups]
+
+    def samples_of(self, lease: Lease) -> list[tuple[SampleKey, Sample]]:
+        """The samples that the lease of a task other than the step task still holds.
+
+        A member that was made again under its old key is another sample, which this lease never held.
+        """
+        found: list[tuple[SampleKey, Sample]] = []
+        for key in lease.keys:
+            group = self.state.groups.get(key.group)
+            if group is not None and group.samples[key.member].leases.get(lease.task) == lease.id:
+                found.append((key, group.samples[key.member]))
+        return found
+
+    def read_by(self, samples: Iterable[Sample]) -> list[int]:
+        """Ids of the blocks that hold columns of these samples, each once."""
+        return list(dict.fromkeys(part.block for sample in samples for part in sample.parts))

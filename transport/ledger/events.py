@@ -6,7 +6,7 @@ import msgspec
 
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.api import Failure, Put
+from relax_rt.transport.queue.api import Extent, Failure, Put, SampleKey, Want
 from relax_rt.transport.versions import VersionRecord
 
 
@@ -18,18 +18,40 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """The broker serves run `run_id`. Another run id than before means that shared memory began anew."""
+    """The broker serves run `run_id` on `node`. Another run id than before means that shared memory began anew.
+
+    payloads: address of the node's payload server, for readers on other nodes.
+    """
 
     run_id: str
+    node: str = ""
+    payloads: str = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The caller's incarnation is seen for the first time; older ones of its slot are fenced."""
+    """The caller's incarnation is seen for the first time; older ones of its slot are fenced.
+
+    Attributes:
+        node, payloads: see QueueApi.join.
+        pid, started: the caller's process on the broker's node (0: not to be watched) and its start in clock ticks.
+        issued: the epoch was issued by this ledger.
+    """
+
+    node: str = ""
+    payloads: str = ""
+    pid: int = 0
+    started: int = 0
+    issued: bool = False
 
 
 class Admit(msgspec.Struct, frozen=True, tag="admit"):
     engine_version: int
     groups: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    puts: list[Put]
+    groups: list[int]
 
 
 class PutColumns(msgspec.Struct, frozen=True, tag="put"):
@@ -42,9 +64,11 @@ class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
+    """keys: what was chosen, in the journal; None while it is still to be chosen."""
+
     task: str
-    samples: int
-    groups: int
+    want: Want
+    keys: list[SampleKey] | None = None
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
@@ -52,6 +76,11 @@ class Complete(msgspec.Struct, frozen=True, tag="complete"):
     lease: int
     puts: list[Put]
     failures: list[Failure]
+    pinned: bool = False
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    leases: list[int]
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
@@ -63,6 +92,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     lease: int
     step: int
     weights: VersionRecord
+    skipped: bool = False
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -82,6 +112,12 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     reason: str
 
 
+class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
+    """Blocks were copied to a file on the broker's disk: block id and where it is now."""
+
+    moves: list[tuple[int, Extent]]
+
+
 class Lapse(msgspec.Struct, frozen=True, tag="lapse"):
     """Deadlines passed. The ids are written out because renewals are not journaled."""
 
@@ -94,15 +130,18 @@ Event = (
     | Open
     | Join
     | Admit
+    | Offer
     | PutColumns
     | GiveBack
     | Take
     | Complete
+    | Unpin
     | Abandon
     | Trained
     | Committed
     | Rollback
     | Gone
+    | Spilled
     | Lapse
 )
 

@@ -8,30 +8,17 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import account, admission, consume, training
-from relax_rt.transport.ledger.callers import Kept
+from relax_rt.transport.ledger import account, admission, consume, spill, training
+from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.ledger.blocks import owner_key, owner_of
+from relax_rt.transport.ledger.callers import Home, Kept
+from relax_rt.transport.ledger.choice import Samplers
 from relax_rt.transport.ledger.core import Core, Notice
-from relax_rt.transport.ledger.events import (
-    Abandon,
-    Admit,
-    Committed,
-    Complete,
-    Configure,
-    Entry,
-    GiveBack,
-    Gone,
-    Join,
-    Lapse,
-    Open,
-    PutColumns,
-    Rollback,
-    Take,
-    Trained,
-)
 from relax_rt.transport.ledger.state import State
-from relax_rt.transport.queue.api import Admission, Batch, Freed
+from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Offered
+from relax_rt.transport.samplers import load_sampler
 
-Answer = Admission | Batch | list[Freed] | None
+Answer = Admission | Offered | Batch | Advice | list[Extent] | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -39,13 +26,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
     Attributes:
         answer: for the caller.
-        changed: the ledger changed, so the entry must be journaled before the answer is given.
+        changed: the ledger changed, so the event must be journaled before the answer is given.
         notices: for the event log.
+        event: what to journal: the event with what was decided on the way.
+        touched: what those may wait for who wait now (names of tasks, ROOM).
     """
 
     answer: Answer
     changed: bool
     notices: list[Notice] = []
+    event: ev.Event | None = None
+    touched: frozenset[str] = frozenset()
 
 
 class Ledger:
@@ -57,6 +48,8 @@ class Ledger:
     def __init__(self, snapshot: bytes = b"") -> None:
         state = msgspec.msgpack.decode(snapshot, type=State) if snapshot else State()
         self.core = Core(state)
+        self.samplers: Samplers = {}
+        self._load_samplers()
 
     @property
     def n(self) -> int:
@@ -81,7 +74,14 @@ class Ledger:
         self.core.state.callers.check(who)
         return self.core.state.callers.knows(who)
 
-    def apply(self, entry: Entry) -> Outcome:
+    def _load_samplers(self) -> None:
+        policy = self.core.state.policy
+        specs = policy.samplers if policy is not None else {}
+        self.samplers = {
+            task: load_sampler(spec.path, spec.options) for task, spec in specs.items() if spec.path != "fifo"
+        }
+
+    def apply(self, entry: ev.Entry) -> Outcome:
         """Apply one event.
 
         Raises:
@@ -89,70 +89,94 @@ class Ledger:
             StaleEpoch: the caller is fenced; nothing changed.
         """
         core, who, event = self.core, entry.who, entry.event
-        core.now, core.changed, core.notices = entry.at, False, []
+        core.now, core.changed, core.notices, core.touched = entry.at, False, [], set()
         answer: Answer = None
         if who is None:
-            self._own(event)
+            answer = self._own(event)
         else:
-            if not isinstance(event, Join) and not self.knows(who):
+            if not isinstance(event, ev.Join) and not self.knows(who):
                 raise Refused(f"call of {who}", why="it has not joined")
             kept = core.state.callers.answer(who, entry.seq) if entry.seq else None
             if kept is not None:
-                return Outcome(self._repeated(event, kept), changed=False)
-            answer = self._called(who, event)
+                return Outcome(self._repeated(who, event, kept), changed=False)
+            if isinstance(event, ev.Take):
+                answer, keys = consume.take(core, who, event, self.samplers)
+                event = ev.Take(event.task, event.want, keys)
+            else:
+                answer = self._called(who, event)
             if core.changed and entry.seq:
                 self._keep(who, entry.seq, answer)
         if core.changed:
             core.state.n = entry.n
-        return Outcome(answer, core.changed, core.notices)
+        return Outcome(answer, core.changed, core.notices, event, frozenset(core.touched))
 
-    def _own(self, event: object) -> None:
+    def _own(self, event: object) -> Answer:
         """The broker's own events."""
         core = self.core
         match event:
-            case Configure(policy, limits):
+            case ev.Configure(policy, limits):
                 policy.check()
                 core.changed = (policy, limits) != (core.state.policy, core.state.limits)
                 core.state.policy, core.state.limits = policy, limits
+                self._load_samplers()
                 core.reindex()
-            case Open(run_id):
-                if core.state.run_id not in ("", run_id):
-                    training.lose_payloads(core)
-                core.changed = core.changed or core.state.run_id != run_id
-                core.state.run_id = run_id
-            case Lapse(groups, leases):
+            case ev.Open():
+                self._open(event)
+            case ev.Spilled():
+                return spill.spilled(core, event)
+            case ev.Lapse(groups, leases):
                 self._lapse(groups, leases)
             case _:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
+        return None
+
+    def _open(self, event: ev.Open) -> None:
+        core, callers = self.core, self.core.state.callers
+        if core.state.run_id not in ("", event.run_id):
+            if core.state.limits.durable:
+                training.keep_payloads(core)
+            else:
+                training.lose_payloads(core)
+        after = (event.run_id, event.node, event.payloads)
+        core.changed = core.changed or (core.state.run_id, callers.node, callers.payloads) != after
+        core.state.run_id, callers.node, callers.payloads = after
 
     def _called(self, who: Incarnation, event: object) -> Answer:
         core = self.core
         match event:
-            case Join():
-                self._join(who)
-            case Admit():
-                return admission.admit(core, who, event)
-            case PutColumns():
+            case ev.PutColumns():
                 return admission.put(core, who, event)
-            case GiveBack():
-                admission.give_back(core, who, event)
-            case Take():
-                return consume.take(core, who, event)
-            case Complete():
+            case ev.Offer():
+                return admission.offer(core, who, event)
+            case ev.Admit():
+                return admission.admit(core, who, event)
+            case ev.Complete():
                 return consume.complete(core, who, event)
-            case Abandon():
+            case ev.Trained():
+                return training.trained(core, who, event)
+            case ev.Unpin(leases):
+                consume.unpin(core, who, leases)
+                return self._collect(who)
+            case ev.Join():
+                self._join(who, event)
+            case ev.GiveBack():
+                admission.give_back(core, who, event)
+            case ev.Abandon():
                 consume.abandon(core, who, event)
-            case Trained():
-                training.trained(core, who, event)
-            case Committed():
+            case ev.Committed():
                 training.committed(core, who, event)
-            case Rollback():
+            case ev.Rollback():
                 training.rollback(core, who, event)
-            case Gone(gone, reason):
-                self._gone(gone, reason)
+            case ev.Gone(gone, _):
+                self._gone(gone)
             case _:
                 raise Refused(f"event {type(event).__name__} of {who}", why="it is the broker's own")
         return None
+
+    def _collect(self, who: Incarnation) -> list[Extent]:
+        freed = self.core.blocks.collect(who)
+        self.core.changed = self.core.changed or bool(freed)
+        return freed
 
     def _keep(self, who: Incarnation, seq: int, answer: Answer) -> None:
         match answer:
@@ -164,51 +188,65 @@ class Ledger:
                 kept = Kept(lease=lease)
             case Admission():
                 kept = Kept(admission=answer)
+            case Offered():
+                kept = Kept(offered=answer)
+            case Advice():
+                kept = Kept(advice=answer)
             case list():
                 kept = Kept(freed=answer)
             case _:
                 kept = Kept()
         self.core.state.callers.keep(who, seq, kept)
 
-    def _repeated(self, event: object, kept: Kept) -> Answer:
+    def _repeated(self, who: Incarnation, event: object, kept: Kept) -> Answer:
         match event:
-            case Admit():
+            case ev.Admit():
                 return kept.admission
-            case PutColumns() | Complete():
+            case ev.Offer():
+                return kept.offered
+            case ev.Trained():
+                return kept.advice
+            case ev.PutColumns() | ev.Complete() | ev.Unpin():
                 return kept.freed
-            case Take():
+            case ev.Take():
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
                     return Batch(0, [], waiting_on=f"lease {kept.lease} lapsed before its answer arrived")
-                return consume.batch_of(self.core, lease)
+                return consume.batch_of(self.core, lease, who)
             case _:
                 return None
 
-    def _join(self, who: Incarnation) -> None:
+    def _join(self, who: Incarnation, event: ev.Join) -> None:
         """The slot has a newer incarnation: the older ones can finish nothing more, though they may still read."""
-        core = self.core
-        core.state.callers.check(who)
-        if core.state.callers.knows(who):
+        core, callers = self.core, self.core.state.callers
+        callers.check(who)
+        if callers.knows(who):
             return
         core.changed = True
-        core.state.callers.join(who)
+        callers.join(who)
+        if event.issued:
+            core.state.next_epoch = max(core.state.next_epoch, who.epoch + 1)
+            callers.forget_homes(owner_of(slab) for slab in core.blocks.live)
+            callers.homes[owner_key(who)] = Home(who, event.node, event.payloads, event.pid, event.started)
         self._end_work(lambda other: other.slot == who.slot and other.epoch < who.epoch, process_ended=False)
 
-    def _gone(self, who: Incarnation, reason: str) -> None:
+    def _gone(self, who: Incarnation) -> None:
         core = self.core
         core.changed = True
         core.state.callers.fence(who.slot, who.epoch + 1)
-        core.extents.forget_owner(who)
+        core.blocks.forget_owner(who)
         self._end_work(lambda other: other == who, process_ended=True)
-        for lease in [lease for lease in core.state.lapsed.values() if lease.who == who]:
-            core.unpin(lease)
+        for lease in [lease for lease in core.state.lapsed.values() if who in lease.holders]:
+            core.unread(lease, who)
 
     def _end_work(self, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
         core = self.core
         for group in [group for group in core.state.groups.values() if group.holder is not None and of(group.holder)]:
-            core.end(group, "dropped(producer gone)")
-        for lease in [lease for lease in core.state.leases.values() if of(lease.who)]:
-            consume.lapse(core, lease, process_ended=process_ended)
+            admission.reopen(core, group, "dropped(producer gone)")
+        for lease in list(core.state.leases.values()):
+            dead = {who for who in lease.holders if of(who) and who not in lease.finished}
+            if dead:
+                consume.lapse(core, lease, ended=dead if process_ended else set())
 
     def _lapse(self, groups: list[int], leases: list[int]) -> None:
         core = self.core
@@ -216,36 +254,44 @@ class Ledger:
             group = core.state.groups.get(id_)
             if group is not None and group.holder is not None:
                 core.changed = True
-                core.end(group, "dropped(lapsed)")
+                admission.reopen(core, group, "dropped(lapsed)")
         for id_ in leases:
             lease = core.state.leases.get(id_)
             if lease is not None:
-                consume.lapse(core, lease, process_ended=False)
+                consume.lapse(core, lease, ended=set())
 
     # --- not journaled
 
     def renew(self, who: Incarnation, ids: list[int], now: float) -> list[int]:
         """Renew tickets and leases of the caller; answers with the ids that are not its own (any more)."""
-        state, lost = self.core.state, []
+        core, lost = self.core, []
         for id_ in ids:
-            group, lease = state.groups.get(id_), state.leases.get(id_)
-            if (group is not None and group.holder == who) or (lease is not None and lease.who == who):
-                self.core.deadlines[id_] = now + state.limits.lease_s
+            group, lease = core.state.groups.get(id_), core.state.leases.get(id_)
+            if group is not None and group.holder == who:
+                core.renew(id_, None, now)
+            elif lease is not None and who in lease.holders:
+                core.renew(id_, who if lease.stream else None, now)
             else:
                 lost.append(id_)
         return lost
 
     def restart_deadlines(self, now: float) -> None:
         """All tickets and leases run at full length from now: after the broker's restart, or after a pause."""
-        state = self.core.state
-        held = [group.id for group in state.groups.values() if group.holder is not None]
-        self.core.deadlines = dict.fromkeys([*held, *state.leases], now + state.limits.lease_s)
+        core = self.core
+        core.deadlines.clear()
+        core.shared.clear()
+        for group in core.state.groups.values():
+            if group.holder is not None:
+                core.renew(group.id, None, now)
+        for lease in core.state.leases.values():
+            for who in lease.holders:
+                core.renew(lease.id, who if lease.stream else None, now)
 
-    def due(self, now: float) -> Lapse | None:
+    def due(self, now: float) -> ev.Lapse | None:
         """The lapse that is due, if any deadline has passed."""
         late = [id_ for id_, deadline in self.core.deadlines.items() if deadline <= now]
         leases = [id_ for id_ in late if id_ in self.core.state.leases]
-        return Lapse([id_ for id_ in late if id_ not in self.core.state.leases], leases) if late else None
+        return ev.Lapse([id_ for id_ in late if id_ not in self.core.state.leases], leases) if late else None
 
     def next_lapse(self) -> float | None:
         """When the next ticket or lease lapses, unless it is renewed."""
@@ -255,6 +301,10 @@ class Ledger:
         """Until when a batch that could be granted waits for stragglers; None if none does."""
         since = self.core.state.blocked_since
         return None if since is None else since + self.core.policy.straggler_wait_s
+
+    def to_spill(self) -> list[tuple[int, Extent]]:
+        """Blocks to copy to disk now (see spill.wanted)."""
+        return spill.wanted(self.core)
 
     def account(self) -> dict[str, int]:
         """Counts since the run began (see account.account)."""

@@ -1,34 +1,62 @@
-"""What the job and the queue's settings ask of the ledger."""
+"""What the job and the settings ask of the ledger."""
 
 from __future__ import annotations
+
+from typing import Any, Literal
 
 import msgspec
 
 from relax_rt.transport.errors import Refused
 
 TRAIN = "train"
-"""The task whose completion is an optimizer step."""
+"""The usual name of the task whose completion is an optimizer step."""
+
+
+class SamplerSpec(msgspec.Struct, frozen=True):
+    """Which sampler chooses for a task: its short name or import path, and its options."""
+
+    path: str = "fifo"
+    options: dict[str, Any] = {}
 
 
 class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The job's part: what a batch is, how stale it may be, and who consumes what.
 
     Attributes:
-        group_size: samples of one prompt.
-        prompts_per_step: groups of one optimizer step (one publication).
+        tasks: the fields that each consumer task needs. A sample is finished when all tasks are done with it.
+        group_size: samples of one prompt; 0: a queue without prompts, to which producers offer groups of any size.
+        prompts_per_step: groups of one optimizer step (one publication); 0 without a step task.
         max_staleness: longest distance from the trainer's weights to any token's version; may be inf.
-        tasks: the fields that each consumer task needs; `train` must be among them.
-        straggler_wait_s: how long a batch is held for unfinished groups which its update would make over-stale;
-            then they are revoked. 0 revokes at once.
+        step_task: the task whose completion is an optimizer step, or empty: then there are no steps and versions.
+        samplers: who chooses among ready work, by task; first in, first out where nothing is said.
+        fields: declared columns, as ``int32[*]`` (see transport/fields.py); empty: any column may be put.
+        versioned: fields computed with the trainer's weights (proximal log-probabilities, values): they lapse with them.
+        on_straggler: what becomes of an unfinished group which the next update would make over-stale. `wait` holds
+            the batch for straggler_wait_s, then revokes it; `requeue` revokes it at once; `mask` lets it go on: its
+            over-stale tokens are context then.
+        on_failed_member: a member on which a task cannot succeed is made again (`regenerate`), left out as long as
+            min_group members remain (`shrink`), or ends the group (`drop`).
+        frozen_by: the task (advantage) that fixes a group's composition: from then on a failure ends the group.
+        over_provision: groups that may be under way beyond the bound; what is unfinished of them at an update ends
+            as dropped(surplus).
         prompts: the run's prompt order ends after this many; None: it does not end.
         failures_per_prompt: a prompt whose groups failed this often is retired instead of being made again.
     """
 
-    group_size: int
-    prompts_per_step: int
-    max_staleness: float
     tasks: dict[str, tuple[str, ...]]
+    group_size: int = 0
+    prompts_per_step: int = 0
+    max_staleness: float = float("inf")
+    step_task: str = TRAIN
+    samplers: dict[str, SamplerSpec] = {}
+    fields: dict[str, str] = {}
+    versioned: tuple[str, ...] = ()
+    on_straggler: Literal["wait", "requeue", "mask"] = "wait"
     straggler_wait_s: float = 120.0
+    on_failed_member: Literal["regenerate", "shrink", "drop"] = "regenerate"
+    min_group: int = 2
+    frozen_by: str = ""
+    over_provision: int = 0
     prompts: int | None = None
     failures_per_prompt: int = 8
 
@@ -36,12 +64,34 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
         """Raises:
         Refused: the policy cannot work.
         """
-        if self.group_size < 1 or self.prompts_per_step < 1:
-            raise Refused("queue policy", why="group_size and prompts_per_step must be at least 1")
+        if not self.tasks:
+            raise Refused("queue policy", why="no consumer task is named")
+        if self.group_size < 0 or self.prompts_per_step < 0:
+            raise Refused("queue policy", why="group_size and prompts_per_step cannot be negative")
+        if self.group_size and not self.step_task:
+            raise Refused("queue policy", why="prompts are admitted for a step task, and none is named")
+        if self.group_size and self.prompts_per_step < 1:
+            raise Refused("queue policy", why="prompts_per_step must be at least 1")
         if not self.max_staleness >= 0:
             raise Refused("queue policy", why=f"max_staleness is {self.max_staleness}, must be 0 or more")
-        if TRAIN not in self.tasks:
-            raise Refused("queue policy", why=f"no task '{TRAIN}' among {sorted(self.tasks)}")
+        for what, task in (("step_task", self.step_task), ("frozen_by", self.frozen_by)):
+            if task and task not in self.tasks:
+                raise Refused("queue policy", why=f"{what} '{task}' is not among the tasks {sorted(self.tasks)}")
+        for task in self.samplers:
+            if task not in self.tasks:
+                raise Refused("queue policy", why=f"a sampler is set for '{task}', the tasks are {sorted(self.tasks)}")
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        if not self.fields:
+            return
+        for task, needed in self.tasks.items():
+            unknown = sorted(set(needed) - set(self.fields))
+            if unknown:
+                raise Refused(
+                    "queue policy",
+                    why=f"task '{task}' needs {', '.join(unknown)}, the declared fields are {', '.join(self.fields)}",
+                )
 
     @property
     def batch_samples(self) -> int:
@@ -56,8 +106,20 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: length of tickets and leases.
         quarantine_after: a sample whose consumers died or lapsed this often is set aside.
         capacity_bytes: payload bytes in shared memory from which on producers wait.
+        capacity_samples: samples in the queue from which on producers wait.
+        spill_bytes: payload bytes that may be moved to files on disk when shared memory fills; 0: none.
+        high_water: part of capacity_bytes from which on cold payloads are spilled and an early checkpoint is asked for.
+        max_sample_bytes: a sample with more payload is refused.
+        keep_steps: a roll-back can go back this many steps; what is older is kept as counts only.
+        durable: payloads lie in files that outlive the node agent.
     """
 
     lease_s: float = 60.0
     quarantine_after: int = 3
     capacity_bytes: int = 256 << 20
+    capacity_samples: int = 1_000_000
+    spill_bytes: int = 0
+    high_water: float = 0.8
+    max_sample_bytes: int = 1 << 30
+    keep_steps: int = 10_000
+    durable: bool = False

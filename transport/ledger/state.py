@@ -5,12 +5,26 @@ from __future__ import annotations
 import msgspec
 
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.callers import Callers
-from relax_rt.transport.ledger.extents import ExtentTable
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.prompts import Prompt, PromptPool
-from relax_rt.transport.queue.api import Column, Freed, SampleKey, VersionSpan
+from relax_rt.transport.queue.api import Extent, SampleKey, VersionSpan
 from relax_rt.transport.versions import VersionRecord
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Columns of a sample: a row of a block.
+
+    Attributes:
+        task: who put them; empty: the producer.
+        version: the weights they were computed with (-1: of no matter).
+    """
+
+    block: int
+    row: int
+    task: str = ""
+    version: int = -1
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -18,73 +32,108 @@ class Sample(msgspec.Struct, array_like=True):
 
     Attributes:
         generated: its producer has put it; until then it is reserved.
+        parts: where its columns are.
+        length: tokens, -1 if its producer did not say.
+        priority: for the priority sampler.
         spans: policy versions of its tokens.
-        leases: lease id by task, for the tasks other than train that work on it.
+        leases: lease id by task, for the tasks other than the step task that work on it.
         done: tasks that finished with it.
         deaths: consumers that died or lapsed on it, in a row.
+        left_out: the group goes on without it (see LedgerPolicy.on_failed_member).
     """
 
     generated: bool = False
-    columns: list[Column] = []
+    parts: list[Part] = []
+    length: int = -1
+    priority: float = 0.0
     spans: list[VersionSpan] = []
-    extents: list[Freed] = []
     leases: dict[str, int] = {}
     done: list[str] = []
     deaths: int = 0
-
-    def has(self, fields: tuple[str, ...]) -> bool:
-        """Whether all of these columns are there."""
-        names = {column.name for column in self.columns}
-        return self.generated and names.issuperset(fields)
+    left_out: bool = False
 
 
 class Group(msgspec.Struct, array_like=True):
-    """The samples of one prompt, from admission to commit.
+    """The samples of one prompt, or of one offer, from admission to commit.
 
     Attributes:
+        prompt: None for a group that was offered.
         version: the trainer's version at admission (it is in the ticket).
         base: the generating engine's version at admission: the version of the members not yet put.
-        holder: who generates it; None once all members are there.
-        lease: train lease that it is part of, or 0.
+        holder: who generates members of it. making: which ones.
+        lease: lease of the step task that it is part of, or 0.
+        remade: how often members of it were given out again.
     """
 
     id: int
-    prompt: Prompt
+    prompt: Prompt | None
     version: int
     base: int
     samples: list[Sample]
     holder: Incarnation | None = None
+    making: list[int] = []
     lease: int = 0
+    remade: int = 0
 
     @property
     def size(self) -> int:
-        return len(self.samples)
+        """Its members, without those left out."""
+        return sum(not sample.left_out for sample in self.samples)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all members are there."""
+        return all(sample.generated for sample in self.samples if not sample.left_out)
 
     def sample_keys(self) -> list[SampleKey]:
-        """The keys of its samples."""
-        return [SampleKey(self.id, member) for member in range(len(self.samples))]
+        """The keys of its samples, without those left out."""
+        return [SampleKey(self.id, member) for member, sample in enumerate(self.samples) if not sample.left_out]
+
+    def members(self) -> list[tuple[SampleKey, Sample]]:
+        """Its samples with their keys, without those left out."""
+        return [(SampleKey(self.id, n), sample) for n, sample in enumerate(self.samples) if not sample.left_out]
+
+    def missing(self) -> list[int]:
+        """Members not yet there."""
+        return [n for n, sample in enumerate(self.samples) if not sample.generated and not sample.left_out]
 
 
 class Lease(msgspec.Struct, array_like=True):
-    """Samples that one incarnation works on. `pins` are the extents it may be reading."""
+    """Samples that one incarnation works on, or several ranks of a stream. `pins` are the extents it may be reading.
+
+    Attributes:
+        holders: who works on it. finished: those of them that are done with it.
+        stream, readers: see Want.
+    """
 
     id: int
     task: str
-    who: Incarnation
     keys: list[SampleKey]
-    pins: list[Freed]
+    pins: list[Extent]
+    holders: list[Incarnation]
+    finished: list[Incarnation] = []
+    stream: str = ""
+    readers: int = 1
 
     def groups(self) -> list[int]:
         """Ids of its groups, each once."""
         return list(dict.fromkeys(key.group for key in self.keys))
 
 
+class Stream(msgspec.Struct, array_like=True):
+    """Batches that several ranks read in step: the next index to grant, and the leases of those under way."""
+
+    next_index: int = 0
+    live: dict[int, int] = {}
+
+
 class TrainedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the record of a step keeps of a group for the whole run."""
+    """What the record of a step keeps of a group."""
 
     group: int
-    prompt: Prompt
+    prompt: Prompt | None
     size: int
+    skipped: bool = False
 
 
 class State(msgspec.Struct):
@@ -94,14 +143,18 @@ class State(msgspec.Struct):
         n: sequence number of the last event applied.
         run_id: the shared memory that payloads lie in.
         next_id: groups and leases are numbered from one counter, so that an id names one of them only.
+        next_epoch: for those who join of their own accord.
         groups: groups not yet trained. trained: groups trained and not yet covered by a checkpoint.
-        leases: held leases. lapsed: lapsed ones whose process may still read their extents.
+        reopened: groups of which members are to be made again, and nobody makes them yet.
+        leases: held leases. lapsed: ended ones whose process may still read their extents.
+        streams: by task and name, see Want.
         trainer_version: version of the trainer's weights; None before they were announced.
         since_update: samples trained since the trainer's weights last changed.
         blocked_since: since when a batch that is there waits for stragglers only.
         path: the groups of each step, on the path of steps that leads to the trainer's present weights.
         committed: steps up to this one are covered by a checkpoint.
-        ended: samples by terminal state. issued: samples that were ever reserved.
+        folded_steps: the path up to this step is kept as the counts `folded` only.
+        ended: samples by terminal state. issued: samples that were ever reserved or offered.
         tallies: counts of other events, for the account.
     """
 
@@ -110,12 +163,15 @@ class State(msgspec.Struct):
     n: int = 0
     run_id: str = ""
     next_id: int = 1
+    next_epoch: int = 1
     prompts: PromptPool = msgspec.field(default_factory=PromptPool)
     groups: dict[int, Group] = {}
     trained: dict[int, Group] = {}
+    reopened: dict[int, None] = {}
     leases: dict[int, Lease] = {}
     lapsed: dict[int, Lease] = {}
-    extents: ExtentTable = msgspec.field(default_factory=ExtentTable)
+    streams: dict[str, Stream] = {}
+    blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     callers: Callers = msgspec.field(default_factory=Callers)
     versions: list[VersionRecord] = []
     trainer_version: int | None = None
@@ -124,6 +180,8 @@ class State(msgspec.Struct):
     blocked_since: float | None = None
     path: dict[int, list[TrainedGroup]] = {}
     committed: int = 0
+    folded_steps: int = 0
+    folded: dict[str, int] = {}
     payloads_lost: list[int] = []
     ended: dict[str, int] = {}
     issued: int = 0

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.admission import outstanding
+from relax_rt.transport.ledger.admission import outstanding, reopen
 from relax_rt.transport.ledger.batch import refuse_stale
 from relax_rt.transport.ledger.consume import lapse
-from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Committed, Rollback, Trained
-from relax_rt.transport.ledger.policy import TRAIN
-from relax_rt.transport.ledger.state import Group, TrainedGroup
+from relax_rt.transport.ledger.state import Group, Lease, TrainedGroup
+from relax_rt.transport.queue.api import Advice
 
 
-def trained(core: Core, who: Incarnation, event: Trained) -> None:
+def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     """The step over the lease's groups is done; the trainer's weights are now `weights`."""
     state = core.state
     lease = state.leases.get(event.lease)
     what = f"step {event.step} of {who}"
-    if lease is None or lease.who != who or lease.task != TRAIN:
+    if lease is None or who not in lease.holders or lease.task != core.policy.step_task:
         raise Refused(
             what,
             why=f"train lease {event.lease} is not the caller's: it lapsed, and its samples were offered again",
@@ -26,23 +26,54 @@ def trained(core: Core, who: Incarnation, event: Trained) -> None:
         )
     if event.step <= state.step:
         raise Refused(what, why=f"step {state.step} is done already")
+    if event.skipped and event.weights.version != state.trainer_version:
+        raise Refused(what, why="a skipped step leaves the weights as they are", hint="pass the version of before")
     before = state.trainer_version
     core.move_weights(event.weights)
     for group in core.groups_of(lease):
-        del state.groups[group.id]
-        core.forget(group)
+        core.leave(group)
+        state.path.setdefault(event.step, []).append(TrainedGroup(group.id, group.prompt, group.size, event.skipped))
+        if event.skipped:
+            _skip(core, group)
+            continue
         state.trained[group.id] = group
-        state.path.setdefault(event.step, []).append(TrainedGroup(group.id, group.prompt, group.size))
-        for sample in group.samples:
+        for _, sample in group.members():
             sample.deaths = 0
-    core.close(lease)
-    for group_id in lease.groups():
-        state.trained[group_id].lease = 0
+            core.losses.used(sample.length)
+    _close(core, lease, who)
     samples = len(lease.keys)
-    state.since_update = state.since_update + samples if event.weights.version == before else 0
+    unchanged = event.weights.version == before and not event.skipped
+    state.since_update = state.since_update + samples if unchanged else 0
     state.step = event.step
     core.changed = True
     refuse_stale(core)
+    return Advice(early_checkpoint(core))
+
+
+def _skip(core: Core, group: Group) -> None:
+    """The step was thrown away: its samples will not be trained on again, and their memory is free at once."""
+    core.ended("skipped", group.size)
+    for _, sample in group.members():
+        core.losses.lost(sample.length, "skipped")
+        core.drop_parts(sample)
+
+
+def _close(core: Core, lease: Lease, who: Incarnation) -> None:
+    lease.holders = [holder for holder in lease.holders if holder != who and holder not in lease.finished]
+    core.close(lease, pinned=bool(lease.holders))
+    for group_id in lease.groups():
+        if group_id in core.state.trained:
+            core.state.trained[group_id].lease = 0
+
+
+def early_checkpoint(core: Core) -> str:
+    """Why the trainer should commit now: what it has trained on fills the memory that producers need."""
+    limits = core.state.limits
+    used, mark = core.blocks.payload_bytes, limits.high_water * limits.capacity_bytes
+    held = sum(group.size for group in core.state.trained.values())
+    if used < mark or not held:
+        return ""
+    return f"{used} of {limits.capacity_bytes} payload bytes are in use, {held} samples wait for a checkpoint"
 
 
 def committed(core: Core, who: Incarnation, event: Committed) -> None:
@@ -50,19 +81,34 @@ def committed(core: Core, who: Incarnation, event: Committed) -> None:
     if event.step > core.state.step:
         raise Refused(f"commit of step {event.step} by {who}", why=f"the last step trained is {core.state.step}")
     _commit(core, event.step)
+    _fold(core)
 
 
 def _commit(core: Core, step: int) -> None:
     state = core.state
     for done in sorted(s for s in state.path if state.committed < s <= step):
         for record in state.path[done]:
-            group = state.trained.pop(record.group)
+            group = state.trained.pop(record.group, None)
+            if group is None:
+                continue
             for sample in group.samples:
-                core.release(sample.extents)
-            state.ended["freed"] = state.ended.get("freed", 0) + record.size
+                core.drop_parts(sample)
+            core.ended("freed", record.size)
     if step > state.committed:
         state.committed = step
         core.changed = True
+        core.touched.add(ROOM)
+
+
+def _fold(core: Core) -> None:
+    """Keep only counts of steps too old to be returned to."""
+    state = core.state
+    floor = state.committed - state.limits.keep_steps
+    for step in [step for step in state.path if step <= floor]:
+        records = state.path.pop(step)
+        for what, n in (("groups", len(records)), ("samples", sum(record.size for record in records))):
+            state.folded[what] = state.folded.get(what, 0) + n
+        state.folded_steps = max(state.folded_steps, step)
 
 
 def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
@@ -71,13 +117,20 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     What that checkpoint covers is committed, also if its commit was never reported. What was trained later is
     offered again if it is still admissible, else its prompts return.
     """
+    what = f"roll-back to step {event.step} by {who}"
     if event.step < 0:
-        raise Refused(f"roll-back to step {event.step} by {who}", why="steps begin at 0")
+        raise Refused(what, why="steps begin at 0")
     state = core.state
+    if event.step < state.folded_steps:
+        raise Refused(
+            what,
+            why=f"the queue keeps no record of single steps up to {state.folded_steps}",
+            hint="start a new run directory from that checkpoint, or raise [queue] keep_steps beforehand",
+        )
     core.move_weights(event.weights)
     core.changed = True
-    for lease in [lease for lease in state.leases.values() if lease.task == TRAIN]:
-        lapse(core, lease, process_ended=lease.who == who, blame=False)
+    for lease in [lease for lease in state.leases.values() if lease.task == core.policy.step_task]:
+        lapse(core, lease, ended={who}, blame=False)
     _commit(core, min(event.step, state.step))
     undone = [record for step in sorted(state.path) if step > event.step for record in state.path[step]]
     state.path = {step: records for step, records in state.path.items() if step <= event.step}
@@ -86,6 +139,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     refuse_stale(core)
     core.note("rolled_back", step=event.step, version=event.weights.version, groups_undone=len(undone))
     _offer_again(core, undone)
+    core.touched.add(ROOM)
 
 
 def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
@@ -94,10 +148,7 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
     for record in undone:
         group = state.trained.pop(record.group, None)
         if group is None:
-            # Its checkpoint was given up, its payload is freed long since.
-            state.ended["freed"] -= record.size
-            state.ended["lost"] = state.ended.get("lost", 0) + record.size
-            state.prompts.give_back(record.prompt)
+            _lost_with_checkpoint(core, record)
         elif group.id in state.payloads_lost:
             core.end(group, "lost")
         elif core.staleness(group) > core.policy.max_staleness:
@@ -106,15 +157,23 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
             again.append(group)
     state.payloads_lost = []
     again.sort(key=lambda group: (-core.staleness(group), group.id))
-    limit = (core.policy.max_staleness + 1) * core.policy.batch_samples
+    limit = (core.policy.max_staleness + 1) * core.policy.batch_samples if core.policy.group_size else float("inf")
     for group in again:
         # Beyond the bound they could not all be trained before the next updates make them over-stale.
         if outstanding(core) + group.size > limit:
             core.end(group, "dropped(surplus)")
             continue
-        state.groups[group.id] = group
+        core.enter(group)
         core.refresh(group)
         core.tally("samples_offered_again", group.size)
+
+
+def _lost_with_checkpoint(core: Core, record: TrainedGroup) -> None:
+    """Its step was skipped, or its checkpoint was given up and its payload freed long since: only its prompt returns."""
+    core.ended("skipped" if record.skipped else "freed", -record.size)
+    core.ended("lost", record.size)
+    if record.prompt is not None:
+        core.state.prompts.give_back(record.prompt)
 
 
 def lose_payloads(core: Core) -> None:
@@ -124,17 +183,37 @@ def lose_payloads(core: Core) -> None:
     which checkpoint it found: one may have been renamed into place without its commit being reported.
     """
     state = core.state
-    core.extents.clear()
-    state.leases, state.lapsed = {}, {}
-    state.callers.answers = {}
+    state.blocks.clear()
+    state.leases, state.lapsed, state.streams = {}, {}, {}
+    state.callers.answers, state.callers.homes = {}, {}
     for group in [*state.groups.values(), *state.trained.values()]:
         group.lease = 0
         for sample in group.samples:
-            sample.extents, sample.leases = [], {}
+            sample.parts, sample.leases = [], {}
     core.note("payloads_lost", samples=sum(group.size for group in state.groups.values()))
     for group in list(state.groups.values()):
         core.end(group, "lost")
     state.payloads_lost = sorted(state.trained)
     state.trainer_version, state.blocked_since, state.since_update = None, None, 0
     core.deadlines.clear()
+    core.shared.clear()
+    core.changed = True
+
+
+def keep_payloads(core: Core) -> None:
+    """Every process of before is gone, but payloads lie in files that are still there: only the work in hand ends."""
+    state = core.state
+    holders = {who for lease in [*state.leases.values(), *state.lapsed.values()] for who in lease.holders}
+    for lease in list(state.leases.values()):
+        lapse(core, lease, ended=holders, blame=False)
+    for lease in list(state.lapsed.values()):
+        for who in list(lease.holders):
+            core.unread(lease, who)
+    state.streams = {}
+    state.callers.answers, state.callers.homes = {}, {}
+    state.blocks.freed = {}
+    for group in list(state.groups.values()):
+        if group.holder is not None:
+            reopen(core, group, "dropped(producer gone)")
+    core.note("payloads_kept", samples=core.held, nbytes=state.blocks.payload_bytes + state.blocks.spilled_bytes)
     core.changed = True

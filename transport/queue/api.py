@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,31 +34,75 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     kv_version: int
 
 
-class Column(msgspec.Struct, frozen=True, array_like=True):
-    """Where one column of one sample lies: in a slab of shared memory, or in this message when it is tiny.
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a slab, the unit in which memory is given out and comes back.
 
-    dtype is a numpy dtype string (``<i4``), or ``bf16``, ``str`` (UTF-8), ``bytes``, ``msgpack``.
+    The slab's name begins with its owner, ``<slot>-<epoch>-``, or with ``spill-`` for a file on the broker's disk.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    slab: str = ""
-    offset: int = 0
-    nbytes: int = 0
+    slab: str
+    offset: int
+    nbytes: int
+
+
+class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where a block lies (see transport/block.py): columns of `rows` samples, in an extent or, when tiny, inline."""
+
+    extent: Extent | None
+    rows: int
+    fields: tuple[str, ...]
     inline: bytes = b""
 
 
+class BlobRef(msgspec.Struct, frozen=True, array_like=True):
+    """A value that several samples share, as an image of a group's prompt: a block of one row and one column.
+
+    digest is the xxh3-128 of dtype, shape and bytes; rows of other blocks name the blob by it.
+    """
+
+    digest: bytes
+    extent: Extent
+
+
+class RowPut(msgspec.Struct, frozen=True, array_like=True):
+    """Row `row` of a block belongs to sample `key`.
+
+    Attributes:
+        length: tokens of the sample (-1: the block does not hold them), for samplers and length histograms.
+        versions: come with the columns that a producer puts first.
+        priority: for the priority sampler; higher goes first.
+    """
+
+    key: SampleKey
+    row: int
+    length: int = -1
+    versions: list[VersionSpan] = []
+    priority: float = 0.0
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True):
+    """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
+
+    version: the weights that the columns were computed with, for fields that the policy lists as versioned.
+    """
+
+    block: BlockRef
+    rows: list[RowPut]
+    blobs: list[BlobRef] = []
+    version: int = -1
+
+
 class Ticket(msgspec.Struct, frozen=True):
-    """The right to generate one group, held until its lease lapses.
+    """The right to generate one group, or the members of it that are missing, held until its lease lapses.
 
     Attributes:
         group: id of the group.
         prompt: index in the run's prompt order, which derives from (run seed, index) alone.
         attempt: 0, or how often this prompt was given out before (after a refusal, loss or lapse).
-        size: members to generate.
+        size: members of the group.
         version: the newest policy version that the ledger knew when it admitted the group.
         lease_s: length of the lease; renew it while the group is worked on.
+        members: those to generate, when others of the group are there already; empty: all.
     """
 
     group: int
@@ -67,6 +111,11 @@ class Ticket(msgspec.Struct, frozen=True):
     size: int
     version: int
     lease_s: float
+    members: list[int] = []
+
+    def wanted(self) -> list[int]:
+        """The members to generate."""
+        return self.members or list(range(self.size))
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -76,32 +125,67 @@ class Admission(msgspec.Struct, frozen=True):
     waiting_on: str = ""
 
 
-class SampleInfo(msgspec.Struct, frozen=True):
-    """A leased sample: where its columns lie and what the ledger knows of it. staleness is -1 outside training."""
+class Offered(msgspec.Struct, frozen=True):
+    """Ids that the ledger gave to the groups of an offer, in their order, or why it does not take them yet."""
+
+    groups: list[int]
+    freed: list[Extent] = []
+    waiting_on: str = ""
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """What a consumer asks for.
+
+    Attributes:
+        samples: up to this many samples.
+        groups: exactly this many whole groups (samples is not looked at then).
+        tokens: no more than this many tokens in all (0: no limit; one sample always goes).
+        stream: name of a sequence of batches that several ranks read in step; empty: none.
+        index: place in the stream: the batch of an index is granted once, and every rank of `readers` gets the same.
+        readers: how many ranks read each batch of the stream; it is finished when all have completed it.
+    """
+
+    samples: int = 0
+    groups: int = 0
+    tokens: int = 0
+    stream: str = ""
+    index: int = 0
+    readers: int = 1
+
+
+class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A leased sample.
+
+    Attributes:
+        parts: its columns, as (index into the batch's blocks, row).
+        length: tokens, -1 if no producer said.
+        staleness: -1 outside training.
+        masked: token ranges [start, end) over the staleness bound: context only, their loss mask counts as 0.
+    """
 
     key: SampleKey
     prompt: int
     attempt: int
-    columns: list[Column]
+    parts: list[tuple[int, int]]
     versions: list[VersionSpan]
+    length: int = -1
     staleness: int = -1
+    masked: list[tuple[int, int]] = []
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Samples leased together. lease is 0 and samples empty when nothing was ready in time: see waiting_on."""
+    """Samples leased together. lease is 0 and samples empty when nothing was ready in time: see waiting_on.
+
+    remote: where the payload server is of slabs that lie on another node than the caller's, by slab owner.
+    """
 
     lease: int
     samples: list[SampleInfo]
+    blocks: list[BlockRef] = []
+    blobs: list[BlobRef] = []
+    remote: dict[str, str] = {}
     lease_s: float = 0.0
     waiting_on: str = ""
-
-
-class Put(msgspec.Struct, frozen=True):
-    """New columns for one sample. `versions` comes with the columns a producer puts first."""
-
-    key: SampleKey
-    columns: list[Column]
-    versions: list[VersionSpan] = []
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -111,12 +195,29 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Freed(msgspec.Struct, frozen=True, array_like=True):
-    """An extent of the caller's slab that no one reads any more."""
+class Advice(msgspec.Struct, frozen=True):
+    """What the ledger asks of the trainer after a step; checkpoint_now says why it should commit one early."""
 
-    slab: str
-    offset: int
-    nbytes: int
+    checkpoint_now: str = ""
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """What a process is told when it joins a queue of its own accord.
+
+    Attributes:
+        who: its incarnation; the epoch is issued by the ledger.
+        run_id: of the shared memory.
+        shm_dir, spill_dir: where slabs and spilled blocks lie on the broker's node.
+        node: the broker's node; a caller on it maps slabs, any other fetches payloads.
+        lease_s: length of tickets and leases.
+    """
+
+    who: Incarnation
+    run_id: str
+    shm_dir: str
+    spill_dir: str
+    node: str
+    lease_s: float
 
 
 class QueueStats(msgspec.Struct, frozen=True):
@@ -143,36 +244,63 @@ class QueueApi(Protocol):
     """
 
     @idempotent
+    async def join(self, name: str, node: str, pid: int, payloads: str) -> Membership:
+        """Enter a queue that no supervisor runs: get an epoch for slot `name`. Older holders of the name are fenced.
+
+        node: names the caller's node. pid: its process there, watched when the node is the broker's.
+        payloads: address of the caller's payload server, for readers on other nodes; empty if it has none.
+        """
+
+    @idempotent
+    async def offer(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
+        """Put whole groups of samples that no ticket was drawn for (a queue without prompts).
+
+        groups: size of each; a row's key names its group by the place in this list.
+        """
+
+    @idempotent
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
         """Ask for up to `groups` new groups, waiting at most wait_s for the staleness bound to allow one."""
 
     @idempotent
-    async def put(self, seq: int, puts: list[Put]) -> list[Freed]:
-        """Put columns on samples of a group that the caller generates. Answers with its freed extents."""
+    async def put(self, seq: int, puts: list[Put]) -> list[Extent]:
+        """Put columns on samples of groups that the caller generates. Answers with its freed extents."""
 
     @idempotent
     async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
-        """A producer returns unfinished groups; their prompts are given out again."""
+        """A producer returns unfinished groups; what is missing of them is given out again."""
 
     @idempotent
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """Renew the caller's group tickets and consumer leases; answers with the ids that are no longer its own."""
 
     @idempotent
-    async def take(self, seq: int, task: str, samples: int, groups: int, wait_s: float) -> Batch:
-        """Lease ready samples for a task: up to `samples`, or exactly `groups` whole groups when groups > 0."""
+    async def take(self, seq: int, task: str, want: Want, wait_s: float) -> Batch:
+        """Lease ready samples for a task, chosen by the task's sampler, waiting at most wait_s for enough of them."""
 
     @idempotent
-    async def complete(self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure]) -> list[Freed]:
-        """Finish a lease: new columns for its samples, and those that failed. Releases the lease's pins."""
+    async def complete(
+        self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
+    ) -> list[Extent]:
+        """Finish a lease: new columns for its samples, and those that failed.
+
+        pinned: the caller still reads the lease's memory; it says `unpin` when it does not any more.
+        """
+
+    @idempotent
+    async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
+        """The caller reads the memory of these leases no more."""
 
     @idempotent
     async def abandon(self, seq: int, lease: int, reason: str) -> None:
         """Give a lease back undone; its samples are offered again."""
 
     @idempotent
-    async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord) -> None:
-        """The optimizer step over the lease's samples is done; the trainer's weights are now `weights`."""
+    async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool) -> Advice:
+        """The optimizer step over the lease's samples is done; the trainer's weights are now `weights`.
+
+        skipped: the step was thrown away (not a number): its samples end as `skipped`, the weights are the old ones.
+        """
 
     @idempotent
     async def committed(self, seq: int, step: int, checkpoint: str) -> None:
@@ -192,6 +320,10 @@ class QueueApi(Protocol):
     @idempotent
     async def stats(self) -> QueueStats:
         """Numbers for people and metrics."""
+
+    @idempotent
+    async def statistics(self) -> dict[str, Any]:
+        """All numbers of the ledger, the journal, memory and waits, for tools (see transport/queue/statistics.py)."""
 
     @idempotent
     async def account(self) -> dict[str, int]:

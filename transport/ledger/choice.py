@@ -1,0 +1,118 @@
+"""What a consumer gets: the task's sampler chooses among the ready work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from relax_rt.transport.ledger.batch import blocked, hold_for_stragglers, refuse_stale, urgent
+from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.state import Group
+from relax_rt.transport.queue.api import SampleKey, Want
+from relax_rt.transport.samplers import Sampler, Unit, choose_urgent_first
+
+Samplers = dict[str, Sampler]
+"""The samplers of those tasks that have another one than first in, first out."""
+
+
+def choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+    """Keys to lease, or none and the reason. For the step task `settle` comes first."""
+    if task == core.policy.step_task:
+        return _for_step(core, samplers.get(task), want)
+    sampler = samplers.get(task)
+    if sampler is None and not want.groups:
+        return _first(core, task, want)
+    whole = bool(want.groups) or (sampler is not None and sampler.whole_groups)
+    units = _groups(core, task) if whole else _samples(core, task)
+    if sampler is None:
+        found = list(islice(units, want.groups))
+        if len(found) < want.groups:
+            return [], f"{len(found)} of {want.groups} groups are ready for task '{task}'"
+        return [key for unit in found for key in unit.keys], ""
+    choice = choose_urgent_first(sampler, units, want)
+    keys = [key for unit in choice.units for key in unit.keys]
+    return keys, "" if keys else choice.waiting_on or f"no sample is ready for task '{task}'"
+
+
+def _first(core: Core, task: str, want: Want) -> tuple[list[SampleKey], str]:
+    """First in, first out: the usual case, without looking at more than what is taken."""
+    keys = list(islice(core.ready[task], want.samples))
+    if not keys:
+        return [], f"no sample is ready for task '{task}'"
+    if want.tokens:
+        total, fitting = 0, 0
+        for key in keys:
+            total += max(core.state.groups[key.group].samples[key.member].length, 0)
+            if total > want.tokens and fitting:
+                break
+            fitting += 1
+        keys = keys[:fitting]
+    return keys, ""
+
+
+def _samples(core: Core, task: str) -> Iterator[Unit]:
+    for order, key in enumerate(core.ready[task]):
+        group = core.state.groups[key.group]
+        yield _unit(core, group, (key,), order)
+
+
+def _groups(core: Core, task: str) -> Iterator[Unit]:
+    """Groups all of whose members are ready for the task."""
+    ready = core.ready[task]
+    seen: set[int] = set()
+    for key in ready:
+        if key.group in seen:
+            continue
+        seen.add(key.group)
+        group = core.state.groups[key.group]
+        keys = group.sample_keys()
+        if group.complete and all(one in ready for one in keys):
+            yield _unit(core, group, tuple(keys), len(seen))
+
+
+def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> Unit:
+    samples = [group.samples[key.member] for key in keys]
+    steps = bool(core.policy.step_task) and core.state.trainer_version is not None
+    return Unit(
+        id=group.id,
+        keys=keys,
+        lengths=tuple(max(sample.length, 0) for sample in samples),
+        staleness=core.staleness(group) if steps else 0,
+        urgent=steps and urgent(core, group),
+        priority=max(sample.priority for sample in samples),
+        order=order,
+    )
+
+
+def settle(core: Core, want: Want) -> str:
+    """What comes before the choice of a step's batch; answers with the reason why none can be granted yet.
+
+    Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing.
+    """
+    state = core.state
+    if state.trainer_version is None:
+        return "the trainer has not announced its weights yet"
+    refuse_stale(core)
+    for lease in state.leases.values():
+        if lease.task == core.policy.step_task:
+            return f"lease {lease.id} of {lease.holders[0]} is not finished; its update decides what is stale"
+    if len(core.step_ready) < want.groups:
+        blocked(core, None)
+        return f"{len(core.step_ready)} of {want.groups} groups are ready for training"
+    return hold_for_stragglers(core)
+
+
+def _for_step(core: Core, sampler: Sampler | None, want: Want) -> tuple[list[SampleKey], str]:
+    """Exactly the wanted groups, those first that the next update would make over-stale."""
+    state = core.state
+    units = [
+        _unit(core, state.groups[id_], tuple(state.groups[id_].sample_keys()), order)
+        for order, id_ in enumerate(core.step_ready)
+    ]
+    if sampler is None:
+        units.sort(key=lambda unit: (-unit.staleness, unit.id))
+        return [key for unit in units[: want.groups] for key in unit.keys], ""
+    choice = choose_urgent_first(sampler, units, want)
+    if len(choice.units) != want.groups:
+        return [], choice.waiting_on or f"the sampler chose {len(choice.units)} of {want.groups} groups"
+    return [key for unit in choice.units for key in unit.keys], ""

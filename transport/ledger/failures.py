@@ -1,0 +1,80 @@
+"""Members on which a task cannot succeed: made again, left out, or the end of their group."""
+
+from __future__ import annotations
+
+from relax_rt.transport.ledger.core import ROOM, Core
+from relax_rt.transport.ledger.state import Group, Sample
+from relax_rt.transport.queue.api import Failure, SampleKey
+
+
+def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
+    """What the policy says of members on which `task` cannot succeed."""
+    by_group: dict[int, dict[int, str]] = {}
+    for failure in failures:
+        by_group.setdefault(failure.key.group, {})[failure.key.member] = failure.reason
+    for id_, members in by_group.items():
+        group = core.state.groups.get(id_)
+        if group is None or group.lease:
+            continue
+        core.tally("failed_groups")
+        core.note("samples_failed", group=id_, task=task, reasons=list(members.values())[:3])
+        _fail(core, group, set(members))
+
+
+def _fail(core: Core, group: Group, members: set[int]) -> None:
+    policy = core.policy
+    frozen = policy.frozen_by and any(policy.frozen_by in sample.done for sample in group.samples)
+    marked = dict.fromkeys(members, "failed")
+    if group.prompt is None:
+        # An offered sample has nobody to make it again; its siblings are useful without it unless they are trained as one.
+        if policy.step_task:
+            core.end(group, "dropped(sibling)", marked=marked)
+        else:
+            _leave_out(core, group, members)
+        return
+    if frozen or policy.on_failed_member == "drop":
+        core.end(group, "dropped(sibling)", marked=marked, fate="failed")
+    elif policy.on_failed_member == "shrink":
+        if group.size - len(members) >= max(policy.min_group, 1):
+            _leave_out(core, group, members)
+        else:
+            core.end(group, "dropped(sibling)", marked=marked, fate="failed")
+    elif group.prompt.failures + group.remade + 1 >= policy.failures_per_prompt:
+        core.end(group, "dropped(sibling)", marked=marked, fate="retire")
+    else:
+        _make_again(core, group, members)
+
+
+def _leave_out(core: Core, group: Group, members: set[int]) -> None:
+    for member in members:
+        sample = group.samples[member]
+        _end_sample(core, SampleKey(group.id, member), sample)
+        sample.left_out = True
+        core.held -= 1
+    if group.size == 0:
+        core.leave(group)
+        return
+    core.touched.add(ROOM)
+    core.refresh(group)
+    core.finish_if_done(group)
+
+
+def _make_again(core: Core, group: Group, members: set[int]) -> None:
+    for member in members:
+        _end_sample(core, SampleKey(group.id, member), group.samples[member])
+        group.samples[member] = Sample()
+    core.state.issued += len(members)
+    core.refresh(group)
+    group.remade += 1
+    if group.holder is None:
+        core.state.reopened[group.id] = None
+        core.touched.add(ROOM)
+
+
+def _end_sample(core: Core, key: SampleKey, sample: Sample) -> None:
+    core.ended("failed")
+    core.losses.lost(sample.length, "failed")
+    core.drop_parts(sample)
+    sample.leases.clear()
+    for ready in core.ready.values():
+        ready.pop(key, None)

@@ -1,0 +1,70 @@
+"""Cold payloads move from shared memory to files on the broker's disk when memory fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_rt.transport.ledger.blocks import Block, is_spilled
+from relax_rt.transport.ledger.core import ROOM, Core
+from relax_rt.transport.ledger.events import Spilled
+from relax_rt.transport.queue.api import Extent
+
+MOVE_BYTES = 64 << 20
+"""Payload of one round of moves, so that memory comes free in steps."""
+
+
+def wanted(core: Core) -> list[tuple[int, Extent]]:
+    """Blocks to copy to disk now, coldest first: trained ones, which only wait for a checkpoint, then the oldest.
+
+    Blobs stay: several blocks share them. What is on lease stays: it is about to be read, and its memory with it.
+    """
+    limits = core.state.limits
+    over = core.blocks.payload_bytes - int(limits.high_water * limits.capacity_bytes)
+    room = min(limits.spill_bytes - core.blocks.spilled_bytes, MOVE_BYTES)
+    if over <= 0 or room <= 0:
+        return []
+    found: list[tuple[int, Extent]] = []
+    for id_, block in _coldest(core):
+        extent = block.ref.extent
+        if over <= 0:
+            break
+        if extent is None or is_spilled(extent) or extent.nbytes > room or _is_read(core, extent):
+            continue
+        found.append((id_, extent))
+        over -= extent.nbytes
+        room -= extent.nbytes
+    return found
+
+
+def _coldest(core: Core) -> Iterator[tuple[int, Block]]:
+    blocks = core.blocks.blocks
+    seen: set[int] = set()
+    for group in core.state.trained.values():
+        for sample in group.samples:
+            for part in sample.parts:
+                if part.block not in seen:
+                    seen.add(part.block)
+                    yield part.block, blocks[part.block]
+    for id_, block in blocks.items():
+        if id_ not in seen:
+            yield id_, block
+
+
+def _is_read(core: Core, extent: Extent) -> bool:
+    return core.blocks.live[extent.slab][extent.offset].references > 1
+
+
+def spilled(core: Core, event: Spilled) -> list[Extent]:
+    """The copies are on disk; answers with those that are of no use, because the block ended meanwhile."""
+    useless: list[Extent] = []
+    for id_, to in event.moves:
+        block = core.blocks.blocks.get(id_)
+        if block is None or block.ref.extent is None or is_spilled(block.ref.extent):
+            useless.append(to)
+            continue
+        core.blocks.move(id_, to, core.state.callers.alive)
+        core.tally("blocks_spilled")
+        core.tally("bytes_spilled", to.nbytes)
+        core.changed = True
+    core.touched.add(ROOM)
+    return useless
