@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.targets import did_you_mean as did_you_mean
 
 KeyPath = tuple[str | int, ...]
 """A place in roles.toml: keys and array indices, ("roles", "rollout", "count")."""
@@ -99,13 +99,6 @@ def dotted(path: KeyPath) -> str:
             bare = part and all(c.isascii() and (c.isalnum() or c in "-_") for c in part)
             text += ("." if text else "") + (part if bare else '"' + part.replace('"', '\\"') + '"')
     return text
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` if one of the known names is near, else the empty string."""
-    by_folded = {name.lower().replace("-", "_"): name for name in known}
-    near = difflib.get_close_matches(given.lower().replace("-", "_"), list(by_folded), n=1, cutoff=0.6)
-    return f"did you mean '{by_folded[near[0]]}'?" if near else ""
 
 
 def _source_order(problem: Problem) -> tuple[str, int, int, str]:
