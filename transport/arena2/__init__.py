@@ -1,0 +1,23 @@
+"""Shared memory of a node: each process writes blocks to slabs of its own, all the others read them in place."""
+
+from relax_rt.transport.arena2.reader import Reader, ReaderStatistics
+from relax_rt.transport.arena2.slab import SPILL_PREFIX, slab_name
+from relax_rt.transport.arena2.writer import Placed, Writer, WriterStatistics
+from relax_rt.transport.block import ALIGNMENT, INLINE_BYTES, Block
+from relax_rt.transport.values import Bf16, Raw, Shared
+
+__all__ = [
+    "ALIGNMENT",
+    "INLINE_BYTES",
+    "SPILL_PREFIX",
+    "Bf16",
+    "Block",
+    "Placed",
+    "Raw",
+    "Reader",
+    "ReaderStatistics",
+    "Shared",
+    "Writer",
+    "WriterStatistics",
+    "slab_name",
+]
