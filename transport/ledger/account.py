@@ -127,7 +127,8 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
-    wrong: list[str] = []
+    rows.update(core.store.references())
+    wrong = core.store.audit()
     counted = {id_: block.rows for id_, block in table.blocks.items()}
     if counted != dict(rows):
         wrong.append(f"rows of blocks {counted}, samples have {dict(rows)}")
@@ -138,6 +139,8 @@ def _audit_memory(core: Core) -> list[str]:
     extents += [blob.extent for blob in table.blobs.values()]
     for lease in [*state.leases.values(), *state.lapsed.values()]:
         extents += lease.pins
+    for pin in state.store.pins.values():
+        extents += pin.extents
     references = Counter((extent.slab, extent.offset) for extent in extents)
     live = {(slab, at): one.references for slab, at_ in table.live.items() for at, one in at_.items()}
     if live != dict(references):

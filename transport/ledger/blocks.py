@@ -91,6 +91,18 @@ class BlockTable(msgspec.Struct):
         """Raises:
         Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block's rows do not fit it.
         """
+        self.check_extents(puts, who)
+        for put in puts:
+            rows = [row.row for row in put.rows]
+            if len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
+                raise Refused(
+                    f"put by {who}", why=f"a block of {put.block.rows} rows comes with rows {rows[:8]} of samples"
+                )
+
+    def check_extents(self, puts: Sequence[Put], who: Incarnation) -> None:
+        """Raises:
+        Refused: an extent is not in the caller's own slab, is in use, or comes twice; a block is nowhere.
+        """
         seen: set[tuple[str, int]] = set()
         mine = owner_key(who)
         for extent in extents_in(puts):
@@ -105,11 +117,6 @@ class BlockTable(msgspec.Struct):
             if extent.offset < 0 or extent.nbytes < 1:
                 raise Refused(f"put by {who}", why=f"extent {extent.slab}+{extent.offset} has {extent.nbytes} bytes")
         for put in puts:
-            rows = [row.row for row in put.rows]
-            if len(rows) != put.block.rows or sorted(rows) != list(range(len(rows))):
-                raise Refused(
-                    f"put by {who}", why=f"a block of {put.block.rows} rows comes with rows {rows[:8]} of samples"
-                )
             if put.block.extent is None and not put.block.inline:
                 raise Refused(f"put by {who}", why="a block has neither an extent nor bytes")
 

@@ -16,13 +16,17 @@ ANSWERS_KEPT = 128
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents."""
+    """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents.
+
+    rows: of the keyed store, as runs (first index, count).
+    """
 
     admission: Admission | None = None
     offered: Offered | None = None
     lease: int = 0
     freed: list[Extent] = []
     advice: Advice | None = None
+    rows: list[tuple[int, int]] = []
 
 
 class Home(msgspec.Struct, frozen=True, array_like=True):

@@ -13,6 +13,7 @@ from relax_rt.transport.ledger.losses import Losses
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import Group, Lease, Sample, State
 from relax_rt.transport.queue.api import Extent, SampleKey
+from relax_rt.transport.store.machine import Store
 from relax_rt.transport.versions import VersionRecord, VersionTree
 
 Notice = tuple[str, dict[str, Any]]
@@ -31,6 +32,7 @@ class Core:
     def __init__(self, state: State) -> None:
         self.state = state
         self.tree = VersionTree(state.versions)
+        self.store = Store(state.store, state.blocks, state.callers.alive)
         self.deadlines: dict[int, float] = {}
         self.shared: dict[int, dict[Incarnation, float]] = {}
         """Deadlines of each holder of a shared lease; the earliest is the lease's."""

@@ -7,6 +7,7 @@ import msgspec
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.api import Extent, Failure, Put, SampleKey, Want
+from relax_rt.transport.store.state import StoreEvent
 from relax_rt.transport.versions import VersionRecord
 
 
@@ -112,6 +113,12 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     reason: str
 
 
+class StoreCall(msgspec.Struct, frozen=True, tag="store"):
+    """A call of the keyed store."""
+
+    event: StoreEvent
+
+
 class Spilled(msgspec.Struct, frozen=True, tag="spilled"):
     """Blocks were copied to a file on the broker's disk: block id and where it is now."""
 
@@ -141,6 +148,7 @@ Event = (
     | Committed
     | Rollback
     | Gone
+    | StoreCall
     | Spilled
     | Lapse
 )

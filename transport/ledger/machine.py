@@ -8,7 +8,7 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import account, admission, consume, spill, training
+from relax_rt.transport.ledger import account, admission, consume, keyed, spill, training
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.blocks import owner_key, owner_of
 from relax_rt.transport.ledger.callers import Home, Kept
@@ -17,8 +17,9 @@ from relax_rt.transport.ledger.core import Core, Notice
 from relax_rt.transport.ledger.state import State
 from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Offered
 from relax_rt.transport.samplers import load_sampler
+from relax_rt.transport.store.api import Fetched, Found, Stored
 
-Answer = Admission | Offered | Batch | Advice | list[Extent] | None
+Answer = Admission | Offered | Batch | Advice | list[Extent] | keyed.Answer | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -98,7 +99,10 @@ class Ledger:
                 raise Refused(f"call of {who}", why="it has not joined")
             kept = core.state.callers.answer(who, entry.seq) if entry.seq else None
             if kept is not None:
-                return Outcome(self._repeated(who, event, kept), changed=False)
+                answer = self._repeated(who, event, kept)
+                if core.changed:
+                    core.state.n = entry.n
+                return Outcome(answer, core.changed, event=event)
             if isinstance(event, ev.Take):
                 answer, keys = consume.take(core, who, event, self.samplers)
                 event = ev.Take(event.task, event.want, keys)
@@ -126,6 +130,8 @@ class Ledger:
                 return spill.spilled(core, event)
             case ev.Lapse(groups, leases):
                 self._lapse(groups, leases)
+            case ev.Gone(gone, _):
+                self._gone(gone)
             case _:
                 raise Refused(f"event {type(event).__name__}", why="it needs a caller")
         return None
@@ -157,6 +163,8 @@ class Ledger:
             case ev.Unpin(leases):
                 consume.unpin(core, who, leases)
                 return self._collect(who)
+            case ev.StoreCall(called):
+                return keyed.apply(core, who, called)
             case ev.Join():
                 self._join(who, event)
             case ev.GiveBack():
@@ -194,6 +202,8 @@ class Ledger:
                 kept = Kept(advice=answer)
             case list():
                 kept = Kept(freed=answer)
+            case Stored() | Found() | Fetched():
+                kept = keyed.kept(answer)
             case _:
                 kept = Kept()
         self.core.state.callers.keep(who, seq, kept)
@@ -208,6 +218,8 @@ class Ledger:
                 return kept.advice
             case ev.PutColumns() | ev.Complete() | ev.Unpin():
                 return kept.freed
+            case ev.StoreCall(called):
+                return keyed.repeated(self.core, who, called, kept)
             case ev.Take():
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
@@ -235,6 +247,7 @@ class Ledger:
         core.changed = True
         core.state.callers.fence(who.slot, who.epoch + 1)
         core.blocks.forget_owner(who)
+        core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
         for lease in [lease for lease in core.state.lapsed.values() if who in lease.holders]:
             core.unread(lease, who)

@@ -10,6 +10,7 @@ from relax_rt.transport.ledger.callers import Callers
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.prompts import Prompt, PromptPool
 from relax_rt.transport.queue.api import Extent, SampleKey, VersionSpan
+from relax_rt.transport.store.state import StoreState
 from relax_rt.transport.versions import VersionRecord
 
 
@@ -173,6 +174,7 @@ class State(msgspec.Struct):
     streams: dict[str, Stream] = {}
     blocks: BlockTable = msgspec.field(default_factory=BlockTable)
     callers: Callers = msgspec.field(default_factory=Callers)
+    store: StoreState = msgspec.field(default_factory=StoreState)
     versions: list[VersionRecord] = []
     trainer_version: int | None = None
     step: int = 0

@@ -1,0 +1,382 @@
+"""The keyed store as a pure state machine, against a naive model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.queue.api import BlockRef, Extent
+from relax_rt.transport.store import state as sv
+from relax_rt.transport.store.api import Fetched, Found, Rows, Sampler, StoreConfig, Stored
+
+POLICY = LedgerPolicy(tasks={"none": ("x",)}, step_task="")
+WHO = {name: Incarnation(name, epoch) for epoch, name in enumerate("abc", 1)}
+
+
+class Driver:
+    """A ledger with its journal, and extents that are given out once."""
+
+    def __init__(self, config: StoreConfig | None = None) -> None:
+        self.ledger, self.journal = Ledger(), list[bytes]()
+        self.seq = dict.fromkeys(WHO, 0)
+        self.offset = 0
+        self.free: list[Extent] = []
+        self._enter(ev.Configure(POLICY, QueueLimits()))
+        self._enter(ev.Open("run"))
+        for who in WHO.values():
+            self._enter(ev.Join(issued=True), who)
+        if config is not None:
+            self.call("a", sv.Configure(config))
+
+    def _enter(self, event: ev.Event, who: Incarnation | None = None, seq: int = 0) -> Any:
+        entry = Entry(self.ledger.n + 1, 0.0, event, who, seq)
+        outcome = self.ledger.apply(entry)
+        if outcome.changed:
+            assert outcome.event is not None
+            self.journal.append(msgspec.msgpack.encode(Entry(entry.n, 0.0, outcome.event, who, seq)))
+        return outcome.answer
+
+    def call(self, name: str, event: sv.StoreEvent, *, seq: int = 0) -> Any:
+        """A call of the store; `seq` repeats an older one."""
+        if not seq:
+            self.seq[name] += 1
+        answer = self._enter(ev.StoreCall(event), WHO[name], seq or self.seq[name])
+        if not seq:
+            self.free += answer if isinstance(answer, list) else getattr(answer, "freed", [])
+        return answer
+
+    def gone(self, name: str) -> None:
+        self._enter(ev.Gone(WHO[name], "killed"))
+
+    def block(self, name: str, rows: int, fields: tuple[str, ...]) -> BlockRef:
+        """A block of 64 bytes a row in a slab of the caller's."""
+        extent = Extent(f"{name}-{WHO[name].epoch}-1.slab", self.offset, 64 * rows)
+        self.offset += extent.nbytes
+        return BlockRef(extent, rows, fields)
+
+    def put(self, name: str, partition: str, keys: list[str], *fields: str, **more: Any) -> Stored:
+        block = self.block(name, len(keys), fields) if fields else None
+        answer = self.call(name, sv.Put(Rows(partition, keys), block=block, **more))
+        assert isinstance(answer, Stored)
+        return answer
+
+    def get(self, name: str, rows: Rows, fields: list[str] | None = None) -> Fetched:
+        answer = self.call(name, sv.Get(rows, fields))
+        assert isinstance(answer, Fetched)
+        return answer
+
+    def sample(self, task: str, batch: int, *fields: str, **more: Any) -> list[int]:
+        answer = self.call("a", sv.Sample("p", task, list(fields), batch, **more))
+        assert isinstance(answer, Found)
+        return answer.indexes
+
+    def replayed(self) -> Ledger:
+        """A ledger made from the journal."""
+        ledger = Ledger()
+        for record in self.journal:
+            assert ledger.apply(msgspec.msgpack.decode(record, type=Entry)).changed
+        return ledger
+
+
+def places(found: Fetched) -> list[dict[str, tuple[int, int]]]:
+    """For each row of an answer, where each field lies: (offset of the block, row)."""
+    rows: list[dict[str, tuple[int, int]]] = []
+    for segment in found.segments:
+        for number in range(segment.rows):
+            at: dict[str, tuple[int, int]] = {}
+            for index, first in segment.parts:
+                block = found.blocks[index]
+                assert block.extent is not None
+                at.update(dict.fromkeys(block.fields, (block.extent.offset, first + number)))
+            rows.append({field: at[field] for field in found.fields})
+    return rows
+
+
+class StoreModel(RuleBasedStateMachine):
+    """The ledger's store does what dictionaries do, and gives memory back exactly when nobody needs it."""
+
+    KEYS = ("k0", "k1", "k2", "k3", "k4", "k5")
+    FIELDS = ("x", "y", "z")
+
+    @initialize()
+    def begin(self) -> None:
+        self.driver = Driver()
+        self.rows: dict[str, dict[str, dict[str, tuple[int, int]]]] = {}
+        self.tags: dict[tuple[str, str], dict[str, bytes]] = {}
+        self.order: dict[str, list[str]] = {}
+        self.consumed: dict[tuple[str, str], set[str]] = {}
+        self.pins: dict[int, tuple[str, set[int]]] = {}
+        self.alive = set(WHO)
+
+    @rule(
+        who=st.sampled_from("ab"),
+        partition=st.sampled_from("pq"),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, unique=True),
+        fields=st.sets(st.sampled_from(FIELDS)),
+        tag=st.none() | st.binary(max_size=2),
+    )
+    def put(self, who: str, partition: str, keys: list[str], fields: set[str], tag: bytes | None) -> None:
+        if who not in self.alive or not (fields or tag is not None):
+            return
+        tags = [] if tag is None else [{f"t{len(tag)}": tag}] * len(keys)
+        block = self.driver.block(who, len(keys), tuple(sorted(fields))) if fields else None
+        stored = self.driver.call(who, sv.Put(Rows(partition, keys), block=block, tags=tags))
+        for number, key in enumerate(keys):
+            row = self.rows.setdefault(partition, {}).setdefault(key, {})
+            if key not in self.order.setdefault(partition, []):
+                self.order[partition].append(key)
+            if block is not None and block.extent is not None:
+                row.update(dict.fromkeys(block.fields, (block.extent.offset, number)))
+            own = self.tags.setdefault((partition, key), {})
+            own.update(*tags[:1])
+        assert stored.fields == sorted(set.intersection(*(set(self.rows[partition][key]) for key in keys)))
+        assert stored.tags == [self.tags[partition, key] for key in keys]
+
+    @rule(
+        who=st.sampled_from("bc"),
+        partition=st.sampled_from("pq"),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1),
+        fields=st.none() | st.lists(st.sampled_from(FIELDS)),
+        repeat=st.booleans(),
+    )
+    def get(self, who: str, partition: str, keys: list[str], fields: list[str] | None, repeat: bool) -> None:
+        if who not in self.alive:
+            return
+        event = sv.Get(Rows(partition, keys), fields)
+        found = self.driver.call(who, event)
+        if repeat:
+            again = self.driver.call(who, event, seq=self.driver.seq[who])
+            assert (again.pin, again.fields, places(again)) == (found.pin, found.fields, places(found))
+        known = [self.rows[partition][key] for key in keys if key in self.rows.get(partition, {})]
+        common = set.intersection(*map(set, known)) if known else set()
+        want = sorted(common if fields is None else common.intersection(fields))
+        assert len(found.indexes) == len(known)
+        assert found.fields == want
+        if want:
+            assert places(found) == [{field: row[field] for field in want} for row in known]
+            used = {block.extent.offset for block in found.blocks if block.extent is not None}
+            self.pins[found.pin] = (who, used)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin = data.draw(st.sampled_from(sorted(self.pins)))
+        self.driver.call(self.pins.pop(pin)[0], sv.Unpin([pin]))
+
+    @rule(partition=st.sampled_from("pq"), keys=st.lists(st.sampled_from(KEYS)))
+    def clear(self, partition: str, keys: list[str]) -> None:
+        self.driver.call("c", sv.Clear(Rows(partition, keys)))
+        for key in keys or list(self.rows.get(partition, {})):
+            if self.rows.get(partition, {}).pop(key, None) is not None:
+                self.order[partition].remove(key)
+                self.tags.pop((partition, key), None)
+                for (name, _), done in self.consumed.items():
+                    if name == partition:
+                        done.discard(key)
+        if not keys:
+            self.rows.pop(partition, None)
+            self.consumed = {at: done for at, done in self.consumed.items() if at[0] != partition}
+
+    @rule(
+        partition=st.sampled_from("pq"),
+        task=st.sampled_from("st"),
+        fields=st.sets(st.sampled_from(FIELDS), min_size=1),
+        batch=st.integers(1, 3),
+    )
+    def sample(self, partition: str, task: str, fields: set[str], batch: int) -> None:
+        found = self.driver.call("c", sv.Sample(partition, task, sorted(fields), batch))
+        done = self.consumed.setdefault((partition, task), set())
+        rows = self.rows.get(partition, {})
+        ready = [k for k in self.order.get(partition, []) if k in rows and k not in done and fields <= set(rows[k])]
+        want = ready[:batch] if len(ready) >= batch else []
+        assert found.keys == want
+        assert bool(found.waiting_on) == (not want)
+        done.update(want)
+
+    @rule(partition=st.sampled_from("pq"), task=st.sampled_from([None, "s", "t"]))
+    def reset(self, partition: str, task: str | None) -> None:
+        assert self.driver.call("c", sv.Reset(partition, task)) == (partition in self.rows)
+        for name, of in self.consumed:
+            if name == partition and task in (None, of):
+                self.consumed[name, of] = set()
+
+    @precondition(lambda self: "b" in self.alive)
+    @rule()
+    def reader_dies(self) -> None:
+        self.alive.remove("b")
+        self.driver.gone("b")
+        self.pins = {pin: held for pin, held in self.pins.items() if held[0] != "b"}
+
+    @invariant()
+    def lists_what_is_there(self) -> None:
+        if hasattr(self, "driver"):
+            listed = self.driver.ledger.core.store.list_keys(None)
+            assert listed == {p: {k: self.tags[p, k] for k in keys} for p, keys in self.rows.items()}
+
+    @invariant()
+    def memory_is_kept_while_it_is_needed(self) -> None:
+        if hasattr(self, "driver"):
+            table = self.driver.ledger.state.blocks
+            live = {at for slab in table.live.values() for at in slab}
+            assert self.driver.ledger.audit() == []
+            needed = {at for rows in self.rows.values() for row in rows.values() for at, _ in row.values()}
+            needed |= {at for _, used in self.pins.values() for at in used}
+            assert live == needed
+            assert {e.offset for e in self.driver.free}.isdisjoint(live)
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            assert self.driver.replayed().snapshot() == self.driver.ledger.snapshot()
+            assert Ledger(self.driver.ledger.snapshot()).audit() == []
+
+
+StoreModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStoreModel = StoreModel.TestCase
+
+
+def test_rows_of_one_put_are_one_segment() -> None:
+    driver = Driver()
+    keys = [f"k{n}" for n in range(100)]
+    driver.put("a", "p", keys, "x", "y")
+    found = driver.get("b", Rows("p", keys[10:60]), ["x"])
+    assert [(segment.rows, segment.parts) for segment in found.segments] == [(50, [(0, 10)])]
+    assert [segment.rows for segment in driver.get("b", Rows("p", keys[::-2])).segments] == [1] * 50
+
+
+def test_a_block_is_freed_when_all_its_fields_were_put_again() -> None:
+    driver = Driver()
+    driver.put("a", "p", ["k"], "x", "y")
+    driver.put("a", "p", ["k"], "x")
+    assert not driver.free
+    driver.put("a", "p", ["k"], "y")
+    assert [extent.offset for extent in driver.free] == [0]
+
+
+def test_what_is_read_is_freed_only_when_it_is_not_read_any_more() -> None:
+    driver = Driver()
+    driver.put("a", "p", ["k"], "x")
+    pin = driver.get("b", Rows("p", ["k"])).pin
+    assert driver.call("c", sv.Unpin([pin])) == []
+    driver.call("c", sv.Clear(Rows("p", ["k"])))
+    assert driver.call("a", sv.Unpin([])) == []
+    driver.call("b", sv.Unpin([pin]))
+    assert [extent.offset for extent in driver.call("a", sv.Unpin([]))] == [0]
+
+
+def test_a_repeated_call_gets_its_first_answer_and_changes_nothing() -> None:
+    driver = Driver()
+    first = driver.put("a", "p", ["k"], "x")
+    put = sv.Put(Rows("p", ["k"]), block=driver.block("a", 1, ("x",)))
+    stored = driver.call("a", put)
+    assert stored.indexes == first.indexes and len(stored.freed) == 1
+    before = driver.ledger.snapshot()
+    assert driver.call("a", put, seq=driver.seq["a"]) == stored
+    assert driver.ledger.snapshot() == before
+
+    taken = driver.call("a", sv.Sample("p", "t", ["x"], 1))
+    assert driver.call("a", sv.Sample("p", "t", ["x"], 1), seq=driver.seq["a"]) == taken
+    assert driver.sample("t", 1, "x") == []
+
+
+@pytest.mark.parametrize(
+    ("event", "names"),
+    [
+        (sv.Put(Rows("p", ["a", "a"])), "named twice"),
+        (sv.Put(Rows("p", [""])), "empty"),
+        (sv.Put(Rows("p", ["a"], [1])), "exactly one"),
+        (sv.Put(Rows("p")), "exactly one"),
+        (sv.Put(Rows("p", ["a"]), new=-1), "exactly one"),
+        (sv.Put(Rows("", [], [99])), "not there"),
+        (sv.Put(Rows("p", ["a"]), tags=[{}, {}]), "tags for 2 rows"),
+        (sv.Put(Rows("p", ["a"]), block=BlockRef(Extent("a-1-1.slab", 0, 8), 2, ("x",))), "a block of 2 rows"),
+        (sv.Put(Rows("p", ["a"]), block=BlockRef(Extent("b-2-1.slab", 0, 8), 1, ("x",))), "not its own"),
+        (sv.Put(Rows("p", ["a", "b", "c", "d"])), "3 are allowed"),
+        (sv.Sample("p", "t", ["x"], 0), "at least one row"),
+        (sv.Configure(StoreConfig(Sampler("mine"))), "no such sampler"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_leaves_no_trace(event: sv.StoreEvent, names: str) -> None:
+    driver = Driver(None if isinstance(event, sv.Configure) else StoreConfig(max_rows=3))
+    driver.put("a", "p", ["there"], "x")
+    before = driver.ledger.snapshot()
+    with pytest.raises(Refused, match=names):
+        driver.call("a", event)
+    assert driver.ledger.snapshot() == before
+    assert driver.ledger.audit() == []
+
+
+def test_all_rows_are_lost_with_the_shared_memory() -> None:
+    driver = Driver()
+    driver.put("a", "p", ["k"], "x")
+    driver.get("b", Rows("p", ["k"]))
+    driver._enter(ev.Open("another run"))
+    assert driver.ledger.core.store.list_keys(None) == {}
+    assert driver.ledger.audit() == []
+    assert driver.replayed().snapshot() == driver.ledger.snapshot()
+
+
+# --- samplers
+
+
+def test_ranked_gives_one_batch_to_all_that_ask_for_it() -> None:
+    driver = Driver(StoreConfig(Sampler("ranked")))
+    driver.put("a", "p", list("klmn"), "x")
+    first = driver.sample("t", 2, "x", rank=0, batch_index=0)
+    other = driver.sample("t", 2, "x", rank=1, batch_index=0)
+    assert first + other == [0, 1, 2, 3]
+    assert driver.sample("t", 2, "x", rank=0, batch_index=0) == first
+    assert driver.sample("t", 2, "x", rank=0, batch_index=1) == []
+    with pytest.raises(Refused, match="needs a rank"):
+        driver.sample("t", 2, "x")
+
+
+def test_groups_are_whole_and_neighbours() -> None:
+    driver = Driver(StoreConfig(Sampler("groups", 3)))
+    driver.put("a", "q", ["other"], "x")
+    driver.put("a", "p", [f"k{n}" for n in range(9)], "y")
+    for key in ("k0", "k1", "k3", "k4", "k5", "k7"):
+        driver.put("a", "p", [key], "x")
+        driver.put("a", "q", [key], "x")
+    found = driver.call("a", sv.Sample("p", "t", ["x"], 3))
+    assert found.keys == ["k3", "k4", "k5"]
+    assert driver.sample("t", 3, "x") == []
+    driver.put("a", "p", ["k6", "k8"], "x")
+    assert driver.call("a", sv.Sample("p", "t", ["x"], 3)).keys == ["k6", "k7", "k8"]
+    with pytest.raises(Refused, match="multiple of the group size"):
+        driver.sample("t", 4, "x")
+
+
+def test_balanced_deals_whole_groups_of_like_sums_and_keeps_each_rank_its_share() -> None:
+    driver = Driver(StoreConfig(Sampler("balanced", 2, 2)))
+    lengths = [10, 10, 1, 1, 8, 8, 3, 3, 50, 50, 50, 50]
+    tags = [{"total_lengths": msgspec.msgpack.encode(length)} for length in lengths]
+    driver.put("a", "p", [f"k{n}" for n in range(12)], "x", tags=tags)
+    one = driver.sample("t", 4, "x", rank=0, batch_index=0)
+    # A rank that is ahead does not take what was dealt to another.
+    ahead = driver.sample("t", 4, "x", rank=0, batch_index=1)
+    two = driver.sample("t", 4, "x", rank=1, batch_index=0)
+    assert sorted(one + two) == list(range(8)) and ahead == []
+    assert [sum(lengths[i] for i in share) for share in (one, two)] == [22, 22]
+    for share in (one, two):
+        assert all(share[at] // 2 == share[at + 1] // 2 for at in (0, 2))
+    assert driver.ledger.core.store.consumed("p", "t").flags == [[True]] * 8 + [[False]] * 4
+
+
+def test_expected_rows_count_as_not_consumed() -> None:
+    driver = Driver(StoreConfig(expected=3))
+    driver.put("a", "p", ["k"], "x")
+    assert driver.sample("t", 1, "x") == [0]
+    status = driver.ledger.core.store.consumed("p", "t")
+    assert (status.indexes, status.flags) == ([0, 1, 2], [[True], [False], [False]])
+    assert driver.ledger.core.store.produced("p", ["x"]).flags == [[True], [False], [False]]
+    driver.put("a", "p", ["l", "m", "n"], "x")
+    assert driver.sample("t", 3, "x") == [1, 2, 3]

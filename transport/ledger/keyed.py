@@ -1,0 +1,128 @@
+"""The keyed store among the ledger's events: same journal, same callers, same table of live memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.callers import Kept
+from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.queue.api import Put as QueuePut
+from relax_rt.transport.store import state as ev
+from relax_rt.transport.store.api import Fetched, Found, StoreConfig, Stored
+
+Answer = StoreConfig | Stored | Found | Fetched | list[Extent] | bool
+
+
+def topic(partition: str) -> str:
+    """What those who sample a partition wait for."""
+    return f"store {partition}"
+
+
+def apply(core: Core, who: Incarnation, event: ev.StoreEvent) -> Answer:
+    """Apply an event of the store.
+
+    Raises:
+        Refused: it is not possible; nothing changed.
+    """
+    store = core.store
+    store.changed = False
+    answer = _applied(core, who, event)
+    core.changed = core.changed or store.changed
+    return answer
+
+
+def _applied(core: Core, who: Incarnation, event: ev.StoreEvent) -> Answer:
+    store = core.store
+    match event:
+        case ev.Put():
+            return _put(core, who, event)
+        case ev.Get():
+            return store.get(who, event)
+        case ev.Sample():
+            return store.sample(event)
+        case ev.Unpin(pins):
+            store.unpin(who, pins)
+            return _collect(core, who)
+        case ev.Clear(rows):
+            store.clear(rows)
+            return _collect(core, who)
+        case ev.Reset():
+            if done := store.reset(event):
+                core.touched.add(topic(event.partition))
+            return done
+        case ev.Configure(config):
+            return store.configure(config)
+
+
+def _put(core: Core, who: Incarnation, event: ev.Put) -> Stored:
+    core.store.check_put(event)
+    if event.block is not None:
+        put = QueuePut(event.block, [], event.blobs)
+        core.blocks.check_extents([put], who)
+        if event.block.extent is not None and event.block.extent.nbytes > core.state.limits.max_sample_bytes * max(
+            1, event.block.rows
+        ):
+            raise Refused(
+                f"put of {event.block.extent.nbytes} bytes by {who}",
+                why=f"a sample may have {core.state.limits.max_sample_bytes} bytes",
+            )
+    stored = core.store.put(event)
+    core.touched.add(topic(event.rows.partition) if event.rows.partition else topic(core.store.where(stored.indexes)))
+    return Stored(stored.indexes, stored.fields, stored.tags, _collect(core, who))
+
+
+def _collect(core: Core, who: Incarnation) -> list[Extent]:
+    freed = core.blocks.collect(who)
+    core.changed = core.changed or bool(freed)
+    return freed
+
+
+def kept(answer: Answer) -> Kept:
+    """What is kept of an answer, to give it again."""
+    match answer:
+        case Stored(indexes, _, _, freed):
+            return Kept(rows=_runs(indexes), freed=freed)
+        case Found(indexes):
+            return Kept(rows=_runs(indexes))
+        case Fetched(pin=pin):
+            return Kept(lease=pin)
+        case list():
+            return Kept(freed=answer)
+        case _:
+            return Kept()
+
+
+def repeated(core: Core, who: Incarnation, event: ev.StoreEvent, known: Kept) -> Answer:
+    """The answer to a call that came before. Rows are described as they are now."""
+    store = core.store
+    indexes = [index for first, count in known.rows for index in range(first, first + count)]
+    match event:
+        case ev.Put():
+            stored = store.stored(indexes)
+            return Stored(stored.indexes, stored.fields, stored.tags, known.freed)
+        case ev.Sample():
+            return store.granted(indexes)
+        case ev.Get():
+            store.changed = False
+            answer = store.get(who, event, pin=known.lease)
+            core.changed = core.changed or store.changed
+            return answer
+        case ev.Unpin() | ev.Clear():
+            return known.freed
+        case ev.Reset():
+            return event.partition in core.state.store.partitions
+        case ev.Configure():
+            return store.config
+
+
+def _runs(indexes: Iterable[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for index in indexes:
+        if runs and runs[-1][0] + runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
