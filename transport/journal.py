@@ -70,6 +70,10 @@ class Journal:
         self._size = 0
         self._n = 0
         self._rotating = False
+        self.snapshots = 0
+        """Snapshots made by this process."""
+        self.snapshot_bytes = 0
+        """Size of the newest one that it made."""
 
     @property
     def n(self) -> int:
@@ -208,6 +212,8 @@ class Journal:
                 temporary.rename(self._folder / f"snapshot-{n}.bin")
                 _sync_dir(self._folder)
                 self._remove_before(n + 1, n)
+                self.snapshots += 1
+                self.snapshot_bytes = len(snapshot)
             finally:
                 self._rotating = False
 

@@ -210,6 +210,7 @@ class Membership(msgspec.Struct, frozen=True):
         shm_dir, spill_dir: where slabs and spilled blocks lie on the broker's node.
         node: the broker's node; a caller on it maps slabs, any other fetches payloads.
         lease_s: length of tickets and leases.
+        fields: declared columns (see transport/fields.py); empty: any column may be put.
     """
 
     who: Incarnation
@@ -218,6 +219,7 @@ class Membership(msgspec.Struct, frozen=True):
     spill_dir: str
     node: str
     lease_s: float
+    fields: dict[str, str] = {}
 
 
 class QueueStats(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,23 +12,41 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport import rpc
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission
 from relax_rt.transport.ledger import account as ledger_account
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.extents import owner_of
+from relax_rt.transport.ledger.blocks import owner_key
+from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Answer
-from relax_rt.transport.queue.api import Admission, Batch, Failure, Freed, Put, QueueStats
+from relax_rt.transport.queue.api import (
+    Admission,
+    Advice,
+    Batch,
+    Extent,
+    Failure,
+    Membership,
+    Offered,
+    Put,
+    QueueStats,
+    Want,
+)
+from relax_rt.transport.queue.disk import Disk, dead_slabs
+from relax_rt.transport.queue.statistics import broker_statistics
+from relax_rt.transport.queue.waits import Waits
+from relax_rt.transport.queue.watch import Watch, start_time
+from relax_rt.transport.store.api import Found
+from relax_rt.transport.store.desk import StoreDesk
 from relax_rt.transport.versions import VersionRecord
 
-MAX_WAITERS = 4096
 MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
+_SPILL_RETRY_S = 5.0
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
-T = TypeVar("T", Admission, Batch)
+T = TypeVar("T", Admission, Offered, Batch, Found)
 Notify = Callable[[str, dict[str, Any]], None]
 
 
@@ -48,6 +66,9 @@ class Broker:
         shm_dir: where the slabs lie; the broker unlinks those of dead incarnations.
         run_id: of this shared memory; another one than in the journal means that all payloads are lost.
         policy, limits: see LedgerPolicy and QueueLimits.
+        spill_dir: where spilled blocks go; default: ``spill`` beside the journal.
+        node: name of this node, for callers that join; empty: all callers are on it.
+        payloads: address of this node's payload server, for readers on other nodes.
         identify: who calls; the default asks the RPC layer.
         clock: seconds, monotonic within this process.
         notify: gets the ledger's notices (kind, fields) for the event log, with their sequence number `n`.
@@ -63,26 +84,33 @@ class Broker:
         run_id: str,
         policy: LedgerPolicy,
         limits: QueueLimits,
+        spill_dir: Path | None = None,
+        node: str = "",
+        payloads: str = "",
         identify: Callable[[], Incarnation] = _rpc_caller,
         clock: Callable[[], float] = time.monotonic,
         notify: Notify = _ignore,
         fsync_every_s: float = 1.0,
         segment_bytes: int = 16 << 20,
     ) -> None:
-        self._shm_dir, self._run_id, self._policy, self._limits = shm_dir, run_id, policy, limits
+        self.shm_dir, self.spill_dir = shm_dir, spill_dir or folder / "spill"
+        self._run_id, self._policy, self._limits = run_id, policy, limits
+        self._node, self._payloads = node, payloads
         self._identify, self._clock, self._notify = identify, clock, notify
         self._fsync_every_s = fsync_every_s
         self._journal = Journal(folder, segment_bytes=segment_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._ledger = Ledger()
-        self._changed = asyncio.Event()
+        self._disk = Disk(shm_dir, self.spill_dir, 0)
+        self._watch = Watch(self._process_ended)
+        self._waits = Waits(clock)
         self._rearm = asyncio.Event()
-        self._waiting: dict[int, tuple[str, str]] = {}
-        self._waits = 0
-        self._empty: dict[tuple[Incarnation, int], Admission | Batch] = {}
+        self._tight = asyncio.Event()
+        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch | Found] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
+        self._straggler_at: float | None = None
         self.syncs = 0
         """Rounds of the disk task: the proof that loop and disk both get on."""
 
@@ -108,10 +136,15 @@ class Broker:
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
         self._apply(ev.Configure(self._policy, self._limits))
-        self._apply(ev.Open(self._run_id))
+        self._apply(ev.Open(self._run_id, self._node, self._payloads))
+        # Every broker journals something before it spills, so no two of them have the same number.
+        self._disk = Disk(self.shm_dir, self.spill_dir, self._ledger.n)
         self._ledger.restart_deadlines(self._clock())
         self._notify("queue_recovered", {"n": self._ledger.n, "records": len(recovered.records)})
-        self._tasks = [asyncio.create_task(self._keep_time()), asyncio.create_task(self._keep_disk())]
+        for home in list(self._ledger.state.callers.homes.values()):
+            if self._ledger.state.callers.alive(owner_key(home.who)):
+                self._watch.add(home)
+        self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
 
@@ -127,6 +160,7 @@ class Broker:
 
     async def close(self) -> None:
         """Stop keeping time, force the journal to disk."""
+        self._watch.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,7 +175,8 @@ class Broker:
             self._failed.set_exception(error)
             # Also read by those who never await run().
             self._failed.exception()
-        self._wake()
+        self._waits.touch_all()
+        self._rearm.set()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -164,6 +199,8 @@ class Broker:
         try:
             outcome = self._ledger.apply(entry)
             if outcome.changed:
+                assert outcome.event is not None
+                entry = Entry(entry.n, entry.at, outcome.event, who, seq)
                 self._journal.append(entry.n, self._encoder.encode(entry))
             failure = None
         except Refused:
@@ -178,22 +215,27 @@ class Broker:
         if outcome.changed:
             for kind, fields in outcome.notices:
                 self._notify(kind, {**fields, "n": entry.n})
-            self._wake()
+            self._after_change(outcome.touched)
         return outcome.answer
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self._rearm.set()
+    def _after_change(self, touched: frozenset[str]) -> None:
+        if touched:
+            self._waits.touch(touched)
+        state = self._ledger.state
+        if state.policy is not None and self._straggler_at != (at := self._ledger.straggler_deadline()):
+            self._straggler_at = at
+            self._rearm.set()
+        if state.blocks.payload_bytes > state.limits.high_water * state.limits.capacity_bytes:
+            self._tight.set()
 
-    async def _wait_for(self, event: ev.Admit | ev.Take, who: Incarnation, seq: int, wait_s: float, kind: type[T]) -> T:
+    async def _wait_for(
+        self, event: ev.Admit | ev.Offer | ev.Take | ev.StoreCall, topic: str, seq: int, wait_s: float, kind: type[T]
+    ) -> T:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
+        who = self._identify()
         key = (who, seq)
         deadline = self._clock() + min(max(wait_s, 0.0), MAX_WAIT_S)
-        self._waits += 1
-        token = self._waits
-        if len(self._waiting) >= MAX_WAITERS:
-            raise OutOfSpace(f"waiting calls of the queue, {who}", why=f"{MAX_WAITERS} wait already")
+        token = self._waits.enter(who.slot, topic)
         try:
             while True:
                 # A copy of this call, sent over a connection that was lost, may have been answered meanwhile.
@@ -202,12 +244,9 @@ class Broker:
                 left = deadline - self._clock()
                 if not answer.waiting_on or left <= 0 or key in self._empty:
                     break
-                self._waiting[token] = (who.slot, answer.waiting_on)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await self._changed.wait()
+                await self._waits.wait(token, answer.waiting_on, left)
         finally:
-            self._waiting.pop(token, None)
+            self._waits.leave(token)
         if answer.waiting_on:
             self._empty[key] = answer
             while len(self._empty) > _EMPTY_KEPT:
@@ -216,15 +255,41 @@ class Broker:
 
     # --- QueueApi
 
+    async def join(self, name: str, node: str, pid: int, payloads: str) -> Membership:
+        """See QueueApi."""
+        here = node == self._node
+        started = start_time(pid) if here and pid else 0
+        if here and pid and not started:
+            raise Refused(f"joining as '{name}'", why=f"there is no process {pid} on this node")
+        who = Incarnation(name, self._ledger.state.next_epoch)
+        self._apply(ev.Join(node, payloads, pid if here else 0, started, issued=True), who)
+        self._watch.add(self._ledger.state.callers.homes[owner_key(who)])
+        self._sweep_wanted = True
+        limits = self._limits
+        return Membership(
+            who, self._run_id, str(self.shm_dir), str(self.spill_dir), self._node, limits.lease_s, self._policy.fields
+        )
+
+    def _process_ended(self, who: Incarnation, reason: str) -> None:
+        """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""
+        if self._failed is None or self._failed.done():
+            return
+        with suppress(StaleEpoch):
+            self._ledger.knows(who)
+            self._apply(ev.Gone(who, reason))
+        self._sweep_wanted = True
+
+    async def offer(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
+        """See QueueApi."""
+        return await self._wait_for(ev.Offer(puts, groups), ROOM, seq, wait_s, Offered)
+
     async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
         """See QueueApi."""
-        return await self._wait_for(ev.Admit(engine_version, groups), self._identify(), seq, wait_s, Admission)
+        return await self._wait_for(ev.Admit(engine_version, groups), ROOM, seq, wait_s, Admission)
 
-    async def put(self, seq: int, puts: list[Put]) -> list[Freed]:
+    async def put(self, seq: int, puts: list[Put]) -> list[Extent]:
         """See QueueApi."""
-        answer = self._apply(ev.PutColumns(puts), self._identify(), seq)
-        assert isinstance(answer, list)
-        return answer
+        return self._extents(self._apply(ev.PutColumns(puts), self._identify(), seq))
 
     async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
         """See QueueApi."""
@@ -237,13 +302,22 @@ class Broker:
         self._ledger.knows(who)
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
-    async def take(self, seq: int, task: str, samples: int, groups: int, wait_s: float) -> Batch:
+    async def take(self, seq: int, task: str, want: Want, wait_s: float) -> Batch:
         """See QueueApi."""
-        return await self._wait_for(ev.Take(task, samples, groups), self._identify(), seq, wait_s, Batch)
+        return await self._wait_for(ev.Take(task, want), task, seq, wait_s, Batch)
 
-    async def complete(self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure]) -> list[Freed]:
+    async def complete(
+        self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
+    ) -> list[Extent]:
         """See QueueApi."""
-        answer = self._apply(ev.Complete(task, lease, puts, failures), self._identify(), seq)
+        return self._extents(self._apply(ev.Complete(task, lease, puts, failures, pinned), self._identify(), seq))
+
+    async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
+        """See QueueApi."""
+        return self._extents(self._apply(ev.Unpin(leases), self._identify(), seq))
+
+    @staticmethod
+    def _extents(answer: Answer) -> list[Extent]:
         assert isinstance(answer, list)
         return answer
 
@@ -251,9 +325,11 @@ class Broker:
         """See QueueApi."""
         self._apply(ev.Abandon(lease, reason), self._identify(), seq)
 
-    async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord) -> None:
+    async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool) -> Advice:
         """See QueueApi."""
-        self._apply(ev.Trained(lease, step, weights), self._identify(), seq)
+        answer = self._apply(ev.Trained(lease, step, weights, skipped), self._identify(), seq)
+        assert isinstance(answer, Advice)
+        return answer
 
     async def committed(self, seq: int, step: int, checkpoint: str) -> None:
         """See QueueApi."""
@@ -269,6 +345,14 @@ class Broker:
         self._apply(ev.Gone(who, reason), self._identify(), seq)
         self._sweep_wanted = True
 
+    def store_desk(self) -> StoreDesk:
+        """The keyed store, to be offered beside the queue."""
+        return StoreDesk(
+            lambda: self._ledger.core.store,
+            lambda event, seq: self._apply(ev.StoreCall(event), self._identify(), seq),
+            lambda event, topic, seq, wait_s: self._wait_for(ev.StoreCall(event), topic, seq, wait_s, Found),
+        )
+
     async def stats(self) -> QueueStats:
         """See QueueApi."""
         core, state = self._ledger.core, self._ledger.state
@@ -276,16 +360,20 @@ class Broker:
         return QueueStats(
             by_state=ledger_account.by_state(core),
             outstanding=admission.outstanding(core),
-            bound=admission.bound(core, announced) if announced is not None else 0.0,
+            bound=admission.bound(core, announced) if announced is not None and self._policy.group_size else 0.0,
             trainer_version=announced or 0,
             step=state.step,
-            payload_bytes=state.extents.payload_bytes,
+            payload_bytes=state.blocks.payload_bytes,
             journal_bytes=self._journal.nbytes,
             prompts_issued=state.prompts.issued,
             prompts_returned=state.prompts.returned,
             refused_stale=state.ended.get("refused(stale)", 0),
-            waiting=dict(self._waiting.values()),
+            waiting=self._waits.reasons(),
         )
+
+    async def statistics(self) -> dict[str, Any]:
+        """See QueueApi."""
+        return broker_statistics(self._ledger, self._journal, self._waits)
 
     async def account(self) -> dict[str, int]:
         """See QueueApi."""
@@ -293,19 +381,20 @@ class Broker:
 
     def summary(self) -> str:
         """What the queue does, in a line for `ps`."""
-        state = self._ledger.state
-        held = sum(group.size for group in state.groups.values())
-        return f"step {state.step}, {held} samples on the way, {len(self._waiting)} callers wait"
+        core = self._ledger.core
+        return f"step {core.state.step}, {core.held} samples on the way, {len(self._waits)} callers wait"
 
     # --- time and disk
 
     async def _keep_time(self) -> None:
         """Lapse what was not renewed in time, and wake takers when a wait for stragglers ends."""
+        lease_s = self._limits.lease_s
+        tick_s = min(max(lease_s / 8, 0.02), 1.0)
         woken_for: float | None = None
         while True:
             self._rearm.clear()
             now, lapse_at, straggler_at = self._clock(), self._ledger.next_lapse(), self._ledger.straggler_deadline()
-            if lapse_at is not None and now - lapse_at > max(1.0, self._limits.lease_s / 4):
+            if lapse_at is not None and now - lapse_at > tick_s + max(1.0, lease_s / 4):
                 # This process was paused: renewals that wait in its sockets come before any lapse.
                 self._ledger.restart_deadlines(now)
                 continue
@@ -314,11 +403,12 @@ class Broker:
                 continue
             if straggler_at is not None and straggler_at <= now and woken_for != straggler_at:
                 woken_for = straggler_at
-                self._wake()
+                self._waits.touch([self._policy.step_task])
                 continue
-            times = [at for at in (lapse_at, straggler_at) if at is not None and at > now]
+            # New leases run longer than a tick, so that only a wait for stragglers can shorten it.
+            late_s = straggler_at - now if straggler_at is not None and straggler_at > now else tick_s
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(times) - now if times else None):
+                async with asyncio.timeout(min(tick_s, late_s)):
                     await self._rearm.wait()
 
     async def _keep_disk(self) -> None:
@@ -329,22 +419,24 @@ class Broker:
             await asyncio.to_thread(self._journal.sync)
             if self._journal.wants_snapshot:
                 await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
-            if self._sweep_wanted:
+            if self._sweep_wanted or self._ledger.state.blocks.spilled_bytes:
                 self._sweep_wanted = False
-                names = await asyncio.to_thread(self._slab_names)
-                live = self._ledger.state.extents.live
-                await asyncio.to_thread(self._unlink, [name for name in names if self._is_dead(name, live)])
+                names = await asyncio.to_thread(self._disk.names)
+                await asyncio.to_thread(self._disk.unlink, dead_slabs(names, self._ledger.state))
             self.syncs += 1
 
-    def _slab_names(self) -> list[str]:
-        return [path.name for path in self._shm_dir.glob("*.slab")]
-
-    def _is_dead(self, slab: str, live: Container[str]) -> bool:
-        """Whether the slab's owner is fenced and none of its extents is live."""
-        slot, _, epoch = owner_of(slab).rpartition("-")
-        lowest = {name.replace("/", "-"): low for name, low in self._ledger.state.callers.lowest.items()}
-        return slab not in live and slot in lowest and epoch.isdigit() and int(epoch) < lowest[slot]
-
-    def _unlink(self, names: list[str]) -> None:
-        for name in names:
-            (self._shm_dir / name).unlink(missing_ok=True)
+    async def _keep_room(self) -> None:
+        """Spill cold blocks while shared memory is filled past the high-water mark."""
+        while True:
+            await self._tight.wait()
+            self._tight.clear()
+            while moves := self._ledger.to_spill():
+                try:
+                    copied = await asyncio.to_thread(self._disk.spill, moves)
+                except OutOfSpace as error:
+                    # Producers wait meanwhile, and are told that memory is full.
+                    self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
+                    await asyncio.sleep(_SPILL_RETRY_S)
+                    continue
+                self._apply(ev.Spilled(copied))
+                self._disk.written()

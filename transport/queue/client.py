@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,39 +11,51 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.arena import Reader, Writer
-from relax_rt.transport.backoff import Backoff, BackoffPolicy
-from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.arena2 import Placed, Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, Unreachable
+from relax_rt.transport.fields import check_columns, check_row, parse_fields
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.extents import extents_of
+from relax_rt.transport.ledger.blocks import extents_in, owner_of
+from relax_rt.transport.payload import Fetcher
 from relax_rt.transport.queue.api import (
     Admission,
+    Advice,
     Batch,
-    Column,
+    Extent,
     Failure,
-    Freed,
+    Offered,
     Put,
     QueueApi,
-    SampleInfo,
+    RowPut,
     SampleKey,
     VersionSpan,
+    Want,
 )
+from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
+from relax_rt.transport.queue.calls import Calls, CallStatistics
+from relax_rt.transport.queue.outbox import Outbox, Rows
 from relax_rt.transport.versions import VersionRecord
 
-WINDOW = 64
-"""No call is sent whose number is this much higher than one without an answer: the broker keeps the answers of twice
-as many (callers.ANSWERS_KEPT), so that a call sent again is always recognised."""
+__all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
+
 _SLICE_S = 1.0
-"""Long waits are made of calls of this length, so that none holds the window for long."""
-_BACKOFF = BackoffPolicy(base_s=0.05, cap_s=1.0)
+"""Long waits are made of calls of this length, so that none holds the window of calls for long."""
 _SPACE_POLL_S = 0.1
+_THREAD_BYTES = 8 << 20
+"""A copy of more than this leaves the event loop."""
 
 T = TypeVar("T")
-P = TypeVar("P", Admission, Batch)
+P = TypeVar("P", Admission, Offered, Batch)
+_Places = list[tuple[Placed, list[int]]]
+"""Blocks, and which of the rows put lie in each."""
 
 
 async def _sliced(send: Callable[[int, float], Awaitable[P]], slice_s: float, seq: int) -> P:
     return await send(seq, slice_s)
+
+
+def _none(_reason: str) -> None:
+    """For clients whose waits nobody watches."""
 
 
 class NewSample(msgspec.Struct, frozen=True):
@@ -52,71 +64,41 @@ class NewSample(msgspec.Struct, frozen=True):
     key: SampleKey
     columns: Mapping[str, Any]
     versions: list[VersionSpan]
+    priority: float = 0.0
 
 
-class LeasedSample:
-    """A sample on lease; ``sample["tokens"]`` is a read-only view in shared memory (see Reader.view).
+class ClientStatistics(msgspec.Struct, frozen=True):
+    """Numbers of a client: its calls, the messages and samples of its offers, its own memory, what it maps."""
 
-    Views are good until the lease is completed, abandoned or trained. Copy what must outlive that.
-    """
-
-    def __init__(self, info: SampleInfo, reader: Reader) -> None:
-        self.info = info
-        self.key, self.prompt, self.attempt = info.key, info.prompt, info.attempt
-        self.versions, self.staleness = info.versions, info.staleness
-        self._columns = {column.name: column for column in info.columns}
-        self._reader = reader
-
-    @property
-    def names(self) -> list[str]:
-        """Names of its columns."""
-        return list(self._columns)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._columns
-
-    def __getitem__(self, name: str) -> Any:
-        return self._reader.view(self._columns[name])
-
-    def decode(self, name: str, type_: type[T]) -> T:
-        """A msgpack column as an object of the given type."""
-        value: T = self._reader.decode(self._columns[name], type_)
-        return value
-
-
-class LeasedBatch:
-    """Samples on lease. Empty (and false) when nothing was ready in time: `waiting_on` says why."""
-
-    def __init__(self, batch: Batch, reader: Reader) -> None:
-        self.lease, self.waiting_on = batch.lease, batch.waiting_on
-        self.samples = [LeasedSample(info, reader) for info in batch.samples]
-
-    def __bool__(self) -> bool:
-        return bool(self.samples)
-
-    def groups(self) -> dict[int, list[LeasedSample]]:
-        """The samples by group, in the order of the batch."""
-        groups: dict[int, list[LeasedSample]] = {}
-        for sample in self.samples:
-            groups.setdefault(sample.key.group, []).append(sample)
-        return groups
+    calls: CallStatistics
+    offer_messages: int
+    offered_samples: int
+    leases: int
+    pinned_leases: int
+    tickets: int
+    waiting_on: str
+    arena: WriterStatistics
+    reader: ReaderStatistics
 
 
 class QueueClient:
     """One incarnation's end of the TransferQueue, for one event loop. Use it as an async context manager.
 
     Every changing call carries a sequence number and is sent again, with the same number, when the broker cannot be
-    reached, for up to patience_s: the broker knows it again and answers as before (see WINDOW). Put and completion
+    reached, for up to patience_s: the broker knows it again and answers as before (see Calls). Put and completion
     finish in the background when their caller is cancelled, and what a cancelled admit or take was granted is given
     back.
 
     Args:
         api: the broker's interface.
         who: this incarnation, as the broker sees it.
-        shm_dir: the run's directory in shared memory.
+        shm_dir, spill_dir: the run's directory in shared memory, and where the broker spills to.
         slab_bytes, capacity_bytes: size of one slab, and of all slabs of this incarnation.
         patience_s: how long a broker that cannot be reached is asked again (it restarts within seconds).
         space_wait_s: how long a put waits for room in shared memory.
+        fields: declared columns (see transport/fields.py); values of another dtype or shape are refused here.
+        length_field: the column whose length counts as a sample's tokens.
+        fetcher: gets payloads that lie on other nodes; closed by whoever made it.
         on_lost: gets ids of groups that are no longer this incarnation's (lapsed or revoked): stop working on them.
         on_wait: gets the reason of a wait, and an empty string when it ends; for the role's progress.
     """
@@ -127,32 +109,43 @@ class QueueClient:
         who: Incarnation,
         shm_dir: Path,
         *,
+        spill_dir: Path | None = None,
         slab_bytes: int = 16 << 20,
         capacity_bytes: int = 256 << 20,
         patience_s: float = 120.0,
         space_wait_s: float = 60.0,
+        fields: Mapping[str, str] | None = None,
+        length_field: str = "",
+        fetcher: Fetcher | None = None,
         on_lost: Callable[[list[int]], None] | None = None,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.api, self.who = api, who
+        self._fetcher = fetcher
         self.arena = Writer(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
-        self.reader = Reader(shm_dir)
+        self.reader = Reader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
         self.groups: dict[int, int] = {}
         """Tickets held: members not yet put, by group."""
         self.leases: set[int] = set()
-        self._patience_s, self._space_wait_s = patience_s, space_wait_s
-        self._on_lost, self._on_wait = on_lost, on_wait
-        self._seq = 0
-        self._rng = random.Random(str(who))
-        self._unanswered: set[int] = set()
-        self._answered = asyncio.Event()
+        self.waiting_on = ""
+        """Why the call that waits does so; empty when none does."""
+        self._fields = parse_fields(fields or {})
+        self._length_field = length_field
+        self._space_wait_s = space_wait_s
+        self._on_lost, self._on_wait = on_lost, on_wait or _none
+        self._calls = Calls(str(who), patience_s, self._waits)
+        self._outbox = Outbox(self._offer_rows)
         self._closing = False
         self._lease_s = 60.0
         self._renewal: asyncio.Task[None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
         self._held = asyncio.Event()
+        self._pinned: dict[int, int] = {}
+        self._unread: list[int] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> QueueClient:
+        self._loop = asyncio.get_running_loop()
         self._renewal = asyncio.create_task(self._keep_leases())
         return self
 
@@ -162,6 +155,7 @@ class QueueClient:
     async def close(self) -> None:
         """Stop renewing; finish what is under way. Leases still held lapse, or end with `gone`."""
         self._closing = True
+        await self._outbox.close()
         if self._background:
             await asyncio.wait(self._background, timeout=_SLICE_S)
         pending = [*self._background, *([self._renewal] if self._renewal else [])]
@@ -171,7 +165,90 @@ class QueueClient:
         self.arena.close()
         self.reader.close()
 
-    # --- producers
+    def statistics(self) -> ClientStatistics:
+        """Numbers for people and metrics."""
+        return ClientStatistics(
+            self._calls.statistics(),
+            self._outbox.messages,
+            self._outbox.rows,
+            len(self.leases),
+            len(self._pinned),
+            len(self.groups),
+            self.waiting_on,
+            self.arena.statistics(),
+            self.reader.statistics(),
+        )
+
+    def _waits(self, reason: str) -> None:
+        if reason != self.waiting_on:
+            self.waiting_on = reason
+            self._on_wait(reason)
+
+    # --- producers of offers
+
+    async def offer(
+        self, rows: Rows, *, groups: list[int] | None = None, priorities: Sequence[float] | None = None
+    ) -> list[SampleKey]:
+        """Put samples that no ticket was drawn for; answers with their keys when they are journaled.
+
+        groups: sizes of the groups that consecutive rows make; default: each is a group of its own.
+
+        Raises:
+            Refused: a value is not of its field's dtype or shape, or a sample is too large.
+            OutOfSpace: this incarnation's shared memory stayed full for space_wait_s.
+        """
+        sizes = groups or [1] * len(rows)
+        if sum(sizes) != len(rows) or not rows:
+            raise Refused(f"offer of {len(rows)} samples", why=f"its groups have {sum(sizes)} members")
+        if self._fields:
+            for row in rows:
+                check_row(self._fields, row)
+        return await self._outbox.put(rows, sizes, priorities or [0.0] * len(rows), _nbytes(rows[0]) * len(rows))
+
+    async def _offer_rows(self, rows: Rows, groups: list[int], priorities: Sequence[float]) -> list[int]:
+        placed = await self._place_rows(rows)
+        keys = [SampleKey(n, member) for n, size in enumerate(groups) for member in range(size)]
+        puts = [
+            Put(
+                one.block,
+                [RowPut(keys[i], row, one.lengths[row], [], priorities[i]) for row, i in enumerate(indices)],
+                one.blobs,
+            )
+            for one, indices in placed
+        ]
+        return await self._offered(puts, groups)
+
+    async def offer_columns(self, columns: Mapping[str, Any], *, group: bool = False) -> list[SampleKey]:
+        """Put many samples at once, column by column: an array [samples, …], or a list with a value for each.
+
+        group: they make one group; default: each is a group of its own.
+        """
+        if self._fields:
+            check_columns(self._fields, columns)
+        ((placed, _),) = await self._place(
+            lambda: [(self.arena.put_columns(columns, length_field=self._length_field), [])], _nbytes(columns)
+        )
+        n = placed.block.rows
+        groups = [n] if group else [1] * n
+        keys = [SampleKey(0, i) if group else SampleKey(i, 0) for i in range(n)]
+        put = Put(placed.block, [RowPut(keys[i], i, placed.lengths[i]) for i in range(n)], placed.blobs)
+        ids = await self._finish(self._offered([put], groups))
+        return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
+
+    async def _offered(self, puts: list[Put], groups: list[int]) -> list[int]:
+        try:
+            while True:
+                answer = await self._call(lambda seq: self.api.offer(seq, puts, groups, _SLICE_S))
+                self._waits(answer.waiting_on)
+                if not answer.waiting_on:
+                    self._free(answer.freed)
+                    return answer.groups
+        except Refused:
+            # Only after a refusal is it sure that nobody reads the extents.
+            self._free(extents_in(puts))
+            raise
+
+    # --- producers of groups of prompts
 
     async def warm(self) -> None:
         """Pre-fault the first slab, so that the first put need not."""
@@ -189,7 +266,7 @@ class QueueClient:
     async def _admit(self, engine_version: int, groups: int, wait_s: float) -> Admission:
         answer = await self._poll(wait_s, lambda seq, slice_s: self.api.admit(seq, engine_version, groups, slice_s))
         for ticket in answer.tickets:
-            self.groups[ticket.group] = ticket.size
+            self.groups[ticket.group] = len(ticket.wanted())
             self._hold(ticket.lease_s)
         return answer
 
@@ -207,8 +284,22 @@ class QueueClient:
         await self._finish(self._put_samples(samples))
 
     async def _put_samples(self, samples: Sequence[NewSample]) -> None:
-        columns = await self._place([sample.columns for sample in samples])
-        puts = [Put(sample.key, placed, list(sample.versions)) for sample, placed in zip(samples, columns, strict=True)]
+        rows = [sample.columns for sample in samples]
+        if self._fields:
+            for row in rows:
+                check_row(self._fields, row)
+        placed = await self._place_rows(rows)
+        puts = [
+            Put(
+                one.block,
+                [
+                    RowPut(samples[i].key, row, one.lengths[row], list(samples[i].versions), samples[i].priority)
+                    for row, i in enumerate(indices)
+                ],
+                one.blobs,
+            )
+            for one, indices in placed
+        ]
         await self._sent(puts, lambda seq: self.api.put(seq, puts))
         for sample in samples:
             left = self.groups.get(sample.key.group, 0) - 1
@@ -218,28 +309,65 @@ class QueueClient:
                 self.groups.pop(sample.key.group, None)
 
     async def give_back(self, groups: Sequence[int], reason: str) -> None:
-        """Return unfinished groups; their prompts are given out again."""
+        """Return unfinished groups; what is missing of them is given out again."""
         for group in groups:
             self.groups.pop(group, None)
         await self._finish(self._call(lambda seq: self.api.give_back(seq, list(groups), reason)))
 
     # --- consumers
 
-    async def take(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> LeasedBatch:
-        """Lease up to `samples` samples, or exactly `groups` whole groups, that are ready for a task.
+    async def take(
+        self, task: str, *, samples: int = 0, groups: int = 0, tokens: int = 0, wait_s: float, want: Want | None = None
+    ) -> LeasedBatch:
+        """Lease up to `samples` samples (of `tokens` tokens in all), or exactly `groups` whole groups, for a task.
 
         Raises:
             Unreachable: the broker did not answer for patience_s.
             Refused: there is no such task.
         """
-        return await self._finish(self._take(task, samples, groups, wait_s), self._return_batch)
+        asked = want or Want(samples, groups, tokens)
+        return await self._finish(self._take(task, asked, wait_s), self._return_batch)
 
-    async def _take(self, task: str, samples: int, groups: int, wait_s: float) -> LeasedBatch:
-        batch = await self._poll(wait_s, lambda seq, slice_s: self.api.take(seq, task, samples, groups, slice_s))
+    async def _take(self, task: str, want: Want, wait_s: float) -> LeasedBatch:
+        batch = await self._poll(wait_s, lambda seq, slice_s: self.api.take(seq, task, want, slice_s))
         if batch.samples:
             self.leases.add(batch.lease)
             self._hold(batch.lease_s)
-        return LeasedBatch(batch, self.reader)
+            if batch.remote:
+                await self._fetch(batch)
+        return LeasedBatch(task, batch, self.reader.block)
+
+    async def _fetch(self, batch: Batch) -> None:
+        """Get the payload of a lease that lies on other nodes.
+
+        Raises:
+            Refused: this client cannot fetch.
+            Gone, Unreachable, DeadlineExceeded, Corrupt, OutOfSpace: see Fetcher; the lease was given back.
+        """
+        if self._fetcher is None:
+            raise Refused(f"payload on nodes {sorted(batch.remote)}", why="this client was made without a fetcher")
+        wanted: dict[str, list[Extent]] = {}
+        for extent in extents_of(batch):
+            address = batch.remote.get(owner_of(extent.slab))
+            if address is not None:
+                wanted.setdefault(address, []).append(extent)
+        self._waits(f"payload of lease {batch.lease} comes from {', '.join(wanted)}")
+        deadline_s = max(batch.lease_s, _SLICE_S)
+        try:
+            await asyncio.gather(
+                *(
+                    self._fetcher.fetch(address, extents, lease=batch.lease, deadline_s=deadline_s)
+                    for address, extents in wanted.items()
+                )
+            )
+        except RelaxError as error:
+            reason = str(error)
+            self._fetcher.release(batch.lease)
+            self.leases.discard(batch.lease)
+            await self._call(lambda seq: self.api.abandon(seq, batch.lease, reason))
+            raise
+        finally:
+            self._waits("")
 
     async def _return_batch(self, batch: LeasedBatch) -> None:
         if batch:
@@ -249,38 +377,116 @@ class QueueClient:
         self,
         task: str,
         batch: LeasedBatch,
-        columns: Mapping[SampleKey, Mapping[str, Any]],
+        columns: Mapping[SampleKey, Mapping[str, Any]] | None = None,
         failures: Sequence[Failure] = (),
+        *,
+        version: int = -1,
     ) -> None:
         """Finish a lease with new columns for its samples, and those that failed.
 
-        If the lease lapsed meanwhile this has no effect on the samples, and is no error.
+        If the lease lapsed meanwhile this has no effect on the samples, and is no error. Arrays taken from the batch
+        stay good: their memory is not used again before the last of them is gone.
+
+        version: the weights that the columns were computed with, for versioned fields.
         """
-        await self._finish(self._complete(task, batch.lease, columns, failures))
+        await self._finish(self._complete(task, batch, columns or {}, failures, version))
 
     async def _complete(
-        self, task: str, lease: int, columns: Mapping[SampleKey, Mapping[str, Any]], failures: Sequence[Failure]
+        self,
+        task: str,
+        batch: LeasedBatch,
+        columns: Mapping[SampleKey, Mapping[str, Any]],
+        failures: Sequence[Failure],
+        version: int,
     ) -> None:
-        placed = await self._place(list(columns.values()))
-        puts = [Put(key, one) for key, one in zip(columns, placed, strict=True)]
-        await self._sent(puts, lambda seq: self.api.complete(seq, task, lease, puts, list(failures)))
+        keys, rows = list(columns), list(columns.values())
+        if self._fields:
+            for row in rows:
+                check_row(self._fields, row)
+        puts: list[Put] = []
+        if rows:
+            placed = await self._place_rows(rows)
+            puts = [
+                Put(
+                    one.block,
+                    [RowPut(keys[i], row, one.lengths[row]) for row, i in enumerate(indices)],
+                    one.blobs,
+                    version,
+                )
+                for one, indices in placed
+            ]
+        roots = self._done_with(batch)
+        lease, failed = batch.lease, list(failures)
+        await self._sent(puts, lambda seq: self.api.complete(seq, task, lease, puts, failed, bool(roots)))
         self.leases.discard(lease)
+        self._keep_pinned(lease, roots)
 
     async def abandon(self, batch: LeasedBatch, reason: str) -> None:
         """Give a lease back undone."""
+        self._done_with(batch)
         self.leases.discard(batch.lease)
         await self._finish(self._call(lambda seq: self.api.abandon(seq, batch.lease, reason)))
 
+    # --- memory that is still looked at
+
+    def _done_with(self, batch: LeasedBatch) -> list[weakref.ref[Any]]:
+        """Let go of a batch's memory, as far as nothing refers to it. To be said before its owner is told."""
+        roots = batch.finish()
+        if self._fetcher is not None:
+            self._fetcher.release(batch.lease)
+        return roots
+
+    def _keep_pinned(self, lease: int, roots: Sequence[weakref.ref[Any]]) -> None:
+        """Say that the lease's memory is not read any more when the last array over it is gone."""
+        alive = [root for ref in roots if (root := ref()) is not None]
+        if not roots:
+            return
+        self._pinned[lease] = len(alive)
+        for root in alive:
+            weakref.finalize(root, self._view_gone, lease).atexit = False
+        if not alive:
+            self._pinned[lease] = 1
+            self._view_gone(lease)
+
+    def _view_gone(self, lease: int) -> None:
+        """May be called by the garbage collector, in any thread."""
+        self._pinned[lease] -= 1
+        if self._pinned[lease] or self._loop is None or self._loop.is_closed():
+            return
+        del self._pinned[lease]
+        self._unread.append(lease)
+        self._loop.call_soon_threadsafe(self._tell_unread)
+
+    def _tell_unread(self) -> None:
+        if self._closing or not self._unread:
+            return
+        leases, self._unread = self._unread, []
+        task = asyncio.ensure_future(self._unpin(leases))
+        self._background.add(task)
+        task.add_done_callback(self._told_unread)
+
+    async def _unpin(self, leases: list[int]) -> None:
+        self._free(await self._call(lambda seq: self.api.unpin(seq, leases)))
+
+    def _told_unread(self, task: asyncio.Future[None]) -> None:
+        self._background.discard(task)
+        # Whoever is fenced or cannot be reached is told by its next call; its pins end with the process.
+        if not task.cancelled():
+            task.exception()
+
     # --- the trainer
 
-    async def trained(self, batch: LeasedBatch, step: int, weights: VersionRecord) -> None:
+    async def trained(self, batch: LeasedBatch, step: int, weights: VersionRecord, *, skipped: bool = False) -> Advice:
         """The optimizer step over the batch is done; the trainer's weights are now `weights`.
+
+        skipped: the step was thrown away; `weights` are those of before. The answer may ask for an early checkpoint.
 
         Raises:
             Refused: the lease lapsed, so that the step does not count: roll back to the last checkpoint.
         """
-        await self._finish(self._call(lambda seq: self.api.trained(seq, batch.lease, step, weights)))
+        advice = await self._finish(self._call(lambda seq: self.api.trained(seq, batch.lease, step, weights, skipped)))
         self.leases.discard(batch.lease)
+        return advice
 
     async def committed(self, step: int, checkpoint: str) -> None:
         """The checkpoint of `step` is in place."""
@@ -291,7 +497,6 @@ class QueueClient:
         await self._finish(self._call(lambda seq: self.api.rollback(seq, step, weights)))
 
     # --- calls
-
     async def _finish(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
         """Carry work to its end also when the caller is cancelled; then undo what it was granted."""
         task = asyncio.ensure_future(work)
@@ -322,85 +527,46 @@ class QueueClient:
                 return answer
 
     async def _call(self, send: Callable[[int], Awaitable[T]]) -> T:
-        """Send a changing call, again and again with the same number until it is answered or patience ends."""
         if self._renewal is not None and self._renewal.done():
             # Renewing failed for good, as with a fenced epoch: nothing held here is ours any more.
             self._renewal.result()
-        while self._unanswered and self._seq + 1 - min(self._unanswered) >= WINDOW:
-            self._answered.clear()
-            await self._answered.wait()
-        self._seq += 1
-        seq = self._seq
-        self._unanswered.add(seq)
-        try:
-            return await self._answer(seq, send)
-        finally:
-            self._unanswered.discard(seq)
-            self._answered.set()
+        return await self._calls.call(send)
 
-    async def _answer(self, seq: int, send: Callable[[int], Awaitable[T]]) -> T:
-        loop = asyncio.get_running_loop()
-        deadline: float | None = None
-        backoff = Backoff(_BACKOFF, self._rng)
-        while True:
-            try:
-                answer = await send(seq)
-            except (Unreachable, DeadlineExceeded) as error:
-                now = loop.time()
-                deadline = now + self._patience_s if deadline is None else deadline
-                if now >= deadline:
-                    raise
-                self._waits(f"the queue cannot be reached: {error}")
-                await asyncio.sleep(backoff.next_delay_s() or 0.0)
-                continue
-            if deadline is not None:
-                self._waits("")
-            return answer
-
-    async def _sent(self, puts: list[Put], send: Callable[[int], Awaitable[list[Freed]]]) -> None:
+    async def _sent(self, puts: list[Put], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
         try:
             freed = await self._call(send)
         except Refused:
             # Only after a refusal is it sure that nobody reads the extents.
-            for put in puts:
-                self._free(extents_of(put.columns))
+            self._free(extents_in(puts))
             raise
         self._free(freed)
 
-    async def _place(self, values: Sequence[Mapping[str, Any]]) -> list[list[Column]]:
+    async def _place_rows(self, rows: Rows) -> _Places:
+        # All rows are taken to be as large as the first: it only decides where the copy runs.
+        return await self._place(
+            lambda: self.arena.put_rows(rows, length_field=self._length_field), _nbytes(rows[0]) * len(rows)
+        )
+
+    async def _place(self, put: Callable[[], _Places], nbytes: int) -> _Places:
         """Copy into the arena, waiting for freed extents when it is full."""
         deadline = asyncio.get_running_loop().time() + self._space_wait_s
-        placed: list[list[Column]] = []
-        waited = False
-        try:
-            for columns in values:
-                while True:
-                    try:
-                        placed.append(self.arena.put(columns))
-                        break
-                    except OutOfSpace as error:
-                        if asyncio.get_running_loop().time() >= deadline:
-                            raise
-                        waited = True
-                        self._waits(str(error))
-                    self._free(await self._call(lambda seq: self.api.put(seq, [])))
-                    await asyncio.sleep(_SPACE_POLL_S)
-        except BaseException:
-            for one in placed:
-                self._free(extents_of(one))
-            raise
-        finally:
-            if waited:
+        while True:
+            try:
+                placed = put() if nbytes < _THREAD_BYTES else await asyncio.to_thread(put)
+            except OutOfSpace as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    self._waits("")
+                    raise
+                self._waits(str(error))
+            else:
                 self._waits("")
-        return placed
+                return placed
+            self._free(await self._call(lambda seq: self.api.put(seq, [])))
+            await asyncio.sleep(_SPACE_POLL_S)
 
-    def _free(self, extents: Sequence[Freed]) -> None:
+    def _free(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
             self.arena.free(extent)
-
-    def _waits(self, reason: str) -> None:
-        if self._on_wait is not None:
-            self._on_wait(reason)
 
     # --- leases
 
@@ -427,3 +593,13 @@ class QueueClient:
             mine = [group for group in lost if self.groups.pop(group, None) is not None]
             if mine and self._on_lost is not None:
                 self._on_lost(mine)
+
+
+def extents_of(batch: Batch) -> list[Extent]:
+    """All extents that a batch's blocks and blobs lie in."""
+    found = [block.extent for block in batch.blocks if block.extent is not None]
+    return found + [blob.extent for blob in batch.blobs]
+
+
+def _nbytes(columns: Mapping[str, Any]) -> int:
+    return sum(int(getattr(value, "nbytes", 0)) for value in columns.values())

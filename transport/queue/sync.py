@@ -9,11 +9,37 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from relax_rt.transport.errors import DeadlineExceeded, Refused
-from relax_rt.transport.queue.api import Admission, Failure, SampleKey
+from relax_rt.transport.queue.api import Admission, Advice, Failure, SampleKey, Want
 from relax_rt.transport.queue.client import LeasedBatch, NewSample, QueueClient
 from relax_rt.transport.versions import VersionRecord
 
 T = TypeVar("T")
+
+
+def run_blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
+    """Carry work out on a loop that runs in another thread, and wait for it.
+
+    Raises:
+        Refused: this is the loop's own thread.
+        DeadlineExceeded: no result within timeout_s, or the loop stops.
+    """
+    try:
+        running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is loop:
+        work.close()
+        raise Refused("blocking call of the queue", why="it was made on the event loop", hint="use the async methods")
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result(timeout_s)
+    except FutureTimeout as error:
+        if future.done():
+            raise
+        future.cancel()
+        raise DeadlineExceeded("call of the queue", why=f"no answer for {timeout_s} s") from error
+    except CancelledError as error:
+        raise DeadlineExceeded("call of the queue", why="the event loop cancelled it: the role stops") from error
 
 
 class SyncQueue:
@@ -28,21 +54,7 @@ class SyncQueue:
         self._client, self._loop, self._timeout_s = client, loop, timeout_s
 
     def _run(self, work: Coroutine[Any, Any, T], wait_s: float = 0.0) -> T:
-        try:
-            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            running = None
-        if running is self._loop:
-            work.close()
-            raise Refused("blocking call of the queue", why="it was made on the event loop", hint="use QueueClient")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(self._timeout_s + wait_s)
-        except FutureTimeout as error:
-            future.cancel()
-            raise DeadlineExceeded("call of the queue", why=f"no answer for {self._timeout_s + wait_s} s") from error
-        except CancelledError as error:
-            raise DeadlineExceeded("call of the queue", why="the event loop cancelled it: the role stops") from error
+        return run_blocking(work, self._loop, self._timeout_s + wait_s)
 
     def admit(self, engine_version: int, groups: int, *, wait_s: float) -> Admission:
         """See QueueClient.admit."""
@@ -56,15 +68,18 @@ class SyncQueue:
         """See QueueClient.give_back."""
         self._run(self._client.give_back(groups, reason))
 
-    def take(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> LeasedBatch:
+    def take(
+        self, task: str, *, samples: int = 0, groups: int = 0, tokens: int = 0, wait_s: float, want: Want | None = None
+    ) -> LeasedBatch:
         """See QueueClient.take."""
-        return self._run(self._client.take(task, samples=samples, groups=groups, wait_s=wait_s), wait_s)
+        work = self._client.take(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s, want=want)
+        return self._run(work, wait_s)
 
     def complete(
         self,
         task: str,
         batch: LeasedBatch,
-        columns: Mapping[SampleKey, Mapping[str, Any]],
+        columns: Mapping[SampleKey, Mapping[str, Any]] | None = None,
         failures: Sequence[Failure] = (),
     ) -> None:
         """See QueueClient.complete."""
@@ -74,9 +89,9 @@ class SyncQueue:
         """See QueueClient.abandon."""
         self._run(self._client.abandon(batch, reason))
 
-    def trained(self, batch: LeasedBatch, step: int, weights: VersionRecord) -> None:
+    def trained(self, batch: LeasedBatch, step: int, weights: VersionRecord, *, skipped: bool = False) -> Advice:
         """See QueueClient.trained."""
-        self._run(self._client.trained(batch, step, weights))
+        return self._run(self._client.trained(batch, step, weights, skipped=skipped))
 
     def committed(self, step: int, checkpoint: str) -> None:
         """See QueueClient.committed."""

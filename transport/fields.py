@@ -1,0 +1,140 @@
+"""Declared columns: ``int32[*]`` is a vector of any length, ``uint8[*,*,3]`` an image, ``float32`` a number."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from relax_rt.transport.errors import Refused
+
+TEXTS = ("str", "bytes", "any")
+NUMBERS = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bf16", "fp8_e4m3", "fp8_e5m2"),
+)
+_SPEC = re.compile(r"(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?")
+_ALIASES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One declared column.
+
+    Attributes:
+        dtype: one of NUMBERS, or `str`, `bytes`, `any` (anything that msgspec can encode).
+        shape: sizes of its dimensions, None where any size will do.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+
+    def check(self, value: Any) -> None:
+        """Raises:
+        Refused: the value is not of this dtype and shape.
+        """
+        if self.dtype == "any":
+            return
+        if self.dtype in ("str", "bytes"):
+            wanted: tuple[type, ...] = (str,) if self.dtype == "str" else (bytes, bytearray, memoryview)
+            if not isinstance(value, wanted):
+                raise Refused(f"field '{self.name}'", why=f"it is declared {self.dtype}, not {type(value).__name__}")
+            return
+        if not self.shape and isinstance(value, bool | int | float):
+            return
+        dtype, shape = _kind(value)
+        if dtype != self.dtype:
+            raise Refused(f"field '{self.name}'", why=f"it is declared {self}, its value is {dtype}{list(shape)}")
+        fits = len(shape) == len(self.shape)
+        if not fits or any(want not in (None, have) for want, have in zip(self.shape, shape, strict=True)):
+            raise Refused(f"field '{self.name}'", why=f"it is declared {self}, its value has shape {list(shape)}")
+
+    def check_rows(self, values: Any) -> None:
+        """The same for a whole column: an array [rows, …], or a list of values."""
+        if isinstance(values, list | tuple):
+            for value in values:
+                self.check(value)
+            return
+        if self.dtype in TEXTS:
+            raise Refused(f"field '{self.name}'", why=f"it is declared {self.dtype}, its values are a stacked array")
+        Field(self.name, self.dtype, (None, *self.shape)).check(values)
+
+    def __str__(self) -> str:
+        sizes = ",".join("*" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype}[{sizes}]" if self.shape else self.dtype
+
+
+def _kind(value: Any) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape of an array, tensor, scalar or wrapped bits."""
+    value = getattr(value, "value", value) if type(value).__name__ == "Shared" else value
+    bits = getattr(value, "bits", None)
+    if bits is not None:
+        return str(getattr(value, "dtype", "bf16")), tuple(bits.shape)
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return type(value).__name__, tuple(np.shape(value)) if isinstance(value, list | tuple) else ()
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    return _ALIASES.get(name, name), tuple(value.shape)
+
+
+def parse_fields(specs: Mapping[str, str]) -> dict[str, Field]:
+    """Fields by name.
+
+    Raises:
+        Refused: a spec cannot be read.
+    """
+    return {name: _parse(name, spec) for name, spec in specs.items()}
+
+
+def _parse(name: str, spec: str) -> Field:
+    what = f"field '{name}' declared '{spec}'"
+    match = _SPEC.fullmatch(spec.replace(" ", ""))
+    if match is None:
+        raise Refused(what, why="it cannot be read", hint="write dtype[sizes], as int32[*], uint8[*,*,3], float32, str")
+    dtype = _ALIASES.get(match["dtype"], match["dtype"])
+    if dtype not in NUMBERS + TEXTS:
+        near = difflib.get_close_matches(dtype, NUMBERS + TEXTS, 1)
+        raise Refused(
+            what,
+            why=f"'{dtype}' is not a dtype" + (f"; did you mean {near[0]}?" if near else ""),
+            hint=f"dtypes are {', '.join(NUMBERS + TEXTS)}",
+        )
+    sizes = match["shape"]
+    if dtype in TEXTS and sizes is not None:
+        raise Refused(what, why=f"{dtype} has no dimensions")
+    shape: list[int | None] = []
+    for size in sizes.split(",") if sizes else []:
+        if size != "*" and not size.isdigit():
+            raise Refused(what, why=f"'{size}' is not a size", hint="a number, or * for any")
+        shape.append(None if size == "*" else int(size))
+    return Field(name, dtype, tuple(shape))
+
+
+def check_row(fields: Mapping[str, Field], row: Mapping[str, Any]) -> None:
+    """Raises:
+    Refused: a value is not of a declared field, or not of its dtype or shape.
+    """
+    for name, value in row.items():
+        _known(fields, name).check(value)
+
+
+def check_columns(fields: Mapping[str, Field], columns: Mapping[str, Any]) -> None:
+    """The same for whole columns."""
+    for name, values in columns.items():
+        _known(fields, name).check_rows(values)
+
+
+def _known(fields: Mapping[str, Field], name: str) -> Field:
+    field = fields.get(name)
+    if field is None:
+        near = difflib.get_close_matches(name, fields, 1)
+        raise Refused(
+            f"field '{name}'",
+            why="it is not declared" + (f"; did you mean '{near[0]}'?" if near else ""),
+            hint=f"declared are {', '.join(sorted(fields))}",
+        )
+    return field

@@ -1,0 +1,197 @@
+"""Samples on lease, as a consumer sees them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_rt.transport.arena2 import Block
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.ledger.blocks import owner_of
+from relax_rt.transport.queue.api import Batch, BlockRef, Extent, SampleInfo, SampleKey
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+OpenBlock = Callable[[BlockRef, Mapping[bytes, Extent]], Block]
+
+
+class LeasedSample:
+    """A sample on lease; ``sample["tokens"]`` is a read-only view in shared memory.
+
+    Arrays taken from it stay good as long as they are referred to, also after the lease.
+    """
+
+    __slots__ = ("_batch", "attempt", "info", "key", "prompt", "staleness", "versions")
+
+    def __init__(self, info: SampleInfo, batch: LeasedBatch) -> None:
+        self.info, self._batch = info, batch
+        self.key, self.prompt, self.attempt = info.key, info.prompt, info.attempt
+        self.versions, self.staleness = info.versions, info.staleness
+
+    @property
+    def length(self) -> int:
+        """Tokens; -1 if its producer did not say."""
+        return self.info.length
+
+    @property
+    def masked(self) -> list[tuple[int, int]]:
+        """Token ranges [start, end) over the staleness bound: context only, their loss mask counts as 0."""
+        return self.info.masked
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its columns."""
+        refs = self._batch.refs
+        return [name for block, _ in self.info.parts for name in refs[block].fields]
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in self._batch.refs[block].fields for block, _ in self.info.parts)
+
+    def place(self, name: str) -> tuple[Block, int]:
+        """The block and the row in which a column is.
+
+        Raises:
+            Refused: the sample has no such column.
+        """
+        for block, row in self.info.parts:
+            if name in self._batch.refs[block].fields:
+                return self._batch.block(block), row
+        raise Refused(f"column '{name}' of sample {self.key}", why=f"it has {', '.join(self.names)}")
+
+    def __getitem__(self, name: str) -> Any:
+        """A read-only array, a str, bytes or an object.
+
+        Raises:
+            Refused: the sample has no such column, or its batch was finished.
+            Corrupt: the memory does not hold what the ledger says.
+        """
+        block, row = self.place(name)
+        return block.value(name, row)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The column as a torch tensor over the same memory. A write to it ends the process: clone it before."""
+        block, row = self.place(name)
+        return block.tensor(name, row)
+
+    def decode(self, name: str, type_: type[T]) -> T:
+        """A msgpack column as an object of the given type."""
+        block, row = self.place(name)
+        value: T = block.decode(name, row, type_)
+        return value
+
+
+class LeasedBatch:
+    """Samples on lease. Empty (and false) when nothing was ready in time: `waiting_on` says why.
+
+    Args:
+        task: what it was taken for.
+        batch: what the broker granted.
+        open_block: maps a block.
+    """
+
+    def __init__(self, task: str, batch: Batch, open_block: OpenBlock) -> None:
+        self.task, self.lease, self.waiting_on = task, batch.lease, batch.waiting_on
+        self._remote = batch.remote
+        self.refs = batch.blocks
+        self._blobs = {blob.digest: blob.extent for blob in batch.blobs}
+        self._open = open_block
+        self._blocks: dict[int, Block] = {}
+        self._finished = False
+        self.samples = [LeasedSample(info, self) for info in batch.samples]
+
+    def __bool__(self) -> bool:
+        return bool(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def keys(self) -> list[SampleKey]:
+        """Keys of its samples, in order."""
+        return [sample.key for sample in self.samples]
+
+    def block(self, index: int) -> Block:
+        """One of its blocks, mapped when first asked for."""
+        if self._finished:
+            raise Refused(
+                f"columns of lease {self.lease}", why="it is finished", hint="take what you need before `done`"
+            )
+        found = self._blocks.get(index)
+        if found is None:
+            found = self._blocks[index] = self._open(self.refs[index], self._blobs)
+        return found
+
+    def groups(self) -> dict[int, list[LeasedSample]]:
+        """The samples by group, in the order of the batch."""
+        groups: dict[int, list[LeasedSample]] = {}
+        for sample in self.samples:
+            groups.setdefault(sample.key.group, []).append(sample)
+        return groups
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column of all samples as one array [samples, …].
+
+        Without a copy when the samples lie one after the other in one block, else gathered into a new array.
+
+        Raises:
+            Refused: a sample lacks the column, or its values differ in shape or are not numbers.
+        """
+        span = self._contiguous(name)
+        if span is not None:
+            block, first = span
+            return block.column(name)[first : first + len(self.samples)]
+        values = [sample[name] for sample in self.samples]
+        if len({np.shape(value) for value in values}) > 1 or any(isinstance(value, str | bytes) for value in values):
+            raise Refused(
+                f"column '{name}' of {len(values)} samples as one array",
+                why="its values differ in shape or are not numbers",
+                hint="use values() or packed()",
+            )
+        gathered: NDArray[Any] = np.stack([np.asarray(value) for value in values])
+        return gathered
+
+    def _contiguous(self, name: str) -> tuple[Block, int] | None:
+        """The block and first row, when the column of all samples is one stretch of a block."""
+        places: list[tuple[int, int]] = []
+        for sample in self.samples:
+            for index, row in sample.info.parts:
+                if name in self.refs[index].fields:
+                    places.append((index, row))
+                    break
+            if not places or places[-1] != (places[0][0], places[0][1] + len(places) - 1):
+                return None
+        if len(places) != len(self.samples):
+            return None
+        block = self.block(places[0][0])
+        return None if block.ragged(name) else (block, places[0][1])
+
+    def values(self, name: str) -> list[Any]:
+        """A column of all samples, value by value."""
+        return [sample[name] for sample in self.samples]
+
+    def packed(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """A ragged column of all samples, one after the other without padding, and the n + 1 offsets into it."""
+        values = [np.atleast_1d(sample[name]) for sample in self.samples]
+        offsets = np.zeros(len(values) + 1, np.int64)
+        np.cumsum([len(value) for value in values], out=offsets[1:])
+        return np.concatenate(values), offsets
+
+    def finish(self) -> list[weakref.ref[Any]]:
+        """Let go of the memory. Answers with what views handed out still refer to: it must stay pinned for them."""
+        self._finished = True
+        # What was fetched from another node is a copy of our own.
+        blocks = [
+            block
+            for index, block in self._blocks.items()
+            if (extent := self.refs[index].extent) is not None and owner_of(extent.slab) not in self._remote
+        ]
+        roots = [weakref.ref(root) for block in blocks for root in block.roots()]
+        self._blocks.clear()
+        del blocks
+        return [root for root in roots if root() is not None]

@@ -1,0 +1,114 @@
+"""The TransferQueue for code without an event loop: it lives on a loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.queue.api import Failure, SampleKey, Want
+from relax_rt.transport.queue.batch import LeasedBatch
+from relax_rt.transport.queue.facade import TransferQueue
+from relax_rt.transport.queue.sync import SyncQueue, run_blocking
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class BlockingQueue:
+    """The methods of TransferQueue, blocking. Thread-safe; use it as a context manager.
+
+    Args:
+        queue: not entered yet.
+        timeout_s: longest time that one call may take, besides its wait_s.
+    """
+
+    def __init__(self, queue: TransferQueue, *, timeout_s: float = 180.0) -> None:
+        self._queue, self._timeout_s = queue, timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        loop = self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="transfer-queue", daemon=True)
+        self._thread.start()
+        try:
+            run_blocking(self._queue.__aenter__(), loop, self._timeout_s)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            run_blocking(self._queue.__aexit__(*exc), self._running(), CLOSE_TIMEOUT_S)
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        loop, thread = self._running(), self._thread
+        self._loop = None
+        assert thread is not None
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(CLOSE_TIMEOUT_S)
+        if not thread.is_alive():
+            loop.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise Refused("call of a TransferQueue", why="it was not entered", hint="with queue.blocking() as queue")
+        return self._loop
+
+    def put(
+        self,
+        samples: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        group: bool = False,
+        priorities: Sequence[float] | None = None,
+    ) -> list[SampleKey]:
+        """See TransferQueue.put."""
+        return run_blocking(
+            self._queue.put(samples, group=group, priorities=priorities), self._running(), self._timeout_s
+        )
+
+    def take(
+        self,
+        task: str,
+        *,
+        samples: int = 0,
+        groups: int = 0,
+        tokens: int = 0,
+        wait_s: float = 0.0,
+        want: Want | None = None,
+    ) -> LeasedBatch:
+        """See TransferQueue.take."""
+        work = self._queue.take(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s, want=want)
+        return run_blocking(work, self._running(), self._timeout_s + wait_s)
+
+    def done(
+        self,
+        batch: LeasedBatch,
+        columns: Mapping[SampleKey, Mapping[str, Any]] | None = None,
+        failures: Sequence[Failure] = (),
+    ) -> None:
+        """See TransferQueue.done."""
+        run_blocking(self._queue.done(batch, columns, failures), self._running(), self._timeout_s)
+
+    def give_up(self, batch: LeasedBatch, reason: str) -> None:
+        """See TransferQueue.give_up."""
+        run_blocking(self._queue.give_up(batch, reason), self._running(), self._timeout_s)
+
+    @property
+    def waiting_on(self) -> str:
+        """See TransferQueue.waiting_on."""
+        return self._queue.waiting_on
+
+    def statistics(self) -> dict[str, Any]:
+        """See TransferQueue.statistics."""
+        return run_blocking(self._queue.statistics(), self._running(), self._timeout_s)
+
+    @property
+    def steps(self) -> SyncQueue:
+        """All that a client can do, for queues with prompts, steps and checkpoints (see QueueClient)."""
+        return SyncQueue(self._queue.client, self._running(), timeout_s=self._timeout_s)

@@ -1,0 +1,88 @@
+"""Changing calls of one incarnation: numbered, sent again until answered, never so many that an answer is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from relax_rt.transport.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.errors import DeadlineExceeded, Unreachable
+
+WINDOW = 64
+"""No call is sent whose number is this much higher than one without an answer: the broker keeps the answers of twice
+as many (callers.ANSWERS_KEPT), so that a call sent again is always recognised."""
+_BACKOFF = BackoffPolicy(base_s=0.05, cap_s=1.0)
+
+T = TypeVar("T")
+
+
+class CallStatistics(msgspec.Struct, frozen=True):
+    """Changing calls since the client was made: made, sent again, and those without an answer now."""
+
+    calls: int
+    resent: int
+    unanswered: int
+
+
+class Calls:
+    """Numbers changing calls and repeats them.
+
+    Args:
+        who: seeds the delays.
+        patience_s: how long a broker that cannot be reached is asked again.
+        on_wait: gets the reason of a wait, and an empty string when it ends.
+    """
+
+    def __init__(self, who: str, patience_s: float, on_wait: Callable[[str], None]) -> None:
+        self._rng = random.Random(who)
+        self._patience_s, self._on_wait = patience_s, on_wait
+        self._seq = 0
+        self._resent = 0
+        self._unanswered: set[int] = set()
+        self._answered = asyncio.Event()
+
+    async def call(self, send: Callable[[int], Awaitable[T]]) -> T:
+        """Send a changing call, again and again with the same number until it is answered or patience ends.
+
+        Raises:
+            Unreachable, DeadlineExceeded: no answer within patience_s.
+        """
+        while self._unanswered and self._seq + 1 - min(self._unanswered) >= WINDOW:
+            self._answered.clear()
+            await self._answered.wait()
+        self._seq += 1
+        seq = self._seq
+        self._unanswered.add(seq)
+        try:
+            try:
+                return await send(seq)
+            except (Unreachable, DeadlineExceeded) as error:
+                return await self._again(seq, send, error)
+        finally:
+            self._unanswered.discard(seq)
+            self._answered.set()
+
+    async def _again(self, seq: int, send: Callable[[int], Awaitable[T]], error: Exception) -> T:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        backoff = Backoff(_BACKOFF, self._rng)
+        while loop.time() < deadline:
+            self._on_wait(f"the queue cannot be reached: {error}")
+            await asyncio.sleep(backoff.next_delay_s() or 0.0)
+            self._resent += 1
+            try:
+                answer = await send(seq)
+            except (Unreachable, DeadlineExceeded) as another:
+                error = another
+                continue
+            self._on_wait("")
+            return answer
+        raise error
+
+    def statistics(self) -> CallStatistics:
+        """Numbers for people and metrics."""
+        return CallStatistics(self._seq, self._resent, len(self._unanswered))

@@ -1,0 +1,96 @@
+"""What the broker does with files: spilling cold blocks, and removing slabs that nobody needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_rt.transport.errors import OutOfSpace
+from relax_rt.transport.ledger.blocks import SPILL, owner_of
+from relax_rt.transport.ledger.state import State
+from relax_rt.transport.queue.api import Extent
+
+Moves = list[tuple[int, Extent]]
+
+
+class Disk:
+    """Blocking; for a thread.
+
+    Args:
+        shm_dir: where slabs lie.
+        spill_dir: where spilled blocks go; made when first needed.
+        epoch: a number that no earlier broker of this folder has used, for the names of spill files.
+    """
+
+    def __init__(self, shm_dir: Path, spill_dir: Path, epoch: int) -> None:
+        self._shm_dir, self._spill_dir, self._epoch = shm_dir, spill_dir, epoch
+        self._made = 0
+        self._writing = ""
+
+    def spill(self, moves: Sequence[tuple[int, Extent]]) -> Moves:
+        """Copy blocks from their slabs into a new file; answers with where each is now.
+
+        Raises:
+            OutOfSpace: the file could not be written.
+        """
+        self._spill_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._made += 1
+        name = f"{SPILL}-{self._epoch}-{self._made}.slab"
+        self._writing = name
+        path = self._spill_dir / name
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                return [(id_, Extent(name, self._copy(fd, extent), extent.nbytes)) for id_, extent in moves]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise OutOfSpace(
+                f"spilling {len(moves)} blocks to {path}", why=str(error), hint="make room on its disk"
+            ) from error
+
+    def _copy(self, target: int, extent: Extent) -> int:
+        at = os.lseek(target, 0, os.SEEK_CUR)
+        source = os.open(self._shm_dir / extent.slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            done = 0
+            while done < extent.nbytes:
+                n = os.sendfile(target, source, extent.offset + done, extent.nbytes - done)
+                if n == 0:
+                    raise OSError(f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}")
+                done += n
+        finally:
+            os.close(source)
+        return at
+
+    def written(self) -> None:
+        """The moves of the last spill are in the ledger."""
+        self._writing = ""
+
+    def names(self) -> list[str]:
+        """Slabs and spill files that are there."""
+        found = [path.name for path in self._shm_dir.glob("*.slab")]
+        return found + [path.name for path in self._spill_dir.glob(f"{SPILL}-*.slab") if path.name != self._writing]
+
+    def unlink(self, names: Sequence[str]) -> None:
+        """Remove slabs and spill files."""
+        for name in names:
+            folder = self._spill_dir if name.startswith(SPILL + "-") else self._shm_dir
+            (folder / name).unlink(missing_ok=True)
+
+
+def dead_slabs(names: Sequence[str], state: State) -> list[str]:
+    """Those slabs whose owner is fenced, and spill files, of which no extent is live."""
+    lowest = {slot.replace("/", "-"): low for slot, low in state.callers.lowest.items()}
+
+    def is_dead(slab: str) -> bool:
+        if slab in state.blocks.live:
+            return False
+        if slab.startswith(SPILL + "-"):
+            return True
+        slot, _, epoch = owner_of(slab).rpartition("-")
+        return slot in lowest and epoch.isdigit() and int(epoch) < lowest[slot]
+
+    return [name for name in names if is_dead(name)]

@@ -1,0 +1,376 @@
+"""The TransferQueue on its own: any processes, no supervisor, no RL, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from relax_rt.transport import rpc
+from relax_rt.transport.address import parse_address
+from relax_rt.transport.errors import DeadlineExceeded, Refused
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import LedgerPolicy, QueueLimits, SamplerSpec
+from relax_rt.transport.payload import Fetcher, PayloadServer
+from relax_rt.transport.queue.api import Failure, Membership, QueueApi, SampleKey, Want
+from relax_rt.transport.queue.batch import LeasedBatch
+from relax_rt.transport.queue.client import QueueClient
+from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Host, Keys, find, read_keys, tasks_of
+from relax_rt.transport.queue.watch import node_name, start_time
+
+if TYPE_CHECKING:
+    from relax_rt.transport.queue.blocking import BlockingQueue
+
+CALL_TIMEOUT_S = 15.0
+"""Deadline of one message to the broker; a call is sent again until patience_s is over."""
+_FIND_POLL_S = 0.05
+
+
+class TransferQueue:
+    """Samples from producers to consumer tasks, through shared memory, with a journal behind them.
+
+    One process serves the queue of a folder, any number of others connect to it::
+
+        async with TransferQueue.serve("queue", tasks={"train": ["tokens", "reward"], "reward": ["tokens"]}) as queue:
+            ...
+        async with TransferQueue.connect("queue") as queue:
+            await queue.put([{"tokens": np.arange(5)}])
+            batch = await queue.take("reward", samples=8, wait_s=10)
+            await queue.done(batch, {sample.key: {"reward": score(sample["tokens"])} for sample in batch.samples})
+
+    A task sees a sample as soon as the fields that it needs are there. A sample is finished, and its memory is used
+    again, when all tasks are done with it. If a consumer dies or is late, its samples are offered again.
+
+    Make it with `serve` or `connect`, use it as a context manager: ``async with``, or ``with queue.blocking()`` for
+    code without an event loop.
+    """
+
+    def __init__(self, enter: Callable[[contextlib.AsyncExitStack], Any]) -> None:
+        self._enter = enter
+        self._stack = contextlib.AsyncExitStack()
+        self._client: QueueClient | None = None
+        self.membership: Membership | None = None
+        self.host: Host | None = None
+        """The broker, when this process serves the queue."""
+
+    @classmethod
+    def serve(
+        cls,
+        folder: str | Path,
+        tasks: Mapping[str, Sequence[str]] | None = None,
+        *,
+        fields: Mapping[str, str] | None = None,
+        samplers: Mapping[str, str | SamplerSpec] | None = None,
+        capacity_bytes: int = 1 << 30,
+        spill_bytes: int = 0,
+        durable: bool = False,
+        lease_s: float = 60.0,
+        listen: str = "",
+        length_field: str = "",
+        policy: LedgerPolicy | None = None,
+        limits: QueueLimits | None = None,
+    ) -> Self:
+        """Host the queue of a folder in this process, and be a client of it. Ends with the context.
+
+        Args:
+            folder: made if it is not there. What the queue held before is still in it.
+            tasks: the fields that each consumer task needs.
+            fields: declared columns, as ``{"tokens": "int32[*]"}``; others are refused. Default: anything may be put.
+            samplers: who chooses for a task, by short name or import path (see transport/samplers).
+            capacity_bytes: payload in shared memory from which on producers wait.
+            spill_bytes: payload that may move to disk when memory fills.
+            durable: payloads lie in files of the folder and outlive the host's processes.
+            lease_s: a consumer that is not heard of for this long loses its samples.
+            listen: tcp address for other nodes, as ``tcp://10.0.0.1:7000``; the folder's keys.json lets them in.
+            length_field: the column whose length counts as a sample's tokens.
+            policy, limits: everything else that the ledger can do; instead of the above.
+
+        Raises:
+            Refused: (on entering) another process serves the folder, or the settings cannot work.
+        """
+        if policy is None:
+            specs = {
+                task: spec if isinstance(spec, SamplerSpec) else SamplerSpec(spec)
+                for task, spec in (samplers or {}).items()
+            }
+            policy = LedgerPolicy(tasks=tasks_of(tasks or {}), step_task="", samplers=specs, fields=dict(fields or {}))
+        if limits is None:
+            limits = QueueLimits(
+                lease_s=lease_s, capacity_bytes=capacity_bytes, spill_bytes=spill_bytes, durable=durable
+            )
+        host = Host(Path(folder), policy, limits, listen=listen)
+        queue = cls(lambda stack: queue._serve(stack, host, length_field))
+        return queue
+
+    async def _serve(self, stack: contextlib.AsyncExitStack, host: Host, length_field: str) -> QueueClient:
+        await host.open()
+        stack.push_async_callback(host.close)
+        self.host = host
+        return await self._connect(stack, str(host.folder), "", 256 << 20, None, 120.0, length_field, None)
+
+    @classmethod
+    def connect(
+        cls,
+        where: str | Path,
+        *,
+        name: str = "",
+        capacity_bytes: int = 256 << 20,
+        keys: str | Path | None = None,
+        patience_s: float = 120.0,
+        length_field: str = "",
+        on_wait: Callable[[str], None] | None = None,
+    ) -> Self:
+        """Use the queue of a folder on this node, or of a ``tcp://`` address on another one.
+
+        Args:
+            where: the folder, or the broker's tcp address.
+            name: of this process in the queue, as ``reader/0``; a later one of the same name takes its place.
+            capacity_bytes: of what this process puts, while others may still read it.
+            keys: keys.json of the queue's folder, for tcp.
+            patience_s: how long to wait for a broker that is not there (yet, or for a while).
+            length_field: the column whose length counts as a sample's tokens.
+            on_wait: gets the reason of a wait, and an empty string when it ends.
+        """
+        queue = cls(
+            lambda stack: queue._connect(
+                stack, str(where), name, capacity_bytes, keys, patience_s, length_field, on_wait
+            )
+        )
+        return queue
+
+    async def _connect(
+        self,
+        stack: contextlib.AsyncExitStack,
+        where: str,
+        name: str,
+        capacity_bytes: int,
+        keys: str | Path | None,
+        patience_s: float,
+        length_field: str,
+        on_wait: Callable[[str], None] | None,
+    ) -> QueueClient:
+        curve = await asyncio.to_thread(_keys, where, keys)
+        address = _Address(where, patience_s)
+        await address.find()
+        membership, payloads = await self._join(stack, where, name, curve, address)
+        self.membership = membership
+        api = await self._bind(stack, membership.who, address, curve)
+        here = membership.node == node_name()
+        fetcher: Fetcher | None = None
+        if curve is not None:
+            fetcher = Fetcher(curve)
+            stack.push_async_callback(fetcher.close)
+        client = QueueClient(
+            api,
+            membership.who,
+            Path(membership.shm_dir) if here else payloads,
+            spill_dir=Path(membership.spill_dir) if here else None,
+            slab_bytes=min(16 << 20, capacity_bytes),
+            capacity_bytes=capacity_bytes,
+            patience_s=patience_s,
+            fields=membership.fields,
+            length_field=length_field,
+            fetcher=fetcher,
+            on_wait=on_wait,
+        )
+        return await stack.enter_async_context(client)
+
+    async def _join(
+        self,
+        stack: contextlib.AsyncExitStack,
+        where: str,
+        name: str,
+        curve: rpc.CurveKeys | None,
+        address: _Address,
+    ) -> tuple[Membership, Path]:
+        """Get an epoch, and on another node than the broker's a memory of our own with a server for it."""
+        slot = name or f"client-{os.getpid()}-{secrets.token_hex(3)}/0"
+        guest = await self._bind(stack, Incarnation(slot, 0), address, curve)
+        node, memory, payloads = node_name(), Path(), ""
+        if curve is not None:
+            memory = await asyncio.to_thread(_make_memory)
+            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, memory, ignore_errors=True)
+            server = PayloadServer(memory, keys=curve)
+            payloads = await server.listen(f"tcp://{_own_address(where)}:0")
+            stack.push_async_callback(server.close)
+        return await guest.join(slot, node, os.getpid(), payloads), memory
+
+    async def _bind(
+        self,
+        stack: contextlib.AsyncExitStack,
+        who: Incarnation,
+        address: _Address,
+        curve: rpc.CurveKeys | None,
+    ) -> QueueApi:
+        client = rpc.Client(address.find, rpc.make_hello(RUN_ID, who), curve=curve)
+        stack.push_async_callback(client.close)
+        return client.bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
+
+    async def __aenter__(self) -> Self:
+        if self._client is not None:
+            raise Refused("entering a TransferQueue", why="it was entered before", hint="make another one")
+        async with contextlib.AsyncExitStack() as stack:
+            self._client = await self._enter(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def blocking(self) -> BlockingQueue:
+        """The same queue for code without an event loop: ``with queue.blocking() as queue: queue.put(...)``."""
+        from relax_rt.transport.queue.blocking import BlockingQueue
+
+        return BlockingQueue(self)
+
+    @property
+    def client(self) -> QueueClient:
+        """All that a client can do, also for queues with prompts, steps and checkpoints.
+
+        Raises:
+            Refused: the queue was not entered.
+        """
+        if self._client is None:
+            raise Refused("call of a TransferQueue", why="it was not entered", hint="async with … as queue")
+        return self._client
+
+    async def put(
+        self,
+        samples: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        group: bool = False,
+        priorities: Sequence[float] | None = None,
+    ) -> list[SampleKey]:
+        """Put samples; answers with their keys when the broker has journaled them.
+
+        samples: a list of samples, each a mapping from field to value; or columns, a mapping from field to an array
+        [samples, …] or a list with a value for each sample, which is faster for many samples of one kind.
+        group: they make one group, which tasks may take as a whole; default: each is a group of its own.
+
+        Raises:
+            Refused: a value is not of its field's dtype or shape, a field is not declared, a sample is too large.
+            OutOfSpace: this process's shared memory stayed full.
+            Unreachable: the broker did not answer for patience_s.
+        """
+        if isinstance(samples, Mapping):
+            return await self.client.offer_columns(samples, group=group)
+        return await self.client.offer(samples, groups=[len(samples)] if group else None, priorities=priorities)
+
+    async def take(
+        self,
+        task: str,
+        *,
+        samples: int = 0,
+        groups: int = 0,
+        tokens: int = 0,
+        wait_s: float = 0.0,
+        want: Want | None = None,
+    ) -> LeasedBatch:
+        """Lease up to `samples` samples, or exactly `groups` whole groups, that are ready for a task.
+
+        Answers as soon as there are some; with none after wait_s (the batch is false, and `waiting_on` says why).
+
+        Raises:
+            Refused: there is no such task.
+            Unreachable: the broker did not answer for patience_s.
+        """
+        return await self.client.take(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s, want=want)
+
+    async def done(
+        self,
+        batch: LeasedBatch,
+        columns: Mapping[SampleKey, Mapping[str, Any]] | None = None,
+        failures: Sequence[Failure] = (),
+    ) -> None:
+        """The task is done with a batch; `columns` are new ones for its samples.
+
+        Arrays taken from the batch stay good for as long as anything refers to them.
+        """
+        await self.client.complete(batch.task, batch, columns, failures)
+
+    async def give_up(self, batch: LeasedBatch, reason: str) -> None:
+        """Give a batch back undone: its samples are offered again."""
+        await self.client.abandon(batch, reason)
+
+    @property
+    def waiting_on(self) -> str:
+        """Why a call of this process waits now; empty when none does."""
+        return self.client.waiting_on
+
+    async def statistics(self) -> dict[str, Any]:
+        """Numbers of the broker (`broker`), and of this process's end (`client`)."""
+        return {"broker": await self.client.api.statistics(), "client": self.client.statistics()}
+
+
+class _Address:
+    """Finds the broker's address, also after it was started again."""
+
+    def __init__(self, where: str, patience_s: float) -> None:
+        self._where, self._patience_s = where, patience_s
+        self._known = False
+
+    async def find(self) -> str:
+        """Waits for a broker that is not there yet, at the first time only: later the caller's own deadline counts.
+
+        Raises:
+            Refused: no broker came.
+        """
+        if "://" in self._where:
+            parse_address(self._where)
+            return self._where
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        while True:
+            try:
+                place = await asyncio.to_thread(find, Path(self._where))
+            except Refused:
+                if self._known:
+                    raise DeadlineExceeded(f"queue {self._where}", why="no broker serves it at the moment") from None
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(_FIND_POLL_S)
+                continue
+            self._known = True
+            return place.addresses[0]
+
+
+def _keys(where: str, keys: str | Path | None) -> rpc.CurveKeys | None:
+    """The queue's keys: given for tcp, found in the folder when the broker listens to other nodes."""
+    path = Path(keys) if keys is not None else Path(where) / "keys.json"
+    if "://" not in where or keys is not None:
+        return read_keys(path).curve() if keys is not None or path.exists() else None
+    if parse_address(where).loopback:
+        return None
+    raise Refused(f"connecting to {where}", why="no keys were given", hint="keys='…/keys.json' of the queue's folder")
+
+
+def _own_address(where: str) -> str:
+    """The address of ours that the broker's node reaches us at."""
+    if "://" not in where:
+        return "127.0.0.1"
+    target = parse_address(where)
+    family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target.host, target.port))
+        host: str = probe.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
+
+
+def _make_memory() -> Path:
+    """A directory in shared memory for this process alone; those of dead processes are removed."""
+    for other in SHM_ROOT.glob(f"{SHM_PREFIX}p*-*-*"):
+        pid, _, rest = other.name.removeprefix(f"{SHM_PREFIX}p").partition("-")
+        if pid.isdigit() and other.stat().st_uid == os.getuid() and start_time(int(pid)) != int(rest.split("-")[0]):
+            shutil.rmtree(other, ignore_errors=True)
+    path = SHM_ROOT / f"{SHM_PREFIX}p{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}"
+    path.mkdir(mode=0o700)
+    return path
+
+
+__all__ = ["Keys", "TransferQueue"]

@@ -1,0 +1,240 @@
+"""A queue in a folder: its broker, for processes that no supervisor runs, and the way to it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.transport import rpc
+from relax_rt.transport.address import UNIX_PATH_MAX_BYTES
+from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.payload import PayloadServer
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.broker import Broker
+from relax_rt.transport.queue.watch import node_name
+from relax_rt.transport.store.api import StoreApi
+
+RUN_ID = "queue"
+"""What peers of a queue without a run greet with; the folder's permissions and keys say who is let in."""
+SHM_ROOT = Path("/dev/shm")
+SHM_PREFIX = "rlxq-"
+BROKER = "broker/0"
+LOCK, PLACE, KEYS = "lock", "queue.json", "keys.json"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a queue is to be found; written to its folder when its broker listens.
+
+    Attributes:
+        addresses: of the broker: a unix socket, and a tcp address when it listens to other nodes.
+        payloads: of its payload server, empty when it does not listen to other nodes.
+        node, pid: of the broker.
+        shm_dir: where slabs lie on its node.
+    """
+
+    addresses: list[str]
+    payloads: str
+    node: str
+    pid: int
+    shm_dir: str
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """Whoever has this file may use the queue from another node."""
+
+    public: str
+    secret: str
+
+    def curve(self) -> rpc.CurveKeys:
+        """As the message layer takes them."""
+        return rpc.CurveKeys(self.public.encode(), self.secret.encode())
+
+
+def read_keys(path: Path) -> Keys:
+    """Raises:
+    Corrupt: the file does not hold keys.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Keys)
+    except FileNotFoundError as error:
+        raise Refused(
+            f"keys {path}", why="there is no such file", hint="copy keys.json of the queue's folder"
+        ) from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise Corrupt(f"keys {path}", why=str(error)) from error
+
+
+def make_keys(folder: Path) -> Keys:
+    """The folder's keys, made when they are first needed (0600)."""
+    path = folder / KEYS
+    if not path.exists():
+        made = rpc.CurveKeys.make()
+        _write(path, msgspec.json.encode(Keys(made.public.decode(), made.secret.decode())))
+    return read_keys(path)
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    temporary.rename(path)
+
+
+class Host:
+    """The broker of a queue in a folder.
+
+    Args:
+        folder: made if it is not there (0700); holds the journal, and with limits.durable the payloads.
+        policy, limits: see LedgerPolicy and QueueLimits.
+        listen: a tcp address for other nodes, as ``tcp://10.0.0.1:0``; empty: this node only.
+        fsync_every_s: how often the journal is forced to disk.
+    """
+
+    def __init__(
+        self, folder: Path, policy: LedgerPolicy, limits: QueueLimits, *, listen: str = "", fsync_every_s: float = 1.0
+    ) -> None:
+        self.folder, self._policy, self._limits, self._listen = folder.absolute(), policy, limits, listen
+        self._fsync_every_s = fsync_every_s
+        self._lock = -1
+        self._server: rpc.Server | None = None
+        self._payload_server: PayloadServer | None = None
+        self.broker: Broker | None = None
+        self.place: Place | None = None
+
+    async def open(self) -> Place:
+        """Recover the ledger and listen.
+
+        Raises:
+            Refused: another process hosts the queue, or the policy cannot work.
+            Corrupt: the journal is damaged.
+        """
+        self._policy.check()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            return await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> Place:
+        world, shm_dir = self._memory()
+        shm_dir.mkdir(mode=0o700, exist_ok=True)
+        spill_dir, node = self.folder / "spill", node_name()
+        payloads, curve = "", None
+        if self._listen:
+            curve = make_keys(self.folder).curve()
+            host = self._listen.rpartition(":")[0]
+            self._payload_server = PayloadServer(shm_dir, spill_dir, keys=curve)
+            payloads = await self._payload_server.listen(f"{host}:0")
+        self.broker = Broker(
+            self.folder / "journal",
+            shm_dir,
+            run_id=world,
+            policy=self._policy,
+            limits=self._limits,
+            spill_dir=spill_dir,
+            node=node,
+            payloads=payloads,
+            fsync_every_s=self._fsync_every_s,
+        )
+        await self.broker.open()
+        hello = rpc.make_hello(RUN_ID, Incarnation(BROKER, 0))
+        self._server = rpc.Server(hello, curve=curve, max_connections=16_384)
+        self._server.offer(QueueApi, self.broker)
+        self._server.offer(StoreApi, self.broker.store_desk())
+        addresses = [await self._server.listen(f"unix://{socket_path(self.folder)}")]
+        if self._listen:
+            addresses.append(await self._server.listen(self._listen))
+        self.place = Place(addresses, payloads, node, os.getpid(), str(shm_dir))
+        _write(self.folder / PLACE, msgspec.json.encode(self.place))
+        return self.place
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            self._lock = -1
+            raise Refused(
+                f"hosting the queue in {self.folder}", why="another process does", hint="connect to it instead"
+            ) from error
+
+    def _memory(self) -> tuple[str, Path]:
+        """Name and directory of the payloads' memory: that of a broker before us, if it is still there."""
+        if self._limits.durable:
+            return "disk", self.folder / "payloads"
+        known = self.folder / "memory"
+        name = known.read_text().strip() if known.exists() else ""
+        if not name or not (SHM_ROOT / f"{SHM_PREFIX}{name}").is_dir():
+            name = secrets.token_hex(4)
+            _write(known, name.encode())
+        return name, SHM_ROOT / f"{SHM_PREFIX}{name}"
+
+    async def close(self, *, keep_memory: bool = False) -> None:
+        """Stop. Without keep_memory the payloads in shared memory end as well, unless they are durable."""
+        if self._server is not None:
+            await self._server.close()
+        if self.broker is not None:
+            await self.broker.close()
+        if self._payload_server is not None:
+            await self._payload_server.close()
+        if self._lock >= 0:
+            (self.folder / PLACE).unlink(missing_ok=True)
+            if not keep_memory and not self._limits.durable and self.place is not None:
+                await asyncio.to_thread(shutil.rmtree, self.place.shm_dir, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def socket_path(folder: Path) -> Path:
+    """The broker's unix socket: in the folder, or where its path is short enough for the kernel."""
+    path = folder / "queue.sock"
+    if len(os.fsencode(path)) <= UNIX_PATH_MAX_BYTES:
+        return path
+    digest = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
+    private = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / f"relax-{os.getuid()}"
+    private.mkdir(mode=0o700, exist_ok=True)
+    return private / f"{digest}.sock"
+
+
+def find(folder: Path) -> Place:
+    """Where the queue of a folder is.
+
+    Raises:
+        Refused: no broker serves it (yet).
+    """
+    try:
+        return msgspec.json.decode((folder / PLACE).read_bytes(), type=Place)
+    except FileNotFoundError as error:
+        raise Refused(
+            f"queue {folder}",
+            why="no broker serves it",
+            hint=f"start one with `python -m relax_rt.transport.queue {folder} --task …`, or TransferQueue.serve",
+        ) from error
+
+
+def tasks_of(tasks: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Tasks with the fields they need, checked.
+
+    Raises:
+        Refused: a task names its fields in another way than as a list of names.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for task, fields in tasks.items():
+        if isinstance(fields, str) or not isinstance(fields, list | tuple | set | frozenset):
+            raise Refused(f"task '{task}'", why=f"its fields are {fields!r}", hint="give a list of field names")
+        found[task] = tuple(str(field) for field in fields)
+    return found

@@ -1,0 +1,71 @@
+"""All numbers of the broker in one dictionary, for `statistics()`, metrics and tools."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from relax_rt.transport.journal import Journal
+from relax_rt.transport.ledger import Ledger, admission
+from relax_rt.transport.ledger import account as ledger_account
+from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.queue.waits import Waits
+
+
+def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits) -> dict[str, Any]:
+    """Numbers by part: `samples`, `memory`, `leases`, `staleness`, `waits`, `journal`, `tallies`.
+
+    Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest
+    tenth first, since this broker started.
+    """
+    core = ledger.core
+    return {
+        "samples": ledger_account.by_state(core),
+        "memory": _memory(core),
+        "leases": _leases(core),
+        "staleness": {
+            "max": core.policy.max_staleness,
+            "outstanding": admission.outstanding(core),
+            "trainer_version": core.state.trainer_version,
+            "by_length_decile": core.losses.staleness(),
+        },
+        "lengths": core.losses.by_decile(),
+        "waits": {"now": waits.now(), "over": waits.over()},
+        "journal": {
+            "records": ledger.n,
+            "segment_bytes": journal.nbytes,
+            "snapshots": journal.snapshots,
+            "snapshot_bytes": journal.snapshot_bytes,
+        },
+        "tallies": dict(core.state.tallies),
+    }
+
+
+def _memory(core: Core) -> dict[str, Any]:
+    table, limits = core.blocks, core.state.limits
+    return {
+        "payload_bytes": table.payload_bytes,
+        "capacity_bytes": limits.capacity_bytes,
+        "occupancy": table.payload_bytes / limits.capacity_bytes,
+        "spilled_bytes": table.spilled_bytes,
+        "inline_bytes": table.inline_bytes,
+        "deduplicated_bytes": table.deduplicated_bytes,
+        "blocks": len(table.blocks),
+        "blobs": len(table.blobs),
+        "extents": sum(len(extents) for extents in table.live.values()),
+        "pinned_extents": sum(one.references > 1 for extents in table.live.values() for one in extents.values()),
+        "slabs": len(table.live),
+        "freed_extents_untold": sum(len(extents) for extents in table.freed.values()),
+    }
+
+
+def _leases(core: Core) -> dict[str, Any]:
+    state = core.state
+    return {
+        "held": dict(Counter(lease.task for lease in state.leases.values())),
+        "ended_but_pinned": len(state.lapsed),
+        "tickets": sum(group.holder is not None for group in state.groups.values()),
+        "groups_reopened": len(state.reopened),
+        "ready": {**{task: len(keys) for task, keys in core.ready.items()}, "groups_for_step": len(core.step_ready)},
+        "streams": {name: stream.next_index for name, stream in state.streams.items()},
+    }

@@ -1,0 +1,104 @@
+"""Calls that wait for the ledger: who, for what, since when; woken only when what they wait for may have come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import msgspec
+
+from relax_rt.transport.errors import OutOfSpace
+
+MAX_WAITERS = 4096
+
+
+class Waiting(msgspec.Struct):
+    """One call that waits."""
+
+    who: str
+    topic: str
+    reason: str
+    since: float
+
+
+class WaitCount(msgspec.Struct):
+    """Waits on a topic that are over, and the seconds they took together."""
+
+    n: int = 0
+    total_s: float = 0.0
+
+
+class Waits:
+    """The waiting calls of a broker.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._events: dict[str, asyncio.Event] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._over: dict[str, WaitCount] = {}
+        self._token = 0
+
+    def enter(self, who: str, topic: str) -> int:
+        """A call may wait on a topic from now on; answers with its token.
+
+        Raises:
+            OutOfSpace: too many wait already.
+        """
+        if len(self._waiting) >= MAX_WAITERS:
+            raise OutOfSpace(f"waiting calls of the queue, {who}", why=f"{MAX_WAITERS} wait already")
+        self._token += 1
+        self._waiting[self._token] = Waiting(who, topic, "", self._clock())
+        return self._token
+
+    async def wait(self, token: int, reason: str, limit_s: float) -> None:
+        """Until the topic is touched, or for limit_s."""
+        one = self._waiting[token]
+        one.reason = reason
+        event = self._events.setdefault(one.topic, asyncio.Event())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await event.wait()
+
+    def leave(self, token: int) -> None:
+        """The call is answered or given up."""
+        one = self._waiting.pop(token)
+        if one.reason:
+            count = self._over.setdefault(one.topic, WaitCount())
+            count.n += 1
+            count.total_s += self._clock() - one.since
+
+    def touch(self, topics: Iterable[str]) -> None:
+        """Wake who waits on these topics."""
+        for topic in topics:
+            event = self._events.pop(topic, None)
+            if event is not None:
+                event.set()
+
+    def touch_all(self) -> None:
+        """Wake everybody."""
+        self.touch(list(self._events))
+
+    def __len__(self) -> int:
+        return sum(bool(one.reason) for one in self._waiting.values())
+
+    def reasons(self) -> dict[str, str]:
+        """What each caller waits for now."""
+        return {one.who: one.reason for one in self._waiting.values() if one.reason}
+
+    def now(self) -> list[dict[str, str | float]]:
+        """Who waits, for what and how long (seconds)."""
+        at = self._clock()
+        return [
+            {"who": one.who, "topic": one.topic, "reason": one.reason, "for_s": at - one.since}
+            for one in self._waiting.values()
+            if one.reason
+        ]
+
+    def over(self) -> dict[str, dict[str, float]]:
+        """By topic: how many waits are over, and the seconds they took together."""
+        return {topic: {"waits": count.n, "total_s": count.total_s} for topic, count in sorted(self._over.items())}

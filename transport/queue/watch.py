@@ -1,0 +1,73 @@
+"""Processes that joined of their own accord, watched by pidfd: their death is known within milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.callers import Home
+
+
+def node_name() -> str:
+    """Names what processes share that can map each other's slabs and see each other's pids: boot, /dev/shm, pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    pids = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{boot[:12]}-{Path('/dev/shm').stat().st_dev}-{pids}"
+
+
+def start_time(pid: int) -> int:
+    """Start of a living process in clock ticks since boot; 0 when it is gone or a zombie. With the pid it is unique."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    # The command may hold spaces and parentheses: the last closing one ends it.
+    fields = text[text.rindex(")") + 2 :].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+class Watch:
+    """Tells of the death of processes on this node.
+
+    Args:
+        gone: is told who ended, and why one thinks so.
+    """
+
+    def __init__(self, gone: Callable[[Incarnation, str], None]) -> None:
+        self._gone = gone
+        self._fds: dict[Incarnation, int] = {}
+
+    def add(self, home: Home) -> None:
+        """Watch this incarnation's process; one that is dead already is told of at once."""
+        if not home.pid or home.who in self._fds:
+            return
+        try:
+            fd = os.pidfd_open(home.pid)
+        except ProcessLookupError:
+            self._gone(home.who, f"process {home.pid} is gone")
+            return
+        if start_time(home.pid) != home.started:
+            os.close(fd)
+            self._gone(home.who, f"process {home.pid} is gone")
+            return
+        self._fds[home.who] = fd
+        asyncio.get_running_loop().add_reader(fd, self._ended, home)
+
+    def _ended(self, home: Home) -> None:
+        self.remove(home.who)
+        self._gone(home.who, f"process {home.pid} ended")
+
+    def remove(self, who: Incarnation) -> None:
+        """Watch it no more."""
+        fd = self._fds.pop(who, None)
+        if fd is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        """Watch nothing more."""
+        for who in list(self._fds):
+            self.remove(who)
