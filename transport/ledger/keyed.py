@@ -12,13 +12,9 @@ from relax_rt.transport.queue.api import Extent
 from relax_rt.transport.queue.api import Put as QueuePut
 from relax_rt.transport.store import state as ev
 from relax_rt.transport.store.api import Fetched, Found, StoreConfig, Stored
+from relax_rt.transport.store.desk import TOPIC
 
 Answer = StoreConfig | Stored | Found | Fetched | list[Extent] | bool
-
-
-def topic(partition: str) -> str:
-    """What those who sample a partition wait for."""
-    return f"store {partition}"
 
 
 def apply(core: Core, who: Incarnation, event: ev.StoreEvent) -> Answer:
@@ -51,7 +47,7 @@ def _applied(core: Core, who: Incarnation, event: ev.StoreEvent) -> Answer:
             return _collect(core, who)
         case ev.Reset():
             if done := store.reset(event):
-                core.touched.add(topic(event.partition))
+                core.touched.add(TOPIC)
             return done
         case ev.Configure(config):
             return store.configure(config)
@@ -70,7 +66,7 @@ def _put(core: Core, who: Incarnation, event: ev.Put) -> Stored:
                 why=f"a sample may have {core.state.limits.max_sample_bytes} bytes",
             )
     stored = core.store.put(event)
-    core.touched.add(topic(event.rows.partition) if event.rows.partition else topic(core.store.where(stored.indexes)))
+    core.touched.add(TOPIC)
     return Stored(stored.indexes, stored.fields, stored.tags, _collect(core, who))
 
 

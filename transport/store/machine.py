@@ -211,10 +211,6 @@ class Store:
 
     # --- read
 
-    def where(self, indexes: Sequence[int]) -> str:
-        """The partition of the first of these rows."""
-        return self._where.get(indexes[0], "") if indexes else ""
-
     def find(self, rows: Rows) -> Found:
         """See StoreApi.store_find."""
         return self._found(self._known(rows))

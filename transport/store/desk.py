@@ -1,0 +1,113 @@
+"""The keyed store behind its interface: what the broker offers beside the queue's."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
+from relax_rt.transport.store import state as ev
+from relax_rt.transport.store.api import Fetched, Found, Rows, Status, StoreConfig, Stored, Tags
+from relax_rt.transport.store.machine import Store
+
+T = TypeVar("T")
+MAX_ROWS = 1 << 20
+"""Rows that one call may name."""
+
+
+TOPIC = "store"
+"""What those who sample wait for."""
+
+
+class StoreDesk:
+    """Implements StoreApi.
+
+    Args:
+        store: the store as it is now; only asked.
+        apply: applies and journals an event of the caller, with its sequence number; gives the answer.
+        wait: the same for a sample, again and again until there is one or the time is over.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], Store],
+        apply: Callable[[ev.StoreEvent, int], Any],
+        wait: Callable[[ev.Sample, str, int, float], Awaitable[Found]],
+    ) -> None:
+        self._store, self._apply, self._wait = store, apply, wait
+
+    def _answer(self, event: ev.StoreEvent, seq: int, kind: type[T]) -> T:
+        answer = self._apply(event, seq)
+        assert isinstance(answer, kind), answer
+        return answer
+
+    async def store_configure(self, seq: int, config: StoreConfig) -> StoreConfig:
+        """See StoreApi."""
+        return self._answer(ev.Configure(config), seq, StoreConfig)
+
+    async def store_put(
+        self,
+        seq: int,
+        rows: Rows,
+        new: int,
+        block: BlockRef | None,
+        blobs: list[BlobRef],
+        tags: list[Tags],
+        replace_tags: bool,
+    ) -> Stored:
+        """See StoreApi."""
+        if max(new, len(rows.keys), len(rows.indexes)) > MAX_ROWS:
+            raise Refused(f"put of over {MAX_ROWS} rows", why="that is the limit of one call", hint="put fewer at once")
+        return self._answer(ev.Put(rows, new, block, blobs, tags, replace_tags), seq, Stored)
+
+    async def store_find(self, rows: Rows) -> Found:
+        """See StoreApi."""
+        return self._store().find(rows)
+
+    async def store_get(self, seq: int, rows: Rows, fields: list[str] | None) -> Fetched:
+        """See StoreApi."""
+        return self._answer(ev.Get(rows, fields), seq, Fetched)
+
+    async def store_unpin(self, seq: int, pins: list[int]) -> list[Extent]:
+        """See StoreApi."""
+        return list(self._answer(ev.Unpin(pins), seq, list))
+
+    async def store_clear(self, seq: int, rows: Rows) -> list[Extent]:
+        """See StoreApi."""
+        return list(self._answer(ev.Clear(rows), seq, list))
+
+    async def store_list(self, partition: str | None) -> dict[str, dict[str, Tags]]:
+        """See StoreApi."""
+        return self._store().list_keys(partition)
+
+    async def store_partitions(self) -> list[str]:
+        """See StoreApi."""
+        return list(self._store().state.partitions)
+
+    async def store_sample(
+        self,
+        seq: int,
+        partition: str,
+        task: str,
+        fields: list[str],
+        batch: int,
+        rank: int | None,
+        batch_index: int | None,
+        wait_s: float,
+    ) -> Found:
+        """See StoreApi."""
+        event = ev.Sample(partition, task, fields, batch, rank, batch_index)
+        return await self._wait(event, TOPIC, seq, wait_s)
+
+    async def store_consumed(self, partition: str, task: str) -> Status:
+        """See StoreApi."""
+        return self._store().consumed(partition, task)
+
+    async def store_produced(self, partition: str, fields: list[str]) -> Status:
+        """See StoreApi."""
+        return self._store().produced(partition, fields)
+
+    async def store_reset(self, seq: int, partition: str, task: str | None) -> bool:
+        """See StoreApi."""
+        return self._answer(ev.Reset(partition, task), seq, bool)
