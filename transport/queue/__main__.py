@@ -49,7 +49,8 @@ async def _serve(host: Host) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    print(f"queue {host.folder}: {', '.join(place.addresses)}", flush=True)
+    sys.stdout.write(f"queue {host.folder}: {', '.join(place.addresses)}\n")
+    sys.stdout.flush()
     assert host.broker is not None
     failed = asyncio.ensure_future(host.broker.run())
     stopped = asyncio.ensure_future(stop.wait())
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
         uvloop.run(_serve(host))
     except RelaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
