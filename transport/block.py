@@ -202,7 +202,7 @@ class Block:
     """Looks at a block in place. Columns are checked and decoded when they are first asked for.
 
     Arrays are read-only views of the memory and keep it mapped. bf16 and fp8 come as their bits (uint16, uint8), see
-    `dtype`. Not thread-safe in the first access of a column only in so far as the work may be done twice.
+    `dtype`. Thread-safe: at worst a column is decoded twice.
 
     Raises:
         Corrupt: (also from the methods) the memory does not hold what a block must; names the column and the limit.
@@ -246,6 +246,18 @@ class Block:
     def blobs_from(self, resolve: Resolve) -> None:
         """Where the blocks of shared values are found, by digest."""
         self._resolve = resolve
+
+    def roots(self) -> list[NDArray[np.uint8]]:
+        """What every array and tensor over this block, and over the shared values looked at, refers to."""
+        found = [self._memory.base] if isinstance(self._memory.base, np.ndarray) else []
+        for column in self._open_columns.values():
+            if isinstance(column, _Blobs):
+                found += [root for block in column.found.values() for root in block.roots()]
+        return found
+
+    def let_go(self) -> None:
+        """Forget the decoded columns. They and the block refer to each other, which keeps the memory mapped for long."""
+        self._open_columns.clear()
 
     @property
     def nbytes(self) -> int:
@@ -299,6 +311,15 @@ class Block:
         if row is not None and not 0 <= row < self.rows:
             raise Refused(f"row {row} of {self.where}", why=f"it has {self.rows}")
         return column.tensor(row)
+
+    def flat(self, name: str) -> tuple[torch.Tensor, list[int]]:
+        """All rows of a column of numbers back to back, as `tensor` has them, and where each begins, in elements."""
+        column = self._open(name)
+        if isinstance(column, _Ragged):
+            return self.as_tensor(column.meta), column.offsets
+        tensor = column.tensor(None).view(-1)
+        size = len(tensor) // self.rows
+        return tensor, [row * size for row in range(self.rows + 1)]
 
     def decode(self, name: str, row: int, type_: Any) -> Any:
         """A `msgpack` value as an object of the given type."""

@@ -106,6 +106,12 @@ def _other(name: str, value: Any) -> tuple[Kind, Any]:
             given = getattr(value.bits, "dtype", type(value.bits).__name__)
             raise Refused(f"field '{name}' of dtype {value.dtype}", why=f"its bits are {given}, not {np.dtype(bits)}")
         return (value.dtype, value.bits.ndim), np.asarray(value.bits)
+    # numpy's own str and bytes scalars are such too.
+    if isinstance(value, str):
+        return STR, _utf8(name, value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        view = memoryview(value)
+        return BYTES, view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     if isinstance(value, np.ndarray | np.generic):
         if isinstance(value, np.ma.MaskedArray):
             raise Refused(f"field '{name}'", why="a masked array", hint="put its data and its mask as two fields")
@@ -113,11 +119,6 @@ def _other(name: str, value: Any) -> tuple[Kind, Any]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
         return _tensor(name, value, torch)
-    if isinstance(value, str):
-        return STR, _utf8(name, value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        view = memoryview(value)
-        return BYTES, view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
     try:
         return OBJECT, msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:

@@ -27,7 +27,7 @@ class Heap:
         self._by_size: list[tuple[int, int]] = [(nbytes, 0)]
         self._size_at: dict[int, int] = {0: nbytes}
         self._begin_of_end: dict[int, int] = {nbytes: 0}
-        self._large = nbytes // 64
+        self._large = nbytes // 512
 
     @property
     def largest(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -55,10 +55,20 @@ class Reader:
         shm_dir: the run's private directory in shared memory.
         spill_dir: where files named ``spill-…`` are, if anything is spilled.
         max_slabs: how many mappings are kept at hand.
+        source: asked first for the bytes of an extent; None from it means that they lie on this node. It gives
+            read-only mappings, a new array each time.
     """
 
-    def __init__(self, shm_dir: Path, spill_dir: Path | None = None, *, max_slabs: int = 256) -> None:
+    def __init__(
+        self,
+        shm_dir: Path,
+        spill_dir: Path | None = None,
+        *,
+        max_slabs: int = 256,
+        source: Callable[[Extent], NDArray[np.uint8] | None] | None = None,
+    ) -> None:
         self._dir, self._spill_dir, self._max = shm_dir, spill_dir, max_slabs
+        self._source = source
         self._maps: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
         self._trim_at = time.monotonic() + TRIM_EVERY_S
         self._lock = threading.Lock()
@@ -84,23 +94,29 @@ class Reader:
         Raises:
             Corrupt: it lies outside its slab, or there is no such slab.
         """
+        if self._source is not None and (fetched := self._source(extent)) is not None:
+            return fetched
         slab = self._slab(extent.slab)
         if extent.offset < 0 or extent.nbytes < 0 or extent.offset + extent.nbytes > len(slab):
             raise Corrupt(
                 f"extent {extent.slab}+{extent.offset}",
                 why=f"its {extent.nbytes} bytes end beyond the slab's {len(slab)}",
             )
-        return slab[extent.offset : extent.offset + extent.nbytes]
+        # An array of its own, not a view of the slab's: numpy lets all views of it refer to it, which tells how long
+        # the extent is looked at.
+        part: NDArray[np.uint8] = np.frombuffer(slab.data[extent.offset : extent.offset + extent.nbytes], np.uint8)
+        return part
 
     def _block(self, ref: BlockRef) -> Block:
-        self._blocks += 1
         extent = ref.extent
         if extent is None:
-            self._inline += 1
             block = Block(np.frombuffer(ref.inline, np.uint8), where="an inline block")
         else:
             block = Block(self.memory(extent), where=f"block {extent.slab}+{extent.offset}", read_only_mapping=True)
-        self._bytes += block.nbytes
+        with self._lock:
+            self._blocks += 1
+            self._inline += extent is None
+            self._bytes += block.nbytes
         return block
 
     def _blob(self, extent: Extent) -> Block:

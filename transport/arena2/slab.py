@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.transport.arena2.allocator import Heap
-from relax_rt.transport.errors import Corrupt, OutOfSpace
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.identity import Incarnation
 
 SPILL_PREFIX = "spill-"
@@ -52,9 +52,15 @@ class Slab:
         """
         Raises:
             OutOfSpace: the system has no memory for it.
+        Refused: the folder cannot be written to, or the file is there already.
         """
         self.path, self.name, self.nbytes = path, path.name, nbytes
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise Refused(f"slab {path}", why="it is there already", hint="an incarnation has one arena") from error
+        except OSError as error:
+            raise Refused(f"slab {path}", why=str(error)) from error
         try:
             # Reserving the pages now turns a full /dev/shm into an error here instead of a SIGBUS later.
             os.posix_fallocate(fd, 0, nbytes)

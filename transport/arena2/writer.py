@@ -34,7 +34,7 @@ class Placed(msgspec.Struct, frozen=True):
     Attributes:
         block: the block.
         lengths: of each row, the length of the first dimension of `length_field` (bytes of a str or bytes); -1 if the
-            block does not hold it or it has none.
+            block does not hold it, it has none, or its values are shared.
         blobs: the shared values that rows of the block name, each once.
     """
 
@@ -290,10 +290,13 @@ class Writer:
 
         Slabs are multiples of one size where the capacity allows it, so that the next large extent fits as well.
         """
-        if self._capacity_bytes - self._total_bytes < nbytes <= self._capacity_bytes:
-            for slab in [slab for slab in self._slabs.values() if slab.heap.empty]:
-                self._return(slab)
+        empty = [slab for slab in self._slabs.values() if slab.heap.empty]
         room = self._capacity_bytes - self._total_bytes
+        if room < nbytes <= room + sum([slab.nbytes for slab in empty]):
+            while room < nbytes:
+                slab = empty.pop()
+                self._return(slab)
+                room += slab.nbytes
         if nbytes > room:
             raise OutOfSpace(
                 f"{nbytes} bytes in the shared memory of {self._who}",
@@ -311,12 +314,14 @@ class Writer:
         return slab
 
     def free(self, extent: Extent) -> None:
-        """The extent is read by no one any more.
+        """The extent is read by no one any more. Does nothing once the arena is closed.
 
         Raises:
             Corrupt: it is not an extent in use: the ledger and the arena disagree.
         """
         with self._lock:
+            if self._closed:
+                return
             slab = self._slabs.get(extent.slab)
             if slab is None or slab.used.get(extent.offset) != extent.nbytes:
                 raise Corrupt(
@@ -325,14 +330,14 @@ class Writer:
                 )
             self._release(slab, extent)
             self._counters.frees += 1
-            if slab.heap.empty:
-                slab.empty_since = self._clock()
             self._return_idle()
 
     def _release(self, slab: Slab, extent: Extent) -> None:
         del slab.used[extent.offset]
         slab.heap.free(extent.offset, extent.nbytes)
         self._used_bytes -= extent.nbytes
+        if slab.heap.empty:
+            slab.empty_since = self._clock()
 
     def trim(self) -> None:
         """Give extra slabs that are empty long enough back to the system; `free` does it as well."""
