@@ -61,13 +61,71 @@ class _Writable:
         }
 
 
+class _Ground:
+    """The memory of a block, and what its columns are made with.
+
+    Columns refer to it and not to the block: a circle of references would keep the memory mapped, and pinned, until
+    the next garbage collection.
+    """
+
+    __slots__ = ("in_place", "memory", "resolver", "rows", "where")
+
+    def __init__(self, memory: Bytes, rows: int, where: str, in_place: bool) -> None:
+        self.memory, self.rows, self.where, self.in_place = memory, rows, where, in_place
+        self.resolver: Resolve | None = None
+
+    def corrupt(self, meta: ColumnMeta, why: str) -> Corrupt:
+        """The error for a bad column."""
+        return Corrupt(f"column '{meta.name}' of {self.where}", why=why)
+
+    def part(self, meta: ColumnMeta, offset: int, nbytes: int) -> Bytes:
+        """Bytes of the block; the limits are checked in Python's integers, which do not overflow."""
+        if offset < HEADER.size or nbytes < 0 or offset + nbytes > len(self.memory):
+            raise self.corrupt(meta, f"{offset}+{nbytes} lies outside its {len(self.memory)} bytes")
+        if offset % INLINE_ALIGNMENT:
+            raise self.corrupt(meta, f"{offset} is not a multiple of {INLINE_ALIGNMENT}")
+        return self.memory[offset : offset + nbytes]
+
+    def reshaped(self, meta: ColumnMeta, flat: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
+        """`flat` in another shape, without a copy."""
+        try:
+            return flat.reshape(shape)
+        except (ValueError, OverflowError) as error:
+            raise self.corrupt(meta, f"{len(flat)} elements are not of shape {tuple(shape)}") from error
+
+    def decoded(self, meta: ColumnMeta, data: memoryview, type_: Any) -> Any:
+        """The str or the object in these bytes."""
+        try:
+            return str(data, "utf-8") if type_ is str and meta.dtype == "str" else _decode(data, type_)
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise self.corrupt(meta, f"{len(data)} bytes of {meta.dtype} do not decode: {error}") from error
+
+    def resolve(self, meta: ColumnMeta, digest: bytes) -> Block:
+        """The block of the value with this digest."""
+        if self.resolver is None:
+            raise self.corrupt(meta, "a blob in a blob")
+        block = self.resolver(digest)
+        if block.rows != 1 or block.names != (BLOB,):
+            raise self.corrupt(meta, f"blob {digest.hex()} has {block.rows} rows of {', '.join(block.names)}")
+        return block
+
+    def as_tensor(self, meta: ColumnMeta) -> torch.Tensor:
+        """The data of a column as a flat tensor."""
+        import torch
+
+        part = self.part(meta, meta.offset, meta.nbytes)
+        memory = np.asarray(_Writable(part)) if self.in_place else part.copy()
+        tensor = torch.from_numpy(memory.view(STORAGE[meta.dtype]))
+        return tensor.view(getattr(torch, TORCH[meta.dtype])) if meta.dtype in RAW else tensor
+
+
 class _Column:
     """A column whose offsets were checked."""
 
-    __slots__ = ("block", "meta", "name")
+    __slots__ = ("ground", "meta", "name")
 
-    def __init__(self, block: Block, meta: ColumnMeta) -> None:
-        self.block, self.meta, self.name = block, meta, meta.name
+    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+        self.ground, self.meta, self.name = ground, meta, meta.name
 
     def value(self, row: int) -> Any:
         raise NotImplementedError
@@ -81,14 +139,14 @@ class _Fixed(_Column):
 
     __slots__ = ("_tensor", "array")
 
-    def __init__(self, block: Block, meta: ColumnMeta) -> None:
-        super().__init__(block, meta)
-        dtype, shape = STORAGE[meta.dtype], (block.rows, *meta.shape)
+    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+        super().__init__(ground, meta)
+        dtype, shape = STORAGE[meta.dtype], (ground.rows, *meta.shape)
         if len(meta.shape) != meta.ndim or meta.ndim > MAX_NDIM or min(shape) < 0:
-            raise block.corrupt(meta, f"shape {meta.shape} is not one of {meta.ndim} dimensions (limit {MAX_NDIM})")
+            raise ground.corrupt(meta, f"shape {meta.shape} is not one of {meta.ndim} dimensions (limit {MAX_NDIM})")
         if math.prod(shape) * dtype.itemsize != meta.nbytes:
-            raise block.corrupt(meta, f"{meta.nbytes} bytes are not {meta.dtype} of shape {shape}")
-        self.array: NDArray[Any] = block.reshaped(meta, block.part(meta, meta.offset, meta.nbytes).view(dtype), shape)
+            raise ground.corrupt(meta, f"{meta.nbytes} bytes are not {meta.dtype} of shape {shape}")
+        self.array: NDArray[Any] = ground.reshaped(meta, ground.part(meta, meta.offset, meta.nbytes).view(dtype), shape)
         self._tensor: torch.Tensor | None = None
 
     def value(self, row: int) -> Any:
@@ -96,7 +154,7 @@ class _Fixed(_Column):
 
     def tensor(self, row: int | None) -> torch.Tensor:
         if self._tensor is None:
-            self._tensor = self.block.as_tensor(self.meta).view(self.array.shape)
+            self._tensor = self.ground.as_tensor(self.meta).view(self.array.shape)
         return self._tensor if row is None else self._tensor[row]
 
 
@@ -105,15 +163,15 @@ class _Parts(_Column):
 
     __slots__ = ("data", "offsets")
 
-    def __init__(self, block: Block, meta: ColumnMeta, dtype: np.dtype[Any]) -> None:
-        super().__init__(block, meta)
+    def __init__(self, ground: _Ground, meta: ColumnMeta, dtype: np.dtype[Any]) -> None:
+        super().__init__(ground, meta)
         elements, rest = divmod(meta.nbytes, dtype.itemsize)
         if rest:
-            raise block.corrupt(meta, f"{meta.nbytes} bytes are no whole number of {meta.dtype}")
-        self.data = block.part(meta, meta.offset, meta.nbytes).view(dtype)
-        table = block.part(meta, meta.table, (block.rows + 1) * TABLE.itemsize).view(TABLE).copy()
+            raise ground.corrupt(meta, f"{meta.nbytes} bytes are no whole number of {meta.dtype}")
+        self.data = ground.part(meta, meta.offset, meta.nbytes).view(dtype)
+        table = ground.part(meta, meta.table, (ground.rows + 1) * TABLE.itemsize).view(TABLE).copy()
         if table[0] != 0 or table[-1] != elements or (table[1:] < table[:-1]).any():
-            raise block.corrupt(meta, f"its offsets do not rise from 0 to {elements}")
+            raise ground.corrupt(meta, f"its offsets do not rise from 0 to {elements}")
         self.offsets: list[int] = table.tolist()
 
 
@@ -122,28 +180,28 @@ class _Ragged(_Parts):
 
     __slots__ = ("_flat", "_shapes")
 
-    def __init__(self, block: Block, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
         if not 1 <= meta.ndim <= MAX_NDIM:
-            raise block.corrupt(meta, f"ragged, of {meta.ndim} dimensions (limit {MAX_NDIM})")
-        super().__init__(block, meta, STORAGE[meta.dtype])
+            raise ground.corrupt(meta, f"ragged, of {meta.ndim} dimensions (limit {MAX_NDIM})")
+        super().__init__(ground, meta, STORAGE[meta.dtype])
         self._flat: torch.Tensor | None = None
         self._shapes: list[list[int]] | None = None
         if meta.ndim > 1:
-            at = meta.table + (block.rows + 1) * TABLE.itemsize
-            shapes = block.part(meta, at, block.rows * meta.ndim * TABLE.itemsize).view(TABLE).copy()
+            at = meta.table + (ground.rows + 1) * TABLE.itemsize
+            shapes = ground.part(meta, at, ground.rows * meta.ndim * TABLE.itemsize).view(TABLE).copy()
             if shapes.min() < 0:
-                raise block.corrupt(meta, "a row has a negative dimension")
-            self._shapes = shapes.reshape(block.rows, meta.ndim).tolist()
+                raise ground.corrupt(meta, "a row has a negative dimension")
+            self._shapes = shapes.reshape(ground.rows, meta.ndim).tolist()
 
     def value(self, row: int) -> NDArray[Any]:
         flat = self.data[self.offsets[row] : self.offsets[row + 1]]
-        return flat if self._shapes is None else self.block.reshaped(self.meta, flat, self._shapes[row])
+        return flat if self._shapes is None else self.ground.reshaped(self.meta, flat, self._shapes[row])
 
     def tensor(self, row: int | None) -> torch.Tensor:
         if row is None:
             raise Refused(f"column '{self.name}' as one tensor", why="its rows differ in shape", hint="name a row")
         if self._flat is None:
-            self._flat = self.block.as_tensor(self.meta)
+            self._flat = self.ground.as_tensor(self.meta)
         flat = self._flat[self.offsets[row] : self.offsets[row + 1]]
         return flat if self._shapes is None else flat.view(self.value(row).shape)
 
@@ -151,23 +209,23 @@ class _Ragged(_Parts):
 class _Text(_Parts):
     """str, bytes or msgpack."""
 
-    def __init__(self, block: Block, meta: ColumnMeta) -> None:
+    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
         if meta.ragged:
-            super().__init__(block, meta, np.dtype(np.uint8))
+            super().__init__(ground, meta, np.dtype(np.uint8))
             return
-        _Column.__init__(self, block, meta)
-        if block.rows != 1:
-            raise block.corrupt(meta, f"one value for {block.rows} rows")
-        self.data, self.offsets = block.part(meta, meta.offset, meta.nbytes), [0, meta.nbytes]
+        _Column.__init__(self, ground, meta)
+        if ground.rows != 1:
+            raise ground.corrupt(meta, f"one value for {ground.rows} rows")
+        self.data, self.offsets = ground.part(meta, meta.offset, meta.nbytes), [0, meta.nbytes]
 
     def value(self, row: int) -> Any:
         data = self.data[self.offsets[row] : self.offsets[row + 1]].data
         if self.meta.dtype == "bytes":
             return bytes(data)
-        return self.block.decoded(self.meta, data, str if self.meta.dtype == "str" else Any)
+        return self.ground.decoded(self.meta, data, str if self.meta.dtype == "str" else Any)
 
     def decode(self, row: int, type_: Any) -> Any:
-        return self.block.decoded(self.meta, self.data[self.offsets[row] : self.offsets[row + 1]].data, type_)
+        return self.ground.decoded(self.meta, self.data[self.offsets[row] : self.offsets[row + 1]].data, type_)
 
 
 class _Blobs(_Column):
@@ -175,18 +233,18 @@ class _Blobs(_Column):
 
     __slots__ = ("digests", "found")
 
-    def __init__(self, block: Block, meta: ColumnMeta) -> None:
-        super().__init__(block, meta)
-        if meta.ragged or meta.nbytes != block.rows * DIGEST_BYTES:
-            raise block.corrupt(meta, f"{meta.nbytes} bytes are not {block.rows} digests of {DIGEST_BYTES}")
-        self.digests = block.part(meta, meta.offset, meta.nbytes).tobytes()
+    def __init__(self, ground: _Ground, meta: ColumnMeta) -> None:
+        super().__init__(ground, meta)
+        if meta.ragged or meta.nbytes != ground.rows * DIGEST_BYTES:
+            raise ground.corrupt(meta, f"{meta.nbytes} bytes are not {ground.rows} digests of {DIGEST_BYTES}")
+        self.digests = ground.part(meta, meta.offset, meta.nbytes).tobytes()
         self.found: dict[bytes, Block] = {}
 
     def blob(self, row: int) -> Block:
         digest = self.digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
         found = self.found.get(digest)
         if found is None:
-            found = self.found[digest] = self.block.resolve(self.meta, digest)
+            found = self.found[digest] = self.ground.resolve(self.meta, digest)
         return found
 
     def value(self, row: int) -> Any:
@@ -209,7 +267,7 @@ class Block:
         Refused: (from the methods) there is no such column or row, or it cannot be had in this form.
     """
 
-    __slots__ = ("_in_place", "_memory", "_metas", "_open_columns", "_resolve", "names", "rows", "where")
+    __slots__ = ("_ground", "_metas", "_open_columns", "names", "rows", "where")
 
     def __init__(self, memory: Bytes, *, where: str = "a block", read_only_mapping: bool = False) -> None:
         """
@@ -219,8 +277,7 @@ class Block:
             read_only_mapping: nobody can write through a tensor over this memory, so tensors are made in place;
                 else they are copies.
         """
-        self.where, self._in_place = where, read_only_mapping
-        self._resolve: Resolve | None = None
+        self.where = where
         if len(memory) < HEADER.size:
             raise Corrupt(where, why=f"{len(memory)} bytes, a block's header alone has {HEADER.size}")
         magic, version, flags, rows, meta_nbytes, nbytes = HEADER.unpack_from(memory)
@@ -236,7 +293,8 @@ class Block:
             columns = _META.decode(memory[HEADER.size : HEADER.size + meta_nbytes].tobytes())
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise Corrupt(f"{where}: its description", why=str(error)) from error
-        self._memory, self.rows = memory[:nbytes], rows
+        self.rows = rows
+        self._ground = _Ground(memory[:nbytes], rows, where, read_only_mapping)
         self._metas = {column.name: column for column in columns}
         self._open_columns: dict[str, _Column] = {}
         self.names = tuple(self._metas)
@@ -245,24 +303,24 @@ class Block:
 
     def blobs_from(self, resolve: Resolve) -> None:
         """Where the blocks of shared values are found, by digest."""
-        self._resolve = resolve
+        self._ground.resolver = resolve
 
     def roots(self) -> list[NDArray[np.uint8]]:
         """What every array and tensor over this block, and over the shared values looked at, refers to."""
-        found = [self._memory.base] if isinstance(self._memory.base, np.ndarray) else []
+        found = [self._ground.memory.base] if isinstance(self._ground.memory.base, np.ndarray) else []
         for column in self._open_columns.values():
             if isinstance(column, _Blobs):
                 found += [root for block in column.found.values() for root in block.roots()]
         return found
 
     def let_go(self) -> None:
-        """Forget the decoded columns. They and the block refer to each other, which keeps the memory mapped for long."""
+        """Forget the decoded columns: only arrays and tensors that were handed out refer to them then."""
         self._open_columns.clear()
 
     @property
     def nbytes(self) -> int:
         """Size of the block in bytes."""
-        return len(self._memory)
+        return len(self._ground.memory)
 
     def value(self, name: str, row: int) -> Any:
         """One row's value: a read-only array (a numpy scalar if it has no dimensions), str, bytes or object."""
@@ -316,7 +374,7 @@ class Block:
         """All rows of a column of numbers back to back, as `tensor` has them, and where each begins, in elements."""
         column = self._open(name)
         if isinstance(column, _Ragged):
-            return self.as_tensor(column.meta), column.offsets
+            return self._ground.as_tensor(column.meta), column.offsets
         tensor = column.tensor(None).view(-1)
         size = len(tensor) // self.rows
         return tensor, [row * size for row in range(self.rows + 1)]
@@ -351,61 +409,15 @@ class Block:
         if column is None:
             meta = self._meta(name)
             if meta.dtype in STORAGE:
-                column = _Ragged(self, meta) if meta.ragged else _Fixed(self, meta)
+                column = _Ragged(self._ground, meta) if meta.ragged else _Fixed(self._ground, meta)
             elif meta.dtype in TEXT:
-                column = _Text(self, meta)
+                column = _Text(self._ground, meta)
             elif meta.dtype == BLOB:
-                column = _Blobs(self, meta)
+                column = _Blobs(self._ground, meta)
             else:
-                raise self.corrupt(meta, f"unknown dtype {meta.dtype!r}")
+                raise self._ground.corrupt(meta, f"unknown dtype {meta.dtype!r}")
             self._open_columns[name] = column
         return column
-
-    # What the columns are made with.
-
-    def corrupt(self, meta: ColumnMeta, why: str) -> Corrupt:
-        """The error for a bad column."""
-        return Corrupt(f"column '{meta.name}' of {self.where}", why=why)
-
-    def part(self, meta: ColumnMeta, offset: int, nbytes: int) -> Bytes:
-        """Bytes of the block; the limits are checked in Python's integers, which do not overflow."""
-        if offset < HEADER.size or nbytes < 0 or offset + nbytes > len(self._memory):
-            raise self.corrupt(meta, f"{offset}+{nbytes} lies outside its {len(self._memory)} bytes")
-        if offset % INLINE_ALIGNMENT:
-            raise self.corrupt(meta, f"{offset} is not a multiple of {INLINE_ALIGNMENT}")
-        return self._memory[offset : offset + nbytes]
-
-    def reshaped(self, meta: ColumnMeta, flat: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
-        """`flat` in another shape, without a copy."""
-        try:
-            return flat.reshape(shape)
-        except (ValueError, OverflowError) as error:
-            raise self.corrupt(meta, f"{len(flat)} elements are not of shape {tuple(shape)}") from error
-
-    def decoded(self, meta: ColumnMeta, data: memoryview, type_: Any) -> Any:
-        """The str or the object in these bytes."""
-        try:
-            return str(data, "utf-8") if type_ is str and meta.dtype == "str" else _decode(data, type_)
-        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise self.corrupt(meta, f"{len(data)} bytes of {meta.dtype} do not decode: {error}") from error
-
-    def resolve(self, meta: ColumnMeta, digest: bytes) -> Block:
-        """The block of the value with this digest."""
-        if self._resolve is None:
-            raise self.corrupt(meta, "a blob in a blob")
-        block = self._resolve(digest)
-        if block.rows != 1 or block.names != (BLOB,):
-            raise self.corrupt(meta, f"blob {digest.hex()} has {block.rows} rows of {', '.join(block.names)}")
-        return block
-
-    def as_tensor(self, meta: ColumnMeta) -> torch.Tensor:
-        """The data of a column as a flat tensor."""
-        import torch
-
-        part = self.part(meta, meta.offset, meta.nbytes)
-        memory = np.asarray(_Writable(part)) if self._in_place else part.copy()
-        tensor = torch.from_numpy(memory.view(STORAGE[meta.dtype]))
-        return tensor.view(getattr(torch, TORCH[meta.dtype])) if meta.dtype in RAW else tensor
 
 
 def _decode(data: memoryview, type_: Any) -> Any:

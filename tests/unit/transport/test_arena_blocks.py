@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,27 @@ def test_views_keep_their_memory_and_nothing_else_does(tmp_path: Path) -> None:
     views.clear()
     gc.collect()
     assert mapped(tmp_path) == 0
+
+
+def test_a_block_goes_without_garbage_collection(tmp_path: Path) -> None:
+    arena, reader = writer(tmp_path), Reader(tmp_path)
+    rows = [{"x": np.arange(400 + i), "y": np.zeros(3), "s": "a", "b": Shared(np.arange(5000))} for i in range(2)]
+    ((placed, _),) = arena.put_rows(rows)
+    block = read(reader, placed)
+    assert [len(block.values(name)) for name in block.names] == [2] * 4
+    roots = [weakref.ref(root) for root in block.roots()]
+    assert len(roots) == 2
+    view, shared = block.value("x", 1)[5:], block.value("b", 0)
+    gc.disable()
+    try:
+        del block
+        assert all(root() is not None for root in roots)
+        del view
+        assert [root() is None for root in roots] == [True, False]
+        del shared
+        assert all(root() is None for root in roots)
+    finally:
+        gc.enable()
 
 
 def test_tensors_keep_their_memory_without_a_copy(tmp_path: Path) -> None:
