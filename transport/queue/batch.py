@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.arena2 import Block
+from relax_rt.transport.arena import Block
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.ledger.blocks import owner_of
 from relax_rt.transport.queue.api import Batch, BlockRef, Extent, SampleInfo, SampleKey

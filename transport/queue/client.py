@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.arena2 import Placed, Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.arena import Placed, Reader, ReaderStatistics, Writer, WriterStatistics
 from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.fields import check_columns, check_row, parse_fields
 from relax_rt.transport.identity import Incarnation

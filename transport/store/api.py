@@ -34,11 +34,13 @@ class StoreConfig(msgspec.Struct, frozen=True):
         expected: rows that a partition counts as coming from its beginning on, so that it is not taken for consumed
             before they are there.
         max_rows: of all partitions together; 0: no limit but memory.
+        polling: clients do not wait for samples unless they are told to.
     """
 
     sampler: Sampler = Sampler()
     expected: int = 1
     max_rows: int = 0
+    polling: bool = False
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +127,10 @@ class StoreApi(Protocol):
     @idempotent
     async def store_configure(self, seq: int, config: StoreConfig) -> StoreConfig:
         """Set the configuration if there is none yet; answers with the one in force."""
+
+    @idempotent
+    async def store_config(self) -> StoreConfig | None:
+        """The configuration in force, if there is one."""
 
     @idempotent
     async def store_put(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_rt.transport import rpc
-from relax_rt.transport.arena2 import Placed, Reader, Writer
+from relax_rt.transport.arena import Placed, Reader, Writer
 from relax_rt.transport.errors import OutOfSpace, Refused, RelaxError
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import Extent, Membership, QueueApi
@@ -108,6 +108,10 @@ class StoreClient:
     async def configure(self, config: StoreConfig) -> StoreConfig:
         """See StoreApi.store_configure."""
         return await self._calls.call(lambda seq: self._api.store_configure(seq, config))
+
+    async def config(self) -> StoreConfig | None:
+        """See StoreApi.store_config."""
+        return await self._api.store_config()
 
     async def put(
         self,

@@ -46,6 +46,10 @@ class StoreDesk:
         """See StoreApi."""
         return self._answer(ev.Configure(config), seq, StoreConfig)
 
+    async def store_config(self) -> StoreConfig | None:
+        """See StoreApi."""
+        return self._store().state.config
+
     async def store_put(
         self,
         seq: int,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_rt.transport.arena2 import Block, Reader
-from relax_rt.transport.arena2.slab import path_of
+from relax_rt.transport.arena import Block, Reader
+from relax_rt.transport.arena.slab import path_of
 from relax_rt.transport.errors import Corrupt
 from relax_rt.transport.queue.api import BlockRef, Extent
 from relax_rt.transport.store.api import Fetched

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_rt.transport.arena2 import Bf16, Placed, Reader, Shared, Writer, slab_name
+from relax_rt.transport.arena import Bf16, Placed, Reader, Shared, Writer, slab_name
 from relax_rt.transport.block import Block
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.identity import Incarnation
@@ -480,7 +480,7 @@ def test_writing_through_a_tensor_ends_the_process(tmp_path: Path) -> None:
     (tmp_path / "ref").write_bytes(msgspec.msgpack.encode(placed.block))
     program = (
         "import sys, pathlib, msgspec\n"
-        "from relax_rt.transport.arena2 import Reader\n"
+        "from relax_rt.transport.arena import Reader\n"
         "from relax_rt.transport.queue.api import BlockRef\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "ref = msgspec.msgpack.decode((folder / 'ref').read_bytes(), type=BlockRef)\n"

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.transport.arena2 import Placed, Reader, Shared, Writer
-from relax_rt.transport.arena2.allocator import Heap, aligned
+from relax_rt.transport.arena import Placed, Reader, Shared, Writer
+from relax_rt.transport.arena.allocator import Heap, aligned
 from relax_rt.transport.block import Block
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.identity import Incarnation

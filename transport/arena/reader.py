@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.arena2.slab import map_read_only, path_of
+from relax_rt.transport.arena.slab import map_read_only, path_of
 from relax_rt.transport.block import Block, resolver
 from relax_rt.transport.errors import Corrupt
 from relax_rt.transport.queue.api import BlockRef, Extent

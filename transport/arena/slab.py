@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.arena2.allocator import Heap
+from relax_rt.transport.arena.allocator import Heap
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.identity import Incarnation
 

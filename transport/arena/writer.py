@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.arena2.allocator import aligned
-from relax_rt.transport.arena2.dedupe import Hashes, Pairs, share_repeated
-from relax_rt.transport.arena2.slab import PAGE_BYTES, SPILL_PREFIX, Slab, slab_name
+from relax_rt.transport.arena.allocator import aligned
+from relax_rt.transport.arena.dedupe import Hashes, Pairs, share_repeated
+from relax_rt.transport.arena.slab import PAGE_BYTES, SPILL_PREFIX, Slab, slab_name
 from relax_rt.transport.block import Plan, Source
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.identity import Incarnation
