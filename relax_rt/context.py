@@ -119,6 +119,11 @@ class HostContext:
     ) -> None:
         self.config, self.settings, self.who = config, settings, who
         self.run_id, self.run_dir, self.shm_dir = run_id, run_dir, shm_dir
+        self.spill_dir = run_dir / "queue" / "spill"
+        durable = config.queue.durability == "disk"
+        self.payload_dir = run_dir / "queue" / "payloads" if durable else shm_dir
+        if durable:
+            self.payload_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.seed = derive_seed(config.run.seed, who)
         self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
         self.reporter = ProgressReporter(control)

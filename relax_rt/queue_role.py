@@ -26,14 +26,20 @@ class QueueRole(Role):
         ctx, table = self.ctx, self.ctx.config.queue
         self.broker = Broker(
             ctx.run_dir / "queue",
-            ctx.shm_dir,
+            ctx.payload_dir,
             run_id=ctx.run_id,
             policy=load_job(ctx.config.run.job).ledger_policy(ctx.config),
             limits=QueueLimits(
                 lease_s=table.lease_s,
                 quarantine_after=table.quarantine_after,
                 capacity_bytes=table.capacity_mib << 20,
+                spill_bytes=table.spill_mib << 20,
+                high_water=table.high_water,
+                max_sample_bytes=table.max_sample_mib << 20,
+                keep_steps=table.keep_steps,
+                durable=table.durability == "disk",
             ),
+            spill_dir=ctx.spill_dir,
             notify=self._notify,
             fsync_every_s=table.fsync_every_s,
         )

@@ -45,6 +45,10 @@ class RoleContext(Protocol):
     run_dir: Path
     shm_dir: Path
     """Private directory in shared memory for this run; removed when the run ends, whoever was killed."""
+    payload_dir: Path
+    """Where the TransferQueue's payloads lie: shm_dir, or a folder of the run with [queue] durability = "disk"."""
+    spill_dir: Path
+    """Where the queue moves payloads when shared memory fills."""
     seed: int
     """Derived from (run seed, slot, epoch)."""
     log: FilteringBoundLogger

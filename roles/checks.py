@@ -109,7 +109,8 @@ def retained_batches(config: RLConfig) -> float:
     """Batches that the queue may have to hold at once: those not yet covered by a checkpoint, those that the
     staleness bound admits, and the one in training. Without a bound, admission stops when the capacity is full."""
     staleness = config.algorithm.max_staleness
-    return config.checkpoint.every_steps + (staleness if math.isfinite(staleness) else 0) + 1
+    over = config.algorithm.over_provision / config.algorithm.prompts_per_step
+    return over + config.checkpoint.every_steps + (staleness if math.isfinite(staleness) else 0) + 1
 
 
 def needed_bytes(config: RLConfig) -> int:
@@ -118,11 +119,11 @@ def needed_bytes(config: RLConfig) -> int:
 
 
 def _capacity(config: RLConfig) -> Iterator[Problem]:
-    need, have = needed_bytes(config), config.queue.capacity_mib * MIB
+    need, have = needed_bytes(config), (config.queue.capacity_mib + config.queue.spill_mib) * MIB
     if need > have:
         mib = -(-need // MIB)
         message = (
-            f"capacity_mib = {config.queue.capacity_mib} does not hold checkpoint.every_steps + max_staleness + 1 = "
+            f"capacity_mib + spill_mib = {have // MIB} does not hold checkpoint.every_steps + max_staleness + 1 = "
             f"{retained_batches(config):g} batches of {batch_samples(config)} samples, each up to "
             f"{sample_bytes(config)} bytes: {mib} MiB"
         )

@@ -26,16 +26,22 @@ def generated_columns(sample: Sample) -> dict[str, Any]:
 
 
 def read_sample(leased: LeasedSample) -> Sample:
-    """A leased sample as its type. Arrays are views in shared memory, good until the lease ends."""
+    """A leased sample as its type. Arrays are views in shared memory."""
 
     def optional(name: str) -> Any:
         return leased[name] if name in leased else None  # noqa: SIM401 a LeasedSample is no dict
 
     reward = optional("reward")
+    loss_mask = leased["loss_mask"]
+    if leased.masked:
+        # Tokens over the staleness bound stay as context.
+        loss_mask = loss_mask.copy()
+        for start, end in leased.masked:
+            loss_mask[start:end] = 0
     return Sample(
         meta=leased.decode("meta", SampleMeta),
         tokens=leased["tokens"],
-        loss_mask=leased["loss_mask"],
+        loss_mask=loss_mask,
         behaviour_logprobs=leased["behaviour_logprobs"],
         versions=leased.versions,
         reward=None if reward is None else float(np.asarray(reward)),

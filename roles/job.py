@@ -71,7 +71,11 @@ class RLJob:
             prompts_per_step=table.prompts_per_step,
             max_staleness=table.max_staleness,
             tasks=TASK_FIELDS,
+            on_straggler=table.on_straggler,
             straggler_wait_s=table.straggler_wait_s,
+            over_provision=table.over_provision,
+            on_failed_member=table.on_failed_member,
+            min_group=min(table.min_group, table.group_size),
             prompts=None if config.data.epochs is None else _prompt_limit(config),
         )
 

@@ -58,7 +58,8 @@ class RewardRole(Role):
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,
-            self.ctx.shm_dir,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
             slab_bytes=SLAB_BYTES,
             capacity_bytes=CAPACITY_BYTES,
             on_wait=self.ctx.progress.waiting,

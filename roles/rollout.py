@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,8 +39,10 @@ class RolloutRole(Role):
         super().__init__(ctx)
         assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RolloutSettings)
         self.config, self.settings = ctx.config, ctx.settings
+        # By request number: a group that was lost may come back with another ticket, while its old completions arrive.
         self._tickets: dict[int, Ticket] = {}
         self._left: dict[int, int] = {}
+        self._requests = itertools.count(1)
         # Bounded by the tickets held: groups_in_flight groups.
         self._done: asyncio.Queue[Completion] = asyncio.Queue()
         self._room = asyncio.Event()
@@ -61,9 +64,11 @@ class RolloutRole(Role):
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,
-            self.ctx.shm_dir,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
             slab_bytes=self.config.queue.slab_mib << 20,
             capacity_bytes=self.config.queue.capacity_mib << 20,
+            length_field="tokens",
             on_lost=self._lost,
             on_wait=self.ctx.progress.waiting,
         )
@@ -115,7 +120,7 @@ class RolloutRole(Role):
             self._measure()
         if hasattr(self, "queue"):
             if self._tickets:
-                await self.queue.give_back(list(self._tickets), "the rollout stops")
+                await self.queue.give_back([t.group for t in self._tickets.values()], "the rollout stops")
             await self.queue.close()
 
     async def _follow(self) -> None:
@@ -140,10 +145,11 @@ class RolloutRole(Role):
                     self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
                 continue
             self.ctx.progress.waiting("")
-            for ticket in answer.tickets:
-                self._tickets[ticket.group] = ticket
-                self._left[ticket.group] = ticket.size
-            self.engine.submit([self._request(t) for t in answer.tickets])
+            requests = [(next(self._requests), ticket) for ticket in answer.tickets]
+            for number, ticket in requests:
+                self._tickets[number] = ticket
+                self._left[number] = len(ticket.wanted())
+            self.engine.submit([self._request(number, ticket) for number, ticket in requests])
 
     async def _wait_for_room(self) -> None:
         while (
@@ -154,14 +160,14 @@ class RolloutRole(Role):
             self._room.clear()
             await self._room.wait()
 
-    def _request(self, ticket: Ticket) -> GroupRequest:
+    def _request(self, number: int, ticket: Ticket) -> GroupRequest:
         from relax_rt.roles.engines.base import GroupRequest
 
         item = self.source.prompt(ticket.prompt)
         return GroupRequest(
-            id=ticket.group,
+            id=number,
             prompt=tuple(item.tokens),
-            seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in range(ticket.size)),
+            seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in ticket.wanted()),
             temperature=self.config.sampling.temperature,
             max_new_tokens=self.config.sampling.max_new_tokens,
             stop_ids=self.tokenizer.stop_ids,
@@ -186,10 +192,9 @@ class RolloutRole(Role):
 
     def _lost(self, groups: list[int]) -> None:
         """The queue gave these groups to others (a lapsed lease) or wants them no more: stop working on them."""
-        for group in groups:
-            if self._tickets.pop(group, None) is not None:
-                del self._left[group]
-                self.engine.abort(group)
+        for number in [number for number, ticket in self._tickets.items() if ticket.group in groups]:
+            del self._tickets[number], self._left[number]
+            self.engine.abort(number)
         self.ctx.event("groups_lost", groups=groups)
         self._room.set()
 
@@ -198,7 +203,7 @@ class RolloutRole(Role):
         from relax_rt.transport.queue.client import NewSample
 
         sample = self._as_sample(completion)
-        key = SampleKey(completion.request, completion.member)
+        key = SampleKey(sample.meta.group, sample.meta.member)
         return NewSample(key, generated_columns(sample), sample.versions)
 
     def _as_sample(self, completion: Completion) -> Sample:
@@ -207,6 +212,7 @@ class RolloutRole(Role):
         from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan
 
         ticket = self._tickets[completion.request]
+        member = ticket.wanted()[completion.member]
         item = self.source.prompt(ticket.prompt)
         start, total = len(item.tokens), len(item.tokens) + len(completion.tokens)
         mask, logprobs = np.zeros(total, np.uint8), np.zeros(total, np.float32)
@@ -214,7 +220,7 @@ class RolloutRole(Role):
         logprobs[start:] = completion.logprobs
         meta = SampleMeta(
             group=ticket.group,
-            member=completion.member,
+            member=member,
             prompt=ticket.prompt,
             attempt=ticket.attempt,
             item=item.item,
@@ -224,7 +230,7 @@ class RolloutRole(Role):
             sampling={
                 "temperature": self.config.sampling.temperature,
                 "max_new_tokens": self.config.sampling.max_new_tokens,
-                "seed": self.source.sample_seed(ticket.prompt, completion.member, ticket.attempt),
+                "seed": self.source.sample_seed(ticket.prompt, member, ticket.attempt),
             },
             tokenizer_digest=self.tokenizer.tokenizer_digest,
             template_digest=self.tokenizer.template_digest,

@@ -77,8 +77,17 @@ class AlgorithmTable(Table):
     """The run ends after this many optimizer steps."""
     max_staleness: Annotated[float, Field(ge=0)] = 1
     """0 on-policy, 1 near-on-policy, n asynchronous, inf unbounded. Holds at consumption, checked by the queue."""
+    on_straggler: Literal["wait", "requeue", "mask"] = "wait"
+    """Unfinished samples that the next update would make over-stale: wait for them (straggler_wait_s), make them again
+    at once, or let them finish and train only on their tokens within the bound."""
     straggler_wait_s: Seconds = 120.0
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
+    over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Groups that may be under way beyond the bound; those of them unfinished at an update are dropped."""
+    on_failed_member: Literal["regenerate", "shrink", "drop"] = "regenerate"
+    """A sample that cannot be scored: make it again, train its group without it (min_group), or drop the group."""
+    min_group: Annotated[int, Field(ge=2, le=1024)] = 2
+    """With on_failed_member = "shrink": smaller groups are dropped."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -53,6 +53,7 @@ class TrainerRole(Role):
         self._saving: asyncio.Task[None] | None = None
         self._skipped = 0
         self._committed = 0
+        self._early = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.backend: TrainerBackend
@@ -71,7 +72,11 @@ class TrainerRole(Role):
         await asyncio.to_thread(self._load)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.queue = QueueClient(
-            await self.ctx.queue(), self.ctx.who, self.ctx.shm_dir, on_wait=self.ctx.progress.waiting
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
+            on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()
 
@@ -164,8 +169,13 @@ class TrainerRole(Role):
         if self._saving is not None and self._saving.done():
             # A save that failed ends the trainer now, not at the next checkpoint.
             self._saving.result()
-        if self.step % self.config.checkpoint.every_steps == 0 or self.step >= self.config.algorithm.steps:
-            await self._save(final=self.step >= self.config.algorithm.steps)
+        final = self.step >= self.config.algorithm.steps
+        due = final or self.step % self.config.checkpoint.every_steps == 0
+        if self._early and not due and (self._saving is None or self._saving.done()):
+            self.ctx.event("early_checkpoint", step=self.step, why=self._early)
+            due = True
+        if due:
+            await self._save(final=final)
 
     async def _batch(self) -> LeasedBatch | None:
         lease = await self.queue.take("train", groups=self.config.algorithm.prompts_per_step, wait_s=TAKE_WAIT_S)
@@ -195,8 +205,9 @@ class TrainerRole(Role):
         version = await self._patiently(self.ctx.registry.issue_version)
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
-        await self.queue.trained(lease, self.step, self.weights)
+        advice = await self.queue.trained(lease, self.step, self.weights, skipped=not result.applied)
         await self._publish()
+        self._early = advice.checkpoint_now
 
     async def _publish(self) -> None:
         """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,6 +61,16 @@ class QueueTable(Table):
     """Payload bytes held in shared memory; producers wait when it is full."""
     slab_mib: Annotated[int, Field(ge=1, le=4096)] = 16
     """Size of one slab of shared memory; each producing process pre-faults at least one."""
+    spill_mib: Annotated[int, Field(ge=0, le=1 << 24)] = 0
+    """Payload that may move to the run directory when shared memory fills; 0: none, producers wait."""
+    high_water: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Part of capacity_mib from which on payload is spilled and an early checkpoint is asked for."""
+    durability: Literal["memory", "disk"] = "memory"
+    """disk: payloads lie in the run directory and outlive the node agent, so that what was not yet trained is kept."""
+    max_sample_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
+    """A sample with more payload is refused."""
+    keep_steps: Annotated[int, Field(ge=1)] = 10_000
+    """A roll-back can go back this many steps; what is older is kept as counts only."""
     lease_s: Seconds = 60.0
     """A consumer or producer that does not renew within this time loses its lease; the work is offered again."""
     quarantine_after: Annotated[int, Field(ge=1, le=100)] = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.admission import outstanding, reopen
+from relax_rt.transport.ledger.admission import outstanding, reopen, surplus
 from relax_rt.transport.ledger.batch import refuse_stale
 from relax_rt.transport.ledger.consume import lapse
 from relax_rt.transport.ledger.core import ROOM, Core
@@ -18,7 +18,8 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     state = core.state
     lease = state.leases.get(event.lease)
     what = f"step {event.step} of {who}"
-    if lease is None or who not in lease.holders or lease.task != core.policy.step_task:
+    mine = lease is not None and (who in lease.holders or who in lease.finished)
+    if lease is None or not mine or lease.task != core.policy.step_task:
         raise Refused(
             what,
             why=f"train lease {event.lease} is not the caller's: it lapsed, and its samples were offered again",
@@ -26,8 +27,8 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
         )
     if event.step <= state.step:
         raise Refused(what, why=f"step {state.step} is done already")
-    if event.skipped and event.weights.version != state.trainer_version:
-        raise Refused(what, why="a skipped step leaves the weights as they are", hint="pass the version of before")
+    if event.skipped and event.weights.version != state.trainer_version and event.weights.changed:
+        raise Refused(what, why="a skipped step leaves the weights as they are", hint="publish them unchanged")
     before = state.trainer_version
     core.move_weights(event.weights)
     for group in core.groups_of(lease):
@@ -39,14 +40,17 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
         state.trained[group.id] = group
         for _, sample in group.members():
             sample.deaths = 0
+            # Who still works on it finishes without effect, also if the step is undone.
+            sample.leases.clear()
             core.losses.used(sample.length)
     _close(core, lease, who)
-    samples = len(lease.keys)
-    unchanged = event.weights.version == before and not event.skipped
-    state.since_update = state.since_update + samples if unchanged else 0
+    if event.weights.version != before:
+        state.since_update = 0
+    elif not event.skipped:
+        state.since_update += len(lease.keys)
     state.step = event.step
     core.changed = True
-    refuse_stale(core)
+    refuse_stale(core, surplus(core))
     return Advice(early_checkpoint(core))
 
 
@@ -59,8 +63,8 @@ def _skip(core: Core, group: Group) -> None:
 
 
 def _close(core: Core, lease: Lease, who: Incarnation) -> None:
-    lease.holders = [holder for holder in lease.holders if holder != who and holder not in lease.finished]
-    core.close(lease, pinned=bool(lease.holders))
+    lease.holders = [holder for holder in lease.holders if holder != who]
+    core.close(lease)
     for group_id in lease.groups():
         if group_id in core.state.trained:
             core.state.trained[group_id].lease = 0
@@ -109,6 +113,7 @@ def _fold(core: Core) -> None:
         for what, n in (("groups", len(records)), ("samples", sum(record.size for record in records))):
             state.folded[what] = state.folded.get(what, 0) + n
         state.folded_steps = max(state.folded_steps, step)
+        core.changed = True
 
 
 def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
@@ -130,7 +135,11 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     core.move_weights(event.weights)
     core.changed = True
     for lease in [lease for lease in state.leases.values() if lease.task == core.policy.step_task]:
+        groups = core.groups_of(lease)
         lapse(core, lease, ended={who}, blame=False)
+        for group in groups:
+            if group.id in state.groups:
+                core.lapse_columns(group)
     _commit(core, min(event.step, state.step))
     undone = [record for step in sorted(state.path) if step > event.step for record in state.path[step]]
     state.path = {step: records for step, records in state.path.items() if step <= event.step}
@@ -164,12 +173,13 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
             core.end(group, "dropped(surplus)")
             continue
         core.enter(group)
+        core.lapse_columns(group)
         core.refresh(group)
         core.tally("samples_offered_again", group.size)
 
 
 def _lost_with_checkpoint(core: Core, record: TrainedGroup) -> None:
-    """Its step was skipped, or its checkpoint was given up and its payload freed long since: only its prompt returns."""
+    """Its step was skipped, or its checkpoint was given up after its payload was freed: only its prompt returns."""
     core.ended("skipped" if record.skipped else "freed", -record.size)
     core.ended("lost", record.size)
     if record.prompt is not None:
