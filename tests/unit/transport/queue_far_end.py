@@ -61,7 +61,7 @@ async def producer(folder: Path, epoch: int) -> None:
     async with queue:
         while True:
             for ticket in (await queue.admit(1, 2, wait_s=10)).tickets:
-                for member in range(ticket.size):
+                for member in ticket.wanted():
                     key = SampleKey(ticket.group, member)
                     await queue.put_samples([NewSample(key, {"tokens": tokens(key)}, [VersionSpan(0, 300, 1, 1)])])
                     os.write(1, f"{key.group} {key.member}\n".encode())
