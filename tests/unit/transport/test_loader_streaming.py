@@ -172,7 +172,7 @@ async def test_training_takes_one_batch_at_a_time_and_one_rank_says_that_it_is_t
         await lead.rollback(0, VersionRecord(1, 0, 0))
         await offer(producer, 0, 6)
         loaders = [
-            StreamingLoader(queue, "train", dp_rank=rank, dp_size=2, groups=2)
+            StreamingLoader(queue, "train", dp_rank=rank, dp_size=2, groups=2, on_wait=told.append)
             for rank, queue in enumerate([lead, other])
         ]
         async with loaders[0], loaders[1]:

@@ -141,6 +141,14 @@ def test_exactly_so_many_groups_or_none_but_a_budget_may_end_the_batch() -> None
         assert not choose(sampler, units, Want(groups=4, tokens=45)).units
 
 
+def test_what_the_urgent_ones_leave_of_a_budget_goes_to_others() -> None:
+    units = [group(0, (50, 50)), group(1, (10, 10)), group(2, (10, 10), urgent=True)]
+    for name in SAMPLERS:
+        chosen = choose_urgent_first(load_sampler(name, {}), units, Want(groups=3, tokens=50))
+        # Group 0 is over the whole budget, and does not go although it is the oldest.
+        assert ids(chosen) == [2, 1]
+
+
 def test_whole_group_fills_a_number_of_samples_with_groups() -> None:
     sampler = load_sampler("whole_group", {})
     units = [group(0, (1, 1, 1)), group(1, (1, 1, 1)), group(2, (1, 1))]
