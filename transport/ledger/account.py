@@ -127,6 +127,7 @@ def _audit_memory(core: Core) -> list[str]:
     rows: Counter[int] = Counter()
     for group in [*state.groups.values(), *state.trained.values()]:
         rows.update(part.block for sample in group.samples for part in sample.parts)
+    rows.update(part.block for lease in state.leases.values() for _, part, _ in lease.pending)
     rows.update(core.store.references())
     wrong = core.store.audit()
     counted = {id_: block.rows for id_, block in table.blocks.items()}

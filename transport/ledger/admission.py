@@ -60,7 +60,7 @@ def obstacle(core: Core, engine_version: int) -> str:
 
 
 def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
-    """Tickets for up to `groups` groups: first those with missing members, then as many new ones as the bound allows."""
+    """Tickets for up to `groups` groups: first those with missing members, then new ones, as the bound allows."""
     what = f"admission of {event.groups} groups to {who}"
     if event.groups < 1:
         raise Refused(what, why="at least one must be asked for")
@@ -113,7 +113,7 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
     return Ticket(
         group.id,
         group.prompt.index,
-        group.prompt.attempt + group.remade,
+        group.prompt.attempt,
         len(group.samples),
         core.state.trainer_version,
         core.state.limits.lease_s,
@@ -138,6 +138,7 @@ def reopen(core: Core, group: Group, state: str) -> None:
     core.ended(state, len(missing))
     core.state.issued += len(missing)
     group.remade += 1
+    group.prompt = group.prompt.again()
     core.state.reopened[group.id] = None
     core.touched.add(ROOM)
 
@@ -160,7 +161,7 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
         block = core.blocks.add(item, len(mine), core.state.callers.alive)
         for row in mine:
             group = core.state.groups[row.key.group]
-            group.samples[row.key.member] = _sample(core, row, block, item.version)
+            group.samples[row.key.member] = _sample(core, row, block)
             group.making.remove(row.key.member)
             touched[group.id] = group
     for group in touched.values():
@@ -172,12 +173,12 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
 
 def _is_open(core: Core, who: Incarnation, row: RowPut) -> bool:
     group = core.state.groups.get(row.key.group)
-    return group is not None and group.holder == who
+    return group is not None and group.holder == who and row.key.member in group.making
 
 
-def _sample(core: Core, row: RowPut, block: int, version: int) -> Sample:
+def _sample(core: Core, row: RowPut, block: int) -> Sample:
     core.losses.generated(row.length)
-    return Sample(True, [Part(block, row.row, "", version)], row.length, row.priority, row.versions)
+    return Sample(True, [Part(block, row.row)], row.length, row.priority, row.versions)
 
 
 def _after_put(core: Core, group: Group) -> None:
@@ -206,6 +207,7 @@ def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
     """
     core.blocks.check(puts, who)
     check_fields(core, who, puts)
+    _check_unversioned(core, who, puts)
     seen: set[tuple[int, int]] = set()
     for item in puts:
         for row in item.rows:
@@ -222,7 +224,8 @@ def _check_row(core: Core, who: Incarnation, row: RowPut) -> None:
     if group is not None and group.holder == who:
         if not 0 <= row.key.member < len(group.samples):
             raise Refused(what, why=f"its group has {len(group.samples)} members")
-        if row.key.member not in group.making:
+        # After a lapse the caller may have got the same group again, and the work of its first ticket comes late.
+        if row.key.member not in group.making and not group.remade:
             raise Refused(what, why="a producer puts each member of its ticket once, with all its columns")
     check_versions(core, what, row)
 
@@ -254,6 +257,17 @@ def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
             raise Refused(f"put by {who}", why=f"a sample has {each} bytes, max_sample_bytes is {limit}")
 
 
+def _check_unversioned(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    for item in puts:
+        for name in item.block.fields:
+            if name in core.policy.versioned:
+                raise Refused(
+                    f"field '{name}' put by {who}",
+                    why="it lapses with the weights, and a producer does not compute it again",
+                    hint="let a consumer task put it",
+                )
+
+
 def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
     """Whole groups of samples that no ticket was drawn for."""
     what = f"offer by {who}"
@@ -270,7 +284,7 @@ def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
     for item in event.puts:
         block = core.blocks.add(item, len(item.rows), core.state.callers.alive)
         for row in item.rows:
-            groups[row.key.group].samples[row.key.member] = _sample(core, row, block, item.version)
+            groups[row.key.group].samples[row.key.member] = _sample(core, row, block)
     for group in groups:
         core.enter(group)
         core.refresh(group)
@@ -287,6 +301,7 @@ def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
         raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs 1 to {MAX_GROUP}")
     core.blocks.check(event.puts, who)
     check_fields(core, who, event.puts)
+    _check_unversioned(core, who, event.puts)
     seen: set[tuple[int, int]] = set()
     for item in event.puts:
         for row in item.rows:

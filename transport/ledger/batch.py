@@ -7,14 +7,18 @@ from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.state import Group
 
 
-def refuse_stale(core: Core) -> None:
-    """End every group over the staleness bound that is not on lease to the trainer; its prompt returns."""
+def refuse_stale(core: Core, surplus: int = 0) -> None:
+    """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
+
+    surplus: samples that may have been there beyond the bound: the newest so many end as that.
+    """
     if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
         return
-    for group in list(core.state.groups.values()):
+    for group in reversed(list(core.state.groups.values())):
         if not group.lease and core.staleness(group) > core.policy.max_staleness:
             core.changed = True
-            core.end(group, "refused(stale)")
+            core.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
+            surplus -= group.size
 
 
 def urgent(core: Core, group: Group) -> bool:

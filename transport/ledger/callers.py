@@ -120,13 +120,16 @@ class Callers(msgspec.Struct):
         kept = self.answers[owner_key(who)]
         if seq in kept:
             return kept[seq]
-        if kept and seq <= next(reversed(kept)) - ANSWERS_KEPT:
+        if len(kept) >= ANSWERS_KEPT and seq < min(kept):
             raise Refused(f"call {seq} of {who}", why=f"answers are kept for the last {ANSWERS_KEPT} calls only")
         return None
 
     def keep(self, who: Incarnation, seq: int, answer: Kept) -> None:
-        """Keep the answer of a call that changed the ledger."""
+        """Keep the answer of a call that changed the ledger.
+
+        Those with the highest numbers are kept: a call with a lower one that is not among them was answered long ago.
+        """
         kept = self.answers[owner_key(who)]
         kept[seq] = answer
         if len(kept) > ANSWERS_KEPT:
-            del kept[next(iter(kept))]
+            del kept[min(kept)]

@@ -10,6 +10,7 @@ from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.state import Group
 from relax_rt.transport.queue.api import SampleKey, Want
 from relax_rt.transport.samplers import Sampler, Unit, choose_urgent_first
+from relax_rt.transport.samplers.base import fill
 
 Samplers = dict[str, Sampler]
 """The samplers of those tasks that have another one than first in, first out."""
@@ -36,18 +37,11 @@ def choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[
 
 def _first(core: Core, task: str, want: Want) -> tuple[list[SampleKey], str]:
     """First in, first out: the usual case, without looking at more than what is taken."""
-    keys = list(islice(core.ready[task], want.samples))
-    if not keys:
-        return [], f"no sample is ready for task '{task}'"
     if want.tokens:
-        total, fitting = 0, 0
-        for key in keys:
-            total += max(core.state.groups[key.group].samples[key.member].length, 0)
-            if total > want.tokens and fitting:
-                break
-            fitting += 1
-        keys = keys[:fitting]
-    return keys, ""
+        keys = [key for unit in fill(_samples(core, task), want).units for key in unit.keys]
+    else:
+        keys = list(islice(core.ready[task], want.samples))
+    return keys, "" if keys else f"no sample is ready for task '{task}'"
 
 
 def _samples(core: Core, task: str) -> Iterator[Unit]:
@@ -57,7 +51,7 @@ def _samples(core: Core, task: str) -> Iterator[Unit]:
 
 
 def _groups(core: Core, task: str) -> Iterator[Unit]:
-    """Groups all of whose members are ready for the task."""
+    """Groups whose members are all ready for the task, or done with it already (one may have been made again)."""
     ready = core.ready[task]
     seen: set[int] = set()
     for key in ready:
@@ -65,7 +59,7 @@ def _groups(core: Core, task: str) -> Iterator[Unit]:
             continue
         seen.add(key.group)
         group = core.state.groups[key.group]
-        keys = group.sample_keys()
+        keys = [key for key, sample in group.members() if task not in sample.done]
         if group.complete and all(one in ready for one in keys):
             yield _unit(core, group, tuple(keys), len(seen))
 
@@ -76,7 +70,7 @@ def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> 
     return Unit(
         id=group.id,
         keys=keys,
-        lengths=tuple(max(sample.length, 0) for sample in samples),
+        lengths=tuple(sample.length for sample in samples),
         staleness=core.staleness(group) if steps else 0,
         urgent=steps and urgent(core, group),
         priority=max(sample.priority for sample in samples),
@@ -95,7 +89,8 @@ def settle(core: Core, want: Want) -> str:
     refuse_stale(core)
     for lease in state.leases.values():
         if lease.task == core.policy.step_task:
-            return f"lease {lease.id} of {lease.holders[0]} is not finished; its update decides what is stale"
+            holder = (lease.holders or lease.finished)[0]
+            return f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
     if len(core.step_ready) < want.groups:
         blocked(core, None)
         return f"{len(core.step_ready)} of {want.groups} groups are ready for training"

@@ -30,11 +30,21 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
     waiting_on = settle(core, want) if task == core.policy.step_task else ""
     keys = event.keys
     if keys is None:
-        keys, waiting_on = ([], waiting_on) if waiting_on else choose(core, samplers, task, want)
+        keys, waiting_on = ([], waiting_on) if waiting_on else _choose(core, samplers, task, want)
     if not keys:
         return Batch(0, [], waiting_on=waiting_on), []
     lease = _lease(core, who, task, keys, want)
     return batch_of(core, lease, who), keys
+
+
+def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
+    try:
+        return choose(core, samplers, task, want)
+    except Refused as error:
+        if not core.changed:
+            raise
+        # What was settled before must be journaled; the sampler says it again when it is asked again.
+        return [], str(error)
 
 
 def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
@@ -56,9 +66,10 @@ def _shared(core: Core, who: Incarnation, task: str, want: Want) -> Batch | None
     if want.index in stream.live:
         lease = core.state.leases[stream.live[want.index]]
         if who not in lease.holders:
-            if len(lease.holders) >= lease.readers:
+            if who in lease.finished or len(lease.holders) + len(lease.finished) >= lease.readers:
                 raise Refused(
-                    f"batch {want.index} of stream '{name}' for {who}", why=f"{lease.readers} read it already"
+                    f"batch {want.index} of stream '{name}' for {who}",
+                    why="the caller has finished it" if who in lease.finished else f"{lease.readers} read it already",
                 )
             lease.holders.append(who)
             core.changed = True
@@ -77,8 +88,9 @@ def _shared(core: Core, who: Incarnation, task: str, want: Want) -> Batch | None
 
 def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], want: Want) -> Lease:
     samples = [core.state.groups[key.group].samples[key.member] for key in keys]
-    pins = core.blocks.extents_of(core.read_by(samples))
-    lease = Lease(core.new_id(), task, keys, pins, [who], stream=want.stream, readers=want.readers)
+    blocks = core.read_by(samples)
+    pins = core.blocks.extents_of(blocks)
+    lease = Lease(core.new_id(), task, keys, blocks, pins, [who], stream=want.stream, readers=want.readers)
     core.blocks.pin(pins)
     core.state.leases[lease.id] = lease
     core.hold(lease.id, who if want.stream else None)
@@ -102,7 +114,11 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], want:
 
 
 def batch_of(core: Core, lease: Lease, who: Incarnation) -> Batch:
-    """What a holder of a lease is told."""
+    """What a holder of a lease is told.
+
+    Columns that came after the lease was granted are not in it: their memory is not pinned for its readers.
+    """
+    told = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
     step = lease.task == core.policy.step_task
@@ -113,13 +129,13 @@ def batch_of(core: Core, lease: Lease, who: Incarnation) -> Batch:
         sample = group.samples[key.member]
         if not step and sample.leases.get(lease.task) != lease.id:
             continue
-        parts = [(place.setdefault(part.block, len(place)), part.row) for part in sample.parts]
+        parts = [(place.setdefault(p.block, len(place)), p.row) for p in sample.parts if p.block in told]
         prompt = group.prompt
         infos.append(
             SampleInfo(
                 key,
                 prompt.index if prompt is not None else -1,
-                prompt.attempt + group.remade if prompt is not None else 0,
+                prompt.attempt if prompt is not None else 0,
                 parts,
                 sample.spans,
                 sample.length,
@@ -137,63 +153,81 @@ def batch_of(core: Core, lease: Lease, who: Incarnation) -> Batch:
 def complete(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
     """Finish a lease: its samples get their new columns, and failed ones go the way the policy says.
 
-    A lapsed lease is finished without effect on the samples: its columns are not kept and its pins are released.
+    A shared lease is finished, and its new columns are seen, when all its ranks have completed it. A lapsed lease is
+    finished without effect on the samples: its columns are not kept and its pins are released.
     """
     lease = core.state.leases.get(event.lease)
     if lease is None or who not in lease.holders:
         return _complete_late(core, who, event)
     _check_complete(core, who, event, lease)
     core.changed = True
-    for item in event.puts:
-        _add_columns(core, lease, item)
-    if lease.stream and not _last_of(core, lease, who, event):
+    lease.pending += _new_columns(core, lease, event.puts)
+    lease.failures += event.failures
+    lease.holders.remove(who)
+    if event.pinned:
+        lease.reading.append(who)
+    if lease.stream and not _is_last(core, lease, who):
         return core.blocks.collect(who)
-    _finish(core, who, lease, event)
+    _finish(core, lease)
     return core.blocks.collect(who)
 
 
-def _last_of(core: Core, lease: Lease, who: Incarnation, event: Complete) -> bool:
-    """Whether all ranks have now finished the shared lease."""
-    if event.failures:
-        return True
-    if who not in lease.finished:
-        lease.finished.append(who)
+def _is_last(core: Core, lease: Lease, who: Incarnation) -> bool:
+    """Whether the shared lease ends with this rank's completion."""
+    lease.finished.append(who)
+    # The end of a step's lease is the step itself, unless there can be none.
+    trains = lease.task == core.policy.step_task
+    done = bool(lease.failures) if trains else len(lease.finished) >= lease.readers
+    if not done:
         core.unhold_for(lease.id, who)
-    return len(lease.finished) >= lease.readers
+    return done
 
 
-def _finish(core: Core, who: Incarnation, lease: Lease, event: Complete) -> None:
-    samples = core.samples_of(lease)
-    groups = core.groups_of(lease)
-    others = [holder for holder in lease.holders if holder != who and holder not in lease.finished]
-    lease.holders = [*others, who] if event.pinned else others
-    core.close(lease, pinned=bool(lease.holders))
-    if lease.task != core.policy.step_task:
-        failed = {failure.key for failure in event.failures}
-        for key, sample in samples:
-            if key not in failed:
-                sample.done.append(lease.task)
-                sample.deaths = 0
-    if event.failures:
-        fail_members(core, lease.task, event.failures)
+def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[SampleKey, Part, int]]:
+    """The blocks of the puts are in use from now on, by those samples that the lease still holds."""
+    held = {key for key, _ in core.samples_of(lease)}
+    versioned, found = set(core.policy.versioned), []
+    for item in puts:
+        rows = [row for row in item.rows if row.key in held]
+        if not rows:
+            return_extents(core, [item])
+            continue
+        block = core.blocks.add(item, len(rows), core.state.callers.alive)
+        version = item.version if not versioned.isdisjoint(item.block.fields) else -1
+        found += [(row.key, Part(block, row.row, lease.task, version), row.length) for row in rows]
+    return found
+
+
+def _finish(core: Core, lease: Lease) -> None:
+    """All who had to have completed it. Failures come first: they decide whose new columns are of use."""
+    task, held, groups = lease.task, dict(core.samples_of(lease)), core.groups_of(lease)
+    pending, lease.pending = lease.pending, []
+    still = {key for group in groups for key in group.sample_keys()} if task == core.policy.step_task else held.keys()
+    failures = [failure for failure in lease.failures if failure.key in still]
+    core.close(lease)
+    not_done = {failure.key for failure in failures}
+    # Computed with weights that are not the trainer's any more: the task does all of the sample again.
+    not_done |= {key for key, part, _ in pending if core.outdated(part)}
+    if failures:
+        fail_members(core, task, failures)
+        # Where a member is gone, what was computed over the whole group is of no use.
+        spoiled = {failure.key.group for failure in failures} if task == core.policy.frozen_by else set()
+        not_done |= {key for key in held if key.group in spoiled or key.group not in core.state.groups}
+    for key, part, length in pending:
+        if key in not_done or key not in held:
+            core.blocks.drop_row(part.block, core.state.callers.alive)
+            continue
+        held[key].parts.append(part)
+        if length >= 0:
+            held[key].length = length
+    for key, sample in held.items():
+        if key not in not_done:
+            sample.done.append(task)
+            sample.deaths = 0
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
             core.finish_if_done(group)
-
-
-def _add_columns(core: Core, lease: Lease, item: Put) -> None:
-    mine = {key: sample for key, sample in core.samples_of(lease)}
-    rows = [row for row in item.rows if row.key in mine]
-    if not rows:
-        return_extents(core, [item])
-        return
-    block = core.blocks.add(item, len(rows), core.state.callers.alive)
-    versioned = core.policy.versioned and not set(core.policy.versioned).isdisjoint(item.block.fields)
-    for row in rows:
-        mine[row.key].parts.append(Part(block, row.row, lease.task, item.version if versioned else -1))
-        if row.length >= 0:
-            mine[row.key].length = row.length
 
 
 def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease) -> None:
@@ -218,12 +252,17 @@ def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease)
 def _check_columns(core: Core, what: str, event: Complete, lease: Lease) -> None:
     """No column comes twice, none was computed with weights that are not known."""
     seen: dict[SampleKey, set[str]] = {}
-    blocks = core.blocks.blocks
+    blocks, versioned = core.blocks.blocks, set(core.policy.versioned)
     for key, sample in core.samples_of(lease):
         seen[key] = {name for part in sample.parts for name in blocks[part.block].ref.fields}
+    for key, part, _ in lease.pending:
+        seen.setdefault(key, set()).update(blocks[part.block].ref.fields)
     for item in event.puts:
         if item.version >= 0 and item.version not in core.tree:
             raise Refused(what, why=f"policy version {item.version} is not known")
+        if item.version < 0 and not versioned.isdisjoint(item.block.fields):
+            name = min(versioned.intersection(item.block.fields))
+            raise Refused(what, why=f"column '{name}' depends on the weights, and comes without their version")
         for row in item.rows:
             there = seen.setdefault(row.key, set())
             double = there.intersection(item.block.fields)
@@ -243,11 +282,14 @@ def _complete_late(core: Core, who: Incarnation, event: Complete) -> list[Extent
 
 
 def unpin(core: Core, who: Incarnation, leases: list[int]) -> None:
-    """The caller reads the memory of these ended leases no more."""
+    """The caller reads the memory of these leases, which it works on no more, no more."""
     for id_ in leases:
-        lapsed = core.state.lapsed.get(id_)
+        lapsed, held = core.state.lapsed.get(id_), core.state.leases.get(id_)
         if lapsed is not None and who in lapsed.holders:
             core.unread(lapsed, who)
+            core.changed = True
+        elif held is not None and who in held.reading:
+            core.unread(held, who)
             core.changed = True
 
 
@@ -260,15 +302,15 @@ def abandon(core: Core, who: Incarnation, event: Abandon) -> None:
     core.changed = True
     samples, groups = core.samples_of(lease), core.groups_of(lease)
     lease.holders.remove(who)
-    core.close(lease, pinned=bool(lease.holders))
-    _offer_again(core, groups, [key for key, _ in samples])
+    core.close(lease)
+    _offer_again(core, lease.task, groups, [key for key, _ in samples])
 
 
-def _offer_again(core: Core, groups: list[Group], keys: list[SampleKey]) -> None:
+def _offer_again(core: Core, task: str, groups: list[Group], keys: list[SampleKey]) -> None:
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
-    core.first(reversed(keys))
+    core.first(task, keys)
 
 
 def lapse(core: Core, lease: Lease, *, ended: set[Incarnation], blame: bool = True) -> None:
@@ -281,15 +323,16 @@ def lapse(core: Core, lease: Lease, *, ended: set[Incarnation], blame: bool = Tr
     step = lease.task == core.policy.step_task
     if step:
         samples = [member for group in groups for member in group.members()]
-    lease.holders = [who for who in lease.holders if who not in ended and who not in lease.finished]
+    lease.holders = [who for who in lease.holders if who not in ended]
+    lease.reading = [who for who in lease.reading if who not in ended]
     core.note("lease_lapsed", lease=lease.id, task=lease.task, samples=len(lease.keys), readers=lease.readers)
-    core.close(lease, pinned=bool(lease.holders))
+    core.close(lease)
     for _, sample in samples:
         sample.deaths += blame
     limit = core.state.limits.quarantine_after
     for group in groups:
-        bad = {n: "quarantined" for n, sample in enumerate(group.samples) if sample.deaths >= limit}
+        bad = {key.member: "quarantined" for key, sample in group.members() if sample.deaths >= limit}
         # A group on lease to the trainer is frozen; its end is the trainer's.
         if bad and not group.lease:
             core.end(group, "dropped(sibling)", marked=bad, fate="retire")
-    _offer_again(core, groups, [key for key, _ in samples])
+    _offer_again(core, lease.task, groups, [key for key, _ in samples])

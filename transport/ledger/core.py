@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from relax_rt.transport.errors import Refused
@@ -11,7 +11,7 @@ from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.losses import Losses
 from relax_rt.transport.ledger.policy import LedgerPolicy
-from relax_rt.transport.ledger.state import Group, Lease, Sample, State
+from relax_rt.transport.ledger.state import Group, Lease, Part, Sample, State
 from relax_rt.transport.queue.api import Extent, SampleKey
 from relax_rt.transport.store.machine import Store
 from relax_rt.transport.versions import VersionRecord, VersionTree
@@ -159,23 +159,32 @@ class Core:
             self.state.versions.append(record)
         self.state.trainer_version = record.version
         self._lags.clear()
-        if self.policy.versioned:
-            for group in self.state.groups.values():
-                self._lapse_columns(group)
+        for group in self.state.groups.values():
+            self.lapse_columns(group)
 
-    def _lapse_columns(self, group: Group) -> None:
-        if group.lease:
+    def outdated(self, part: Part) -> bool:
+        """Whether its columns were computed with other weights than the trainer's, and depend on them."""
+        return part.version >= 0 and self.state.trainer_version is not None and self.lag(part.version) > 0
+
+    def lapse_columns(self, group: Group) -> None:
+        """Columns of other weights are not there any more, and the tasks that put them are to do it again.
+
+        All that such a task put lapses with them: it will put all of it again. Who is at work on what lapsed finishes
+        without effect.
+        """
+        if group.lease or not self.policy.versioned:
             return
         for sample in group.samples:
-            old = [part for part in sample.parts if part.version >= 0 and self.lag(part.version) > 0]
+            old = {part.task for part in sample.parts if self.outdated(part)}
             if not old:
                 continue
-            sample.parts = [part for part in sample.parts if part not in old]
-            for part in old:
-                self.blocks.drop_row(part.block, self.state.callers.alive)
-                if part.task in sample.done:
-                    sample.done.remove(part.task)
-            self.tally("columns_lapsed", len(old))
+            gone = [part for part in sample.parts if part.task in old]
+            lost = {name for part in gone for name in self.blocks.blocks[part.block].ref.fields}
+            self.drop_parts(sample, gone)
+            sample.done = [task for task in sample.done if task not in old]
+            for task in [task for task in sample.leases if not lost.isdisjoint(self.policy.tasks[task])]:
+                del sample.leases[task]
+            self.tally("columns_lapsed", len(gone))
         self.refresh(group)
 
     # --- indices
@@ -195,6 +204,9 @@ class Core:
         """Tasks all of whose fields the sample has."""
         if not sample.generated:
             return ()
+        if len(self._wanted) > 4096 or len(self._schemas) > 4096:
+            self._wanted.clear()
+            self._schemas.clear()
         blocks = self.blocks.blocks
         key = tuple(
             self._schemas.setdefault(blocks[part.block].ref.fields, len(self._schemas)) for part in sample.parts
@@ -203,8 +215,6 @@ class Core:
         if tasks is None:
             have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
             tasks = tuple(task for task, fields in self.policy.tasks.items() if have.issuperset(fields))
-            if len(self._wanted) > 4096:
-                self._wanted.clear()
             self._wanted[key] = tasks
         return tasks
 
@@ -232,12 +242,12 @@ class Core:
         else:
             self.step_ready.pop(group.id, None)
 
-    def first(self, keys: Iterable[SampleKey]) -> None:
-        """What comes back goes before what is new."""
-        for ready in self.ready.values():
-            for key in keys:
-                if key in ready:
-                    ready.move_to_end(key, last=False)
+    def first(self, task: str, keys: Sequence[SampleKey]) -> None:
+        """What comes back to a task goes before what is new, in the order of `keys`."""
+        ready = self.ready.get(task, OrderedDict[SampleKey, None]())
+        for key in reversed(keys):
+            if key in ready:
+                ready.move_to_end(key, last=False)
 
     def enter(self, group: Group) -> None:
         """A group is there from now on."""
@@ -258,11 +268,12 @@ class Core:
 
     # --- the end of samples, groups and leases
 
-    def drop_parts(self, sample: Sample) -> None:
-        """The sample's columns are needed no more."""
-        for part in sample.parts:
+    def drop_parts(self, sample: Sample, parts: Sequence[Part] | None = None) -> None:
+        """These columns of the sample are needed no more; all of them if none are named."""
+        gone = sample.parts if parts is None else parts
+        sample.parts = [] if parts is None else [part for part in sample.parts if part not in gone]
+        for part in gone:
             self.blocks.drop_row(part.block, self.state.callers.alive)
-        sample.parts = []
 
     def end(self, group: Group, state: str, *, marked: dict[int, str] | None = None, fate: str = "return") -> None:
         """The group ends before it was trained, its samples in `state` (or their own in `marked`).
@@ -307,13 +318,17 @@ class Core:
                 self.drop_parts(sample)
         self.ended("finished", group.size)
 
-    def close(self, lease: Lease, *, pinned: bool = False) -> None:
-        """The lease is held no more; with pinned its processes may still read, so its extents stay.
+    def close(self, lease: Lease) -> None:
+        """The lease is held no more; those who are still its holders may be reading, so its extents stay for them.
 
         The samples' own marks of the lease are taken off; what comes next is the caller's to say.
         """
         self.state.leases.pop(lease.id, None)
         self.unhold(lease.id)
+        for _, part, _ in lease.pending:
+            self.blocks.drop_row(part.block, self.state.callers.alive)
+        lease.pending, lease.failures = [], []
+        lease.holders, lease.reading = [*lease.holders, *lease.reading], []
         if lease.stream:
             self.state.streams[f"{lease.task}:{lease.stream}"].live = {
                 index: id_
@@ -321,23 +336,32 @@ class Core:
                 if id_ != lease.id
             }
         if lease.task == self.policy.step_task:
+            # The next batch of the task waits for this one to end.
+            self.touched.add(lease.task)
             for group in self.groups_of(lease):
                 group.lease = 0
         else:
             for _, sample in self.samples_of(lease):
                 del sample.leases[lease.task]
-        if pinned:
+        if lease.holders:
             self.state.lapsed[lease.id] = lease
         else:
             self.unpin(lease.pins)
 
     def unread(self, lease: Lease, who: Incarnation) -> None:
-        """One holder of an ended lease reads no more; after the last one its extents are free."""
-        if who in lease.holders:
-            lease.holders.remove(who)
+        """One reader of a lease that it works on no more reads no more; after the last one its extents are free."""
+        if lease.id not in self.state.lapsed:
+            lease.reading.remove(who)
+            return
+        lease.holders.remove(who)
         if not lease.holders:
             del self.state.lapsed[lease.id]
             self.unpin(lease.pins)
+
+    def read_still(self, who: Incarnation) -> list[Lease]:
+        """Leases that the caller works on no more, and whose memory it may still read."""
+        found = [lease for lease in self.state.lapsed.values() if who in lease.holders]
+        return found + [lease for lease in self.state.leases.values() if who in lease.reading]
 
     def groups_of(self, lease: Lease) -> list[Group]:
         """The lease's groups that are still there and not yet trained."""

@@ -26,7 +26,7 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
     frozen = policy.frozen_by and any(policy.frozen_by in sample.done for sample in group.samples)
     marked = dict.fromkeys(members, "failed")
     if group.prompt is None:
-        # An offered sample has nobody to make it again; its siblings are useful without it unless they are trained as one.
+        # Nobody makes an offered sample again. Its siblings are useful without it, unless they are trained as one.
         if policy.step_task:
             core.end(group, "dropped(sibling)", marked=marked)
         else:
@@ -39,13 +39,14 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
             _leave_out(core, group, members)
         else:
             core.end(group, "dropped(sibling)", marked=marked, fate="failed")
-    elif group.prompt.failures + group.remade + 1 >= policy.failures_per_prompt:
+    elif group.prompt.failures + 1 >= policy.failures_per_prompt:
         core.end(group, "dropped(sibling)", marked=marked, fate="retire")
     else:
         _make_again(core, group, members)
 
 
 def _leave_out(core: Core, group: Group, members: set[int]) -> None:
+    _recompute(core, group)
     for member in members:
         sample = group.samples[member]
         _end_sample(core, SampleKey(group.id, member), sample)
@@ -60,15 +61,24 @@ def _leave_out(core: Core, group: Group, members: set[int]) -> None:
 
 
 def _make_again(core: Core, group: Group, members: set[int]) -> None:
+    assert group.prompt is not None
+    _recompute(core, group)
     for member in members:
         _end_sample(core, SampleKey(group.id, member), group.samples[member])
         group.samples[member] = Sample()
     core.state.issued += len(members)
     core.refresh(group)
     group.remade += 1
+    group.prompt = group.prompt.again(failed=True)
     if group.holder is None:
         core.state.reopened[group.id] = None
         core.touched.add(ROOM)
+
+
+def _recompute(core: Core, group: Group) -> None:
+    """Who computes over the whole group now does so over the wrong members: it finishes without effect."""
+    for sample in group.samples:
+        sample.leases.pop(core.policy.frozen_by, None)
 
 
 def _end_sample(core: Core, key: SampleKey, sample: Sample) -> None:

@@ -10,10 +10,11 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import account, admission, consume, keyed, spill, training
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.blocks import owner_key, owner_of
+from relax_rt.transport.ledger.blocks import SPILL, owner_key, owner_of
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
 from relax_rt.transport.ledger.core import Core, Notice
+from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import State
 from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Offered
 from relax_rt.transport.samplers import load_sampler
@@ -40,6 +41,12 @@ class Outcome(msgspec.Struct, frozen=True):
     touched: frozenset[str] = frozenset()
 
 
+def _samplers(policy: LedgerPolicy) -> Samplers:
+    """Of those tasks that have another one than first in, first out."""
+    specs = policy.samplers.items()
+    return {task: load_sampler(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
+
+
 class Ledger:
     """Deterministic: the same entries, applied in the same order, give the same state.
 
@@ -49,8 +56,7 @@ class Ledger:
     def __init__(self, snapshot: bytes = b"") -> None:
         state = msgspec.msgpack.decode(snapshot, type=State) if snapshot else State()
         self.core = Core(state)
-        self.samplers: Samplers = {}
-        self._load_samplers()
+        self.samplers: Samplers = _samplers(state.policy) if state.policy is not None else {}
 
     @property
     def n(self) -> int:
@@ -74,13 +80,6 @@ class Ledger:
         """
         self.core.state.callers.check(who)
         return self.core.state.callers.knows(who)
-
-    def _load_samplers(self) -> None:
-        policy = self.core.state.policy
-        specs = policy.samplers if policy is not None else {}
-        self.samplers = {
-            task: load_sampler(spec.path, spec.options) for task, spec in specs.items() if spec.path != "fifo"
-        }
 
     def apply(self, entry: ev.Entry) -> Outcome:
         """Apply one event.
@@ -120,9 +119,9 @@ class Ledger:
         match event:
             case ev.Configure(policy, limits):
                 policy.check()
+                self.samplers = _samplers(policy)
                 core.changed = (policy, limits) != (core.state.policy, core.state.limits)
                 core.state.policy, core.state.limits = policy, limits
-                self._load_samplers()
                 core.reindex()
             case ev.Open():
                 self._open(event)
@@ -144,8 +143,11 @@ class Ledger:
             else:
                 training.lose_payloads(core)
         after = (event.run_id, event.node, event.payloads)
-        core.changed = core.changed or (core.state.run_id, callers.node, callers.payloads) != after
+        before = (core.state.run_id, callers.node, callers.payloads)
+        core.changed = core.changed or before != after or core.state.blocked_since is not None
         core.state.run_id, callers.node, callers.payloads = after
+        # Like the leases, the wait for stragglers begins anew: nobody could be heard meanwhile.
+        core.state.blocked_since = None
 
     def _called(self, who: Incarnation, event: object) -> Answer:
         core = self.core
@@ -223,7 +225,8 @@ class Ledger:
             case ev.Take():
                 lease = self.core.state.leases.get(kept.lease)
                 if lease is None:
-                    return Batch(0, [], waiting_on=f"lease {kept.lease} lapsed before its answer arrived")
+                    # It lapsed before its answer arrived, and its memory is pinned until the caller gives it back.
+                    return Batch(kept.lease, [])
                 return consume.batch_of(self.core, lease, who)
             case _:
                 return None
@@ -234,6 +237,8 @@ class Ledger:
         callers.check(who)
         if callers.knows(who):
             return
+        if owner_key(who).startswith(SPILL + "-"):
+            raise Refused(f"joining as {who}", why=f"'{SPILL}' is how files of spilled payloads are named")
         core.changed = True
         callers.join(who)
         if event.issued:
@@ -249,7 +254,7 @@ class Ledger:
         core.blocks.forget_owner(who)
         core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
-        for lease in [lease for lease in core.state.lapsed.values() if who in lease.holders]:
+        for lease in core.read_still(who):
             core.unread(lease, who)
 
     def _end_work(self, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
@@ -257,7 +262,7 @@ class Ledger:
         for group in [group for group in core.state.groups.values() if group.holder is not None and of(group.holder)]:
             admission.reopen(core, group, "dropped(producer gone)")
         for lease in list(core.state.leases.values()):
-            dead = {who for who in lease.holders if of(who) and who not in lease.finished}
+            dead = {who for who in lease.holders if of(who)}
             if dead:
                 consume.lapse(core, lease, ended=dead if process_ended else set())
 
@@ -284,7 +289,7 @@ class Ledger:
                 core.renew(id_, None, now)
             elif lease is not None and who in lease.holders:
                 core.renew(id_, who if lease.stream else None, now)
-            else:
+            elif lease is None or who not in lease.finished:
                 lost.append(id_)
         return lost
 
@@ -297,8 +302,9 @@ class Ledger:
             if group.holder is not None:
                 core.renew(group.id, None, now)
         for lease in core.state.leases.values():
-            for who in lease.holders:
-                core.renew(lease.id, who if lease.stream else None, now)
+            core.renew(lease.id, None, now)
+            for who in lease.holders if lease.stream else ():
+                core.renew(lease.id, who, now)
 
     def due(self, now: float) -> ev.Lapse | None:
         """The lapse that is due, if any deadline has passed."""

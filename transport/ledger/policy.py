@@ -30,7 +30,8 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
         step_task: the task whose completion is an optimizer step, or empty: then there are no steps and versions.
         samplers: who chooses among ready work, by task; first in, first out where nothing is said.
         fields: declared columns, as ``int32[*]`` (see transport/fields.py); empty: any column may be put.
-        versioned: fields computed with the trainer's weights (proximal log-probabilities, values): they lapse with them.
+        versioned: fields computed with the trainer's weights (proximal log-probabilities, values), which lapse with
+            them.
         on_straggler: what becomes of an unfinished group which the next update would make over-stale. `wait` holds
             the batch for straggler_wait_s, then revokes it; `requeue` revokes it at once; `mask` lets it go on: its
             over-stale tokens are context then.

@@ -14,6 +14,10 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
     attempt: int = 0
     failures: int = 0
 
+    def again(self, *, failed: bool = False) -> Prompt:
+        """The same place, given out once more."""
+        return Prompt(self.index, self.attempt + 1, self.failures + failed)
+
 
 class PromptPool(msgspec.Struct):
     """Cursor over the prompt order, and the returned prompts, which go first (lowest index first)."""
@@ -39,7 +43,7 @@ class PromptPool(msgspec.Struct):
     def give_back(self, prompt: Prompt, *, failed: bool = False) -> None:
         """The prompt will be given out again, with its index and the next attempt."""
         self.returned += 1
-        heapq.heappush(self.waiting, Prompt(prompt.index, prompt.attempt + 1, prompt.failures + failed))
+        heapq.heappush(self.waiting, prompt.again(failed=failed))
 
     def retire(self, prompt: Prompt) -> None:
         """The prompt is not tried again."""

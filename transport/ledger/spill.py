@@ -55,11 +55,13 @@ def _is_read(core: Core, extent: Extent) -> bool:
 
 
 def spilled(core: Core, event: Spilled) -> list[Extent]:
-    """The copies are on disk; answers with those that are of no use, because the block ended meanwhile."""
+    """The copies are on disk; answers with those that are of no use, as the block ended or is read meanwhile."""
     useless: list[Extent] = []
     for id_, to in event.moves:
         block = core.blocks.blocks.get(id_)
-        if block is None or block.ref.extent is None or is_spilled(block.ref.extent):
+        now = block.ref.extent if block is not None else None
+        # Who took it while it was copied has pinned the old place, and may ask once more where that is.
+        if now is None or is_spilled(now) or _is_read(core, now):
             useless.append(to)
             continue
         core.blocks.move(id_, to, core.state.callers.alive)

@@ -9,7 +9,7 @@ from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.callers import Callers
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.prompts import Prompt, PromptPool
-from relax_rt.transport.queue.api import Extent, SampleKey, VersionSpan
+from relax_rt.transport.queue.api import Extent, Failure, SampleKey, VersionSpan
 from relax_rt.transport.store.state import StoreState
 from relax_rt.transport.versions import VersionRecord
 
@@ -63,7 +63,7 @@ class Group(msgspec.Struct, array_like=True):
         base: the generating engine's version at admission: the version of the members not yet put.
         holder: who generates members of it. making: which ones.
         lease: lease of the step task that it is part of, or 0.
-        remade: how often members of it were given out again.
+        remade: how often members of it were given out again (they count as attempts of its prompt).
     """
 
     id: int
@@ -100,19 +100,27 @@ class Group(msgspec.Struct, array_like=True):
 
 
 class Lease(msgspec.Struct, array_like=True):
-    """Samples that one incarnation works on, or several ranks of a stream. `pins` are the extents it may be reading.
+    """Samples that one incarnation works on, or several ranks of a stream.
 
     Attributes:
-        holders: who works on it. finished: those of them that are done with it.
+        blocks: those that its holders were told of. pins: the extents of these, which they may be reading.
+        holders: who works on it; of an ended lease, who may still be reading.
+        finished: ranks that are done with a shared lease. reading: those of them that still read its memory.
+        pending: columns that they put, with the sample's length; they are seen when all ranks are done.
+        failures: samples that they say failed.
         stream, readers: see Want.
     """
 
     id: int
     task: str
     keys: list[SampleKey]
+    blocks: list[int]
     pins: list[Extent]
     holders: list[Incarnation]
     finished: list[Incarnation] = []
+    reading: list[Incarnation] = []
+    pending: list[tuple[SampleKey, Part, int]] = []
+    failures: list[Failure] = []
     stream: str = ""
     readers: int = 1
 

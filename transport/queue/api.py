@@ -176,6 +176,8 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
 class Batch(msgspec.Struct, frozen=True):
     """Samples leased together. lease is 0 and samples empty when nothing was ready in time: see waiting_on.
 
+    A lease without samples is to be given back (`abandon`): it lapsed, or they ended, before the answer arrived.
+
     remote: where the payload server is of slabs that lie on another node than the caller's, by slab owner.
     """
 

@@ -335,6 +335,8 @@ class QueueClient:
             self._hold(batch.lease_s)
             if batch.remote:
                 await self._fetch(batch)
+        elif batch.lease:
+            await self._call(lambda seq: self.api.abandon(seq, batch.lease, "it ended before its answer arrived"))
         return LeasedBatch(task, batch, self.reader.block)
 
     async def _fetch(self, batch: Batch) -> None:

@@ -1,18 +1,47 @@
-"""Drives a ledger as the broker would: journals what changed, joins callers, keeps time."""
+"""Drives a ledger as the broker would: journals what changed, joins callers, keeps time.
+
+A twin follows the journal alone, entry by entry, so that every replay is compared with what happened.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
+
+import msgspec
 
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.queue.api import Admission, Batch, Column, Failure, Freed, Put, SampleKey, Ticket, VersionSpan
+from relax_rt.transport.ledger.blocks import owner_key
+from relax_rt.transport.ledger.machine import Outcome
+from relax_rt.transport.queue.api import (
+    Admission,
+    Advice,
+    Batch,
+    BlobRef,
+    BlockRef,
+    Extent,
+    Failure,
+    Offered,
+    Put,
+    RowPut,
+    SampleInfo,
+    SampleKey,
+    Ticket,
+    VersionSpan,
+    Want,
+)
 from relax_rt.transport.versions import VersionRecord
 
 TASKS = {"reward": ("tokens",), "train": ("tokens", "reward")}
 DEFAULT = QueueLimits(quarantine_after=3)
 AGENT = Incarnation("agent/0", 1)
+ENGINE, OTHER = Incarnation("rollout/0", 1), Incarnation("rollout/1", 2)
+JUDGE, CRITIC = Incarnation("reward/0", 3), Incarnation("critic/0", 5)
+TRAINER = Incarnation("trainer/0", 4)
+ROW_BYTES = 1000
+INLINE = b"\x01"
 
 
 def policy(**changes: object) -> LedgerPolicy:
@@ -26,35 +55,56 @@ def policy(**changes: object) -> LedgerPolicy:
     return LedgerPolicy(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def free_policy(**changes: object) -> LedgerPolicy:
+    """A queue without prompts and without steps."""
+    values: dict[str, object] = {"tasks": {"a": ("tokens",), "b": ("tokens", "label")}, "step_task": ""}
+    return LedgerPolicy(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def spans(*versions: int) -> list[VersionSpan]:
+    return [VersionSpan(i, i + 1, version, version) for i, version in enumerate(versions)]
+
+
+def fields_of(batch: Batch, info: SampleInfo) -> set[str]:
+    """Names of the columns that a batch shows of a sample."""
+    return {name for block, _ in info.parts for name in batch.blocks[block].fields}
+
+
 class Driver:
     def __init__(self, policy: LedgerPolicy, limits: QueueLimits = DEFAULT) -> None:
-        self.ledger = Ledger()
-        self.journal: list[Entry] = []
+        self.ledger, self.twin = Ledger(), Ledger()
+        self.journal: list[bytes] = []
         self.snapshot = b""
         self.now = 100.0
         self.sequence: dict[Incarnation, count[int]] = {}
         self.offsets = count(0, 4096)
+        self.spilled_at = count(0, 4096)
         self.versions = count(1)
         self.last: tuple[Incarnation, int, ev.Event, object] | None = None
         self.own(ev.Configure(policy, limits))
         self.own(ev.Open("run-1"))
 
-    def apply(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> object:
+    def outcome(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> Outcome:
         before = self.ledger.snapshot()
-        entry = Entry(self.ledger.n + 1, self.now, event, who, seq)
+        # As it comes over the wire: nothing in it is shared with the caller.
+        entry = wired(Entry(self.ledger.n + 1, self.now, event, who, seq))
         try:
             outcome = self.ledger.apply(entry)
         except Exception:
             assert self.ledger.snapshot() == before, "a refused event left a trace"
             raise
         if outcome.changed:
-            self.journal.append(entry)
+            assert outcome.event is not None
+            self.journal.append(msgspec.msgpack.encode(Entry(entry.n, entry.at, outcome.event, who, seq)))
         else:
             assert self.ledger.snapshot() == before, "an unchanged ledger changed"
-        return outcome.answer
+        return outcome
 
-    def own(self, event: ev.Event) -> None:
-        self.apply(event, None)
+    def apply(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> object:
+        return self.outcome(event, who, seq).answer
+
+    def own(self, event: ev.Event) -> object:
+        return self.apply(event, None)
 
     def call(self, who: Incarnation, event: ev.Event) -> object:
         if not self.ledger.knows(who):
@@ -64,12 +114,18 @@ class Driver:
         self.last = (who, seq, event, answer)
         return answer
 
+    def check_replay(self) -> None:
+        """A ledger that only follows the journal is the same."""
+        replay(self.twin, self.journal)
+        assert self.twin.snapshot() == self.ledger.snapshot()
+
+    def entries(self) -> list[Entry]:
+        return [msgspec.msgpack.decode(record, type=Entry) for record in self.journal]
+
     def restart(self) -> None:
         """Kill the broker: its successor starts from the snapshot and the journal."""
         successor = Ledger(self.snapshot)
-        for entry in self.journal:
-            if entry.n > successor.n:
-                assert successor.apply(entry).changed
+        replay(successor, self.journal)
         assert successor.snapshot() == self.ledger.snapshot()
         self.ledger = successor
         self.now += 1000.0
@@ -81,58 +137,171 @@ class Driver:
         if due is not None:
             self.own(due)
 
-    # --- what roles do
-
-    def rollback(self, trainer: Incarnation, step: int, parent: int, *, changed: bool = False) -> int:
-        version = next(self.versions)
-        self.call(trainer, ev.Rollback(step, VersionRecord(version, parent, step, changed=changed)))
-        return version
+    # --- what producers do
 
     def admit(self, who: Incarnation, version: int, groups: int = 1) -> Admission:
         answer = self.call(who, ev.Admit(version, groups))
         assert isinstance(answer, Admission)
         return answer
 
-    def columns(self, who: Incarnation, name: str = "tokens") -> list[Column]:
-        slab = f"{who.slot.replace('/', '-')}-{who.epoch}-1.slab"
-        return [Column(name, "|u1", (1000,), slab, next(self.offsets), 1000)]
+    def extent(self, who: Incarnation, nbytes: int) -> Extent:
+        """Memory in a slab of the caller that was never used before."""
+        return Extent(f"{owner_key(who)}-1.slab", next(self.offsets), nbytes)
 
-    def put(self, who: Incarnation, key: SampleKey, *versions: int) -> list[Freed]:
-        spans = [VersionSpan(i, i + 1, version, version) for i, version in enumerate(versions)]
-        answer = self.call(who, ev.PutColumns([Put(key, self.columns(who), spans)]))
+    def block(self, who: Incarnation, rows: int = 1, *fields: str, nbytes: int = 0) -> BlockRef:
+        return BlockRef(self.extent(who, nbytes or rows * ROW_BYTES), rows, fields or ("tokens",))
+
+    def blob(self, who: Incarnation, digest: str, nbytes: int = 5000) -> BlobRef:
+        return BlobRef(digest.encode().ljust(16), self.extent(who, nbytes))
+
+    def rows(
+        self, who: Incarnation, rows: Sequence[RowPut], *fields: str, blobs: Sequence[BlobRef] = (), version: int = -1
+    ) -> Put:
+        return Put(self.block(who, len(rows), *fields), list(rows), list(blobs), version)
+
+    def put(self, who: Incarnation, key: SampleKey, *versions: int, length: int = -1) -> list[Extent]:
+        """One sample in a block of its own."""
+        return self.put_all(who, [self.rows(who, [RowPut(key, 0, length, spans(*versions))])])
+
+    def put_all(self, who: Incarnation, puts: list[Put]) -> list[Extent]:
+        answer = self.call(who, ev.PutColumns(puts))
         assert isinstance(answer, list)
         return answer
 
-    def generate(self, who: Incarnation, ticket: Ticket, version: int) -> None:
-        for member in range(ticket.size):
-            self.put(who, SampleKey(ticket.group, member), version)
+    def give_back(self, who: Incarnation, *groups: int) -> None:
+        self.call(who, ev.GiveBack(list(groups), "test"))
 
-    def take(self, who: Incarnation, task: str, samples: int = 0, groups: int = 0) -> Batch:
-        answer = self.call(who, ev.Take(task, samples, groups))
+    def generate(self, who: Incarnation, ticket: Ticket, version: int) -> None:
+        """All members that the ticket asks for, in one block."""
+        keys = [SampleKey(ticket.group, member) for member in ticket.wanted()]
+        self.put_all(who, [self.rows(who, [RowPut(key, row, 1, spans(version)) for row, key in enumerate(keys)])])
+
+    def offer(self, who: Incarnation, *groups: int, fields: Sequence[str] = ("tokens",), lengths: int = -1) -> Offered:
+        """Groups of these sizes in one block."""
+        keys = [SampleKey(group, member) for group, size in enumerate(groups) for member in range(size)]
+        put = self.rows(who, [RowPut(key, row, lengths) for row, key in enumerate(keys)], *fields)
+        answer = self.call(who, ev.Offer([put], list(groups)))
+        assert isinstance(answer, Offered)
+        return answer
+
+    # --- what consumers do
+
+    def take(self, who: Incarnation, task: str, samples: int = 0, groups: int = 0, **want: object) -> Batch:
+        answer = self.call(who, ev.Take(task, Want(samples, groups, **want)))  # type: ignore[arg-type]
         assert isinstance(answer, Batch)
         return answer
 
-    def reward(self, who: Incarnation, batch: Batch, *failed: SampleKey) -> list[Freed]:
-        puts = [
-            Put(info.key, [Column("reward", "msgpack", (1,), inline=b"\x01")])
-            for info in batch.samples
-            if info.key not in failed
-        ]
-        answer = self.call(who, ev.Complete("reward", batch.lease, puts, [Failure(key, "bad") for key in failed]))
+    def complete(
+        self,
+        who: Incarnation,
+        task: str,
+        batch: Batch,
+        *puts: Put,
+        failed: Sequence[SampleKey] = (),
+        pinned: bool = False,
+    ) -> list[Extent]:
+        failures = [Failure(key, "bad") for key in failed]
+        answer = self.call(who, ev.Complete(task, batch.lease, list(puts), failures, pinned))
         assert isinstance(answer, list)
         return answer
+
+    def columns(self, batch: Batch, *fields: str, version: int = -1, without: Sequence[SampleKey] = ()) -> list[Put]:
+        """A tiny block with a row for each sample of the batch."""
+        keys = [info.key for info in batch.samples if info.key not in without]
+        if not keys:
+            return []
+        block = BlockRef(None, len(keys), fields, INLINE)
+        return [Put(block, [RowPut(key, row) for row, key in enumerate(keys)], version=version)]
+
+    def reward(self, who: Incarnation, batch: Batch, *failed: SampleKey, pinned: bool = False) -> list[Extent]:
+        puts = self.columns(batch, "reward", without=failed)
+        return self.complete(who, "reward", batch, *puts, failed=failed, pinned=pinned)
 
     def reward_all(self, who: Incarnation) -> None:
         while (batch := self.take(who, "reward", samples=16)).samples:
             self.reward(who, batch)
 
+    def unpin(self, who: Incarnation, *leases: int) -> list[Extent]:
+        answer = self.call(who, ev.Unpin(list(leases)))
+        assert isinstance(answer, list)
+        return answer
+
+    # --- what the trainer does
+
+    def rollback(self, trainer: Incarnation, step: int, parent: int, *, changed: bool = False) -> int:
+        version = next(self.versions)
+        self.call(trainer, ev.Rollback(step, VersionRecord(version, parent, step, changed=changed)))
+        return version
+
     def trained(self, who: Incarnation, batch: Batch, step: int, parent: int) -> int:
         version = next(self.versions)
-        self.call(who, ev.Trained(batch.lease, step, VersionRecord(version, parent, step)))
+        answer = self.call(who, ev.Trained(batch.lease, step, VersionRecord(version, parent, step)))
+        assert isinstance(answer, Advice)
         return version
+
+    def skip(self, who: Incarnation, batch: Batch, step: int, weights: VersionRecord) -> None:
+        """The step came to nothing; the weights are the ones of before."""
+        self.call(who, ev.Trained(batch.lease, step, weights, skipped=True))
+
+    def weights(self) -> VersionRecord:
+        """The trainer's weights."""
+        state = self.ledger.state
+        return next(record for record in state.versions if record.version == state.trainer_version)
 
     def committed(self, who: Incarnation, step: int) -> None:
         self.call(who, ev.Committed(step, f"step-{step}"))
 
+    # --- what the node does
+
     def gone(self, who: Incarnation) -> None:
         self.call(AGENT, ev.Gone(who, "killed"))
+
+    def reopen(self, run_id: str = "run-1") -> None:
+        """A broker begins to serve; another run id means that shared memory is another one."""
+        self.own(ev.Open(run_id))
+
+    def spill(self) -> list[Extent]:
+        """Copy what should go to disk; answers with the copies that are of no use."""
+        moves = [
+            (id_, Extent("spill-1-1.slab", next(self.spilled_at), extent.nbytes))
+            for id_, extent in self.ledger.to_spill()
+        ]
+        return self.moved(moves)
+
+    def moved(self, moves: list[tuple[int, Extent]]) -> list[Extent]:
+        answer = self.own(ev.Spilled(moves))
+        assert isinstance(answer, list)
+        return answer
+
+
+def started(limits: QueueLimits = DEFAULT, **changes: object) -> tuple[Driver, int]:
+    """A queue whose trainer has announced its first weights."""
+    d = Driver(policy(**changes), limits)
+    return d, d.rollback(TRAINER, 0, 0, changed=True)
+
+
+def make(d: Driver, version: int, groups: int = 1, who: Incarnation = ENGINE) -> list[Ticket]:
+    """Whole groups."""
+    tickets = d.admit(who, version, groups).tickets
+    for ticket in tickets:
+        d.generate(who, ticket, version)
+    return tickets
+
+
+def step(d: Driver, number: int, version: int, who: Incarnation = TRAINER) -> int:
+    """Reward everything and train on two groups."""
+    d.reward_all(JUDGE)
+    batch = d.take(who, "train", groups=2)
+    assert batch.samples, batch.waiting_on
+    return d.trained(who, batch, number, version)
+
+
+def wired(entry: Entry) -> Entry:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=Entry)
+
+
+def replay(ledger: Ledger, journal: Sequence[bytes]) -> None:
+    """Bring a ledger up to the end of the journal."""
+    for record in journal[ledger.n :]:
+        entry = msgspec.msgpack.decode(record, type=Entry)
+        assert ledger.apply(entry).changed and ledger.n == entry.n

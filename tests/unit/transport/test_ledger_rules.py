@@ -3,37 +3,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from ledger_driver import Driver, policy
+from ledger_driver import ENGINE, INLINE, JUDGE, OTHER, TRAINER, Driver, fields_of, make, policy, started, step
 
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import Entry, QueueLimits
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.queue.api import Column, Failure, Put, SampleKey, Ticket
+from relax_rt.transport.queue.api import Batch, BlobRef, BlockRef, Extent, Put, RowPut, SampleKey, Want
 from relax_rt.transport.versions import VersionRecord
-
-ENGINE, OTHER = Incarnation("rollout/0", 1), Incarnation("rollout/1", 2)
-JUDGE = Incarnation("reward/0", 3)
-TRAINER = Incarnation("trainer/0", 4)
-
-
-def started(**changes: object) -> tuple[Driver, int]:
-    d = Driver(policy(**changes))
-    return d, d.rollback(TRAINER, 0, 0, changed=True)
-
-
-def make(d: Driver, version: int, groups: int = 1, who: Incarnation = ENGINE) -> list[Ticket]:
-    tickets = d.admit(who, version, groups).tickets
-    for ticket in tickets:
-        d.generate(who, ticket, version)
-    return tickets
-
-
-def step(d: Driver, number: int, version: int, who: Incarnation = TRAINER) -> int:
-    d.reward_all(JUDGE)
-    batch = d.take(who, "train", groups=2)
-    assert batch.samples, batch.waiting_on
-    return d.trained(who, batch, number, version)
 
 
 def test_engines_wait_for_the_trainers_first_weights_and_for_known_versions() -> None:
@@ -97,7 +74,7 @@ def test_tasks_see_a_sample_as_soon_as_its_fields_are_there() -> None:
     d.put(ENGINE, SampleKey(ticket.group, 1), version)
     batch = d.take(JUDGE, "reward", samples=8)
     assert [info.key.member for info in batch.samples] == [1]
-    assert batch.samples[0].columns[0].name == "tokens"
+    assert fields_of(batch, batch.samples[0]) == {"tokens"}
     assert not d.take(JUDGE, "reward", samples=8).samples
     d.reward(JUDGE, batch)
     assert "0 of 1" in d.take(TRAINER, "train", groups=1).waiting_on
@@ -105,7 +82,7 @@ def test_tasks_see_a_sample_as_soon_as_its_fields_are_there() -> None:
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=1)
     assert [info.key.member for info in batch.samples] == [0, 1]
-    assert {column.name for column in batch.samples[0].columns} == {"tokens", "reward"}
+    assert fields_of(batch, batch.samples[0]) == {"tokens", "reward"}
 
 
 def test_whole_groups_for_another_task() -> None:
@@ -202,19 +179,21 @@ def test_a_lapsed_lease_is_offered_again_but_its_memory_stays_pinned() -> None:
 
 def test_memory_is_used_again_only_when_pins_are_released() -> None:
     d, version = started(prompts_per_step=1)
-    make(d, version)
+    (ticket,) = d.admit(ENGINE, version).tickets
+    for member in range(2):
+        d.put(ENGINE, SampleKey(ticket.group, member), version)
     d.take(JUDGE, "reward", samples=1)
     d.tick(61.0)
     d.reward_all(Incarnation("reward/1", 8))
     batch = d.take(TRAINER, "train", groups=1)
     d.trained(TRAINER, batch, 1, version)
     d.committed(TRAINER, 1)
-    assert len(d.call(ENGINE, ev.PutColumns([]))) == 1  # type: ignore[arg-type]
-    assert d.ledger.state.extents.payload_bytes == 1000
+    assert len(d.put_all(ENGINE, [])) == 1
+    assert d.ledger.state.blocks.payload_bytes == 1000
     d.gone(JUDGE)
-    assert len(d.call(ENGINE, ev.PutColumns([]))) == 1  # type: ignore[arg-type]
-    assert d.ledger.state.extents.payload_bytes == 0
-    assert not d.ledger.state.extents.live
+    assert len(d.put_all(ENGINE, [])) == 1
+    assert d.ledger.state.blocks.payload_bytes == 0
+    assert not d.ledger.state.blocks.live
 
 
 def test_renewals_hold_leases_and_name_what_is_lost() -> None:
@@ -253,31 +232,16 @@ def test_abandoning_is_no_death() -> None:
     assert "quarantined" not in d.ledger.account()
 
 
-def test_a_failed_member_regenerates_its_group_until_the_prompt_is_retired() -> None:
-    d, version = started(failures_per_prompt=2)
-    (ticket,) = make(d, version)
-    batch = d.take(JUDGE, "reward", samples=8)
-    d.reward(JUDGE, batch, SampleKey(ticket.group, 0))
-    account = d.ledger.account()
-    assert (account["failed"], account["dropped(sibling)"], account["failed_groups"]) == (1, 1, 1)
-    (again,) = make(d, version)
-    assert (again.prompt, again.attempt) == (ticket.prompt, 1)
-    batch = d.take(JUDGE, "reward", samples=8)
-    d.reward(JUDGE, batch, SampleKey(again.group, 1))
-    assert d.ledger.account()["prompts_retired"] == 1
-
-
 def test_a_producers_death_returns_its_prompts() -> None:
     d, version = started()
     lost, kept = d.admit(ENGINE, version).tickets[0], d.admit(OTHER, version).tickets[0]
-    d.put(ENGINE, SampleKey(lost.group, 0), version)
     d.gone(ENGINE)
     assert lost.group not in d.ledger.state.groups and kept.group in d.ledger.state.groups
     with pytest.raises(StaleEpoch):
         d.put(ENGINE, SampleKey(lost.group, 1), version)
     (again,) = d.admit(OTHER, version).tickets
-    assert again.prompt == lost.prompt
-    assert not d.ledger.state.extents.live
+    assert (again.prompt, again.attempt) == (lost.prompt, 1)
+    assert d.ledger.account()["dropped(producer gone)"] == 2
 
 
 def test_a_newer_incarnation_fences_the_older() -> None:
@@ -311,7 +275,10 @@ def test_a_repeated_call_gets_the_first_answer_and_changes_nothing() -> None:
     who, seq, event, _ = d.last
     d.tick(61.0)
     repeated = d.apply(event, who, seq)
-    assert repeated.lease == 0 and "lapsed" in repeated.waiting_on  # type: ignore[attr-defined]
+    assert repeated == Batch(batch.lease, [])  # named, because its memory is pinned until it is given back
+    assert d.ledger.state.lapsed
+    d.call(judge, ev.Abandon(batch.lease, "it ended before its answer arrived"))
+    assert not d.ledger.state.lapsed
 
 
 def test_answers_are_kept_for_a_bounded_number_of_calls() -> None:
@@ -415,20 +382,49 @@ def test_the_prompt_order_can_end() -> None:
 def test_foreign_and_double_extents_are_refused() -> None:
     d, version = started()
     (ticket,) = d.admit(ENGINE, version).tickets
-    foreign = Put(SampleKey(ticket.group, 0), d.columns(OTHER))
-    own = d.columns(ENGINE)
-    twice = [Put(SampleKey(ticket.group, member), own) for member in (0, 1)]
-    for puts in ([foreign], twice):
-        with pytest.raises(Refused):
-            d.call(ENGINE, ev.PutColumns(puts))
+    zero, one = (RowPut(SampleKey(ticket.group, member), 0) for member in (0, 1))
+    own, used, empty = d.block(ENGINE), d.block(ENGINE), BlockRef(Extent("rollout-0-1-1.slab", 1, 0), 1, ("tokens",))
+    d.put_all(ENGINE, [Put(used, [RowPut(SampleKey(99, 0), 0)])])
+    for puts, why in (
+        ([Put(d.block(OTHER), [zero])], "not its own"),
+        ([Put(own, [zero]), Put(own, [one])], "twice in the same call"),
+        ([Put(own, [zero], [d.blob(OTHER, "x")])], "not its own"),
+        ([Put(own, [zero], [BlobRef(b"x" * 16, own.extent or Extent("", 0, 0))])], "twice in the same call"),
+        ([Put(empty, [zero])], "has 0 bytes"),
+        ([Put(BlockRef(None, 1, ("tokens",)), [zero])], "neither an extent nor bytes"),
+        ([Put(own, [])], "1 rows comes with rows"),
+        ([Put(d.block(ENGINE, 2), [zero, RowPut(one.key, 0)])], r"rows \[0, 0\]"),
+    ):
+        with pytest.raises(Refused, match=why):
+            d.put_all(ENGINE, puts)
+    d.put_all(ENGINE, [Put(own, [zero])])
+    with pytest.raises(Refused, match="in use"):
+        d.put_all(ENGINE, [Put(own, [one])])
+
+
+def test_what_a_put_may_hold() -> None:
+    fields = {"tokens": "int32[*]", "reward": "float32"}
+    d = Driver(policy(fields=fields, versioned=("reward",)), QueueLimits(max_sample_bytes=1000))
+    version = d.rollback(TRAINER, 0, 0, changed=True)
+    (ticket,) = d.admit(ENGINE, version).tickets
+    zero = RowPut(SampleKey(ticket.group, 0), 0)
+    for puts, why in (
+        ([d.rows(ENGINE, [zero], "logits")], "'logits'.*declared fields are reward, tokens"),
+        ([Put(d.block(ENGINE, 1, nbytes=1001), [zero])], "1001 bytes, max_sample_bytes is 1000"),
+        ([d.rows(ENGINE, [zero], "tokens", "reward")], "'reward'.*lapses with the weights"),
+    ):
+        with pytest.raises(Refused, match=why):
+            d.put_all(ENGINE, puts)
 
 
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        (ev.Take("nonsense", 1, 0), "tasks are"),
-        (ev.Take("train", 1, 0), "whole groups"),
-        (ev.Take("reward", 0, 0), "neither"),
+        (ev.Take("nonsense", Want(1)), "tasks are"),
+        (ev.Take("train", Want(1)), "whole groups"),
+        (ev.Take("reward", Want()), "neither"),
+        (ev.Take("reward", Want(1, stream="s", readers=0)), "readers 0"),
+        (ev.Take("reward", Want(1, stream="s", index=-1)), "index -1"),
         (ev.Admit(1, 0), "at least one"),
         (ev.Committed(5, "x"), "last step trained is 0"),
         (ev.Rollback(-1, VersionRecord(9, 0, 0)), "begin at 0"),
@@ -454,18 +450,23 @@ def test_senseless_puts_are_refused() -> None:
     with pytest.raises(Refused, match="once"):
         d.put(ENGINE, key, version)
     batch = d.take(JUDGE, "reward", samples=1)
-    tokens = Put(key, [Column("tokens", "msgpack", (1,), inline=b"\x01")])
-    other = Put(SampleKey(ticket.group, 1), [Column("reward", "msgpack", (1,), inline=b"\x01")])
-    for puts in ([tokens], [other]):
-        with pytest.raises(Refused):
-            d.call(JUDGE, ev.Complete("reward", batch.lease, puts, []))
+    other = SampleKey(ticket.group, 1)
+    double = Put(BlockRef(None, 1, ("tokens",), INLINE), [RowPut(key, 0)])
+    foreign = Put(BlockRef(None, 1, ("reward",), INLINE), [RowPut(other, 0)])
+    newer = Put(BlockRef(None, 1, ("reward",), INLINE), [RowPut(key, 0)], version=44)
+    for put, why in ((double, "has column tokens already"), (foreign, "not part of it"), (newer, "version 44")):
+        with pytest.raises(Refused, match=why):
+            d.complete(JUDGE, "reward", batch, put)
+    with pytest.raises(Refused, match="not part of it"):
+        d.complete(JUDGE, "reward", batch, failed=[other])
+    with pytest.raises(Refused, match="taken for task 'reward'"):
+        d.complete(JUDGE, "train", batch)
+    d.reward(JUDGE, batch)
+    d.put(ENGINE, other, version)
+    d.reward_all(JUDGE)
+    batch = d.take(JUDGE, "train", groups=1)
     with pytest.raises(Refused, match="finished with"):
-        d.reward(JUDGE, batch)
-        d.put(ENGINE, other.key, version)
-        d.reward_all(JUDGE)
-        d.take(JUDGE, "train", groups=1)
-        lease = max(d.ledger.state.leases)
-        d.call(JUDGE, ev.Complete("train", lease, [], []))
+        d.complete(JUDGE, "train", batch)
 
 
 def test_the_trainer_can_report_a_sample_it_cannot_train_on() -> None:
@@ -473,9 +474,9 @@ def test_the_trainer_can_report_a_sample_it_cannot_train_on() -> None:
     first, second = make(d, version, 2)
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=2)
-    d.call(TRAINER, ev.Complete("train", batch.lease, [], [Failure(SampleKey(first.group, 0), "corrupt")]))
-    assert first.group not in d.ledger.state.groups
-    assert second.group in d.ledger.core.train_ready
+    d.complete(TRAINER, "train", batch, failed=[SampleKey(first.group, 0)])
+    assert list(d.ledger.core.step_ready) == [second.group]
+    assert [ticket.wanted() for ticket in d.admit(ENGINE, version).tickets] == [[0]]
     assert d.ledger.audit() == []
 
 
@@ -499,7 +500,7 @@ def test_spans_without_tokens_count_with_the_engines_version() -> None:
     d, v1 = started(prompts_per_step=1)
     (ticket,) = d.admit(ENGINE, v1).tickets
     for member in (0, 1):
-        d.call(ENGINE, ev.PutColumns([Put(SampleKey(ticket.group, member), d.columns(ENGINE), [])]))
+        d.put(ENGINE, SampleKey(ticket.group, member))
     d.reward_all(JUDGE)
     assert {info.staleness for info in d.take(TRAINER, "train", groups=1).samples} == {0}
 
