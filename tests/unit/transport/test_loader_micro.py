@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_rt.transport.arena2 import Bf16, Reader, Writer
+from relax_rt.transport.arena import Bf16, Reader, Writer
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.loader.micro import MicroBatch
