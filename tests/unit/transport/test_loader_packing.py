@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_rt.transport.errors import Refused
@@ -21,6 +21,7 @@ from relax_rt.transport.loader.packing import (
 COSTS = st.lists(st.integers(0, 5000), max_size=60)
 PARTS = st.integers(1, 9)
 BUDGET = 5000
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def sums(costs: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int]:
@@ -31,6 +32,7 @@ def once(parts: Sequence[Sequence[int]], count: int) -> bool:
     return sorted(index for part in parts for index in part) == list(range(count))
 
 
+@UNHURRIED
 @given(COSTS, PARTS, st.booleans())
 def test_every_sample_goes_to_one_part_and_sums_differ_by_at_most_the_largest(
     costs: list[int], parts: int, equal: bool
@@ -44,6 +46,7 @@ def test_every_sample_goes_to_one_part_and_sums_differ_by_at_most_the_largest(
         assert all(dealt)
 
 
+@UNHURRIED
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(2, 3), st.booleans())
 def test_the_largest_sum_keeps_the_ratio_to_the_optimum(costs: list[int], parts: int, equal: bool) -> None:
     def largest(owner: tuple[int, ...]) -> int:
@@ -67,6 +70,7 @@ def test_a_known_case_of_the_differencing_method() -> None:
     assert balanced_partition([3], 3) == [[0], [], []]
 
 
+@UNHURRIED
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 9)), max_size=50), PARTS, st.booleans())
 def test_groups_stay_whole(samples: list[tuple[int, int]], parts: int, equal: bool) -> None:
     costs, groups = [cost for cost, _ in samples], [group for _, group in samples]
@@ -78,6 +82,7 @@ def test_groups_stay_whole(samples: list[tuple[int, int]], parts: int, equal: bo
         assert max(map(len, owners)) - min(map(len, owners)) <= 1
 
 
+@UNHURRIED
 @given(COSTS, st.booleans(), st.integers(0, 12))
 def test_micro_batches_keep_the_budget_and_are_as_many_as_asked(
     lengths: list[int], keep_order: bool, count: int
@@ -95,6 +100,7 @@ def test_micro_batches_keep_the_budget_and_are_as_many_as_asked(
         assert [index for part in packed for index in part] == list(range(len(lengths)))
 
 
+@UNHURRIED
 @given(st.lists(st.integers(0, 9000), max_size=40), st.booleans())
 def test_a_sample_over_the_budget_is_refused_or_alone(lengths: list[int], keep_order: bool) -> None:
     over = [index for index, length in enumerate(lengths) if length > BUDGET]
@@ -121,6 +127,7 @@ def test_a_group_over_the_budget_is_named() -> None:
     assert pack_by_tokens([5, 6, 6], 10, groups=groups, oversize="alone") == [[0], [1, 2]]
 
 
+@UNHURRIED
 @given(
     st.lists(st.integers(1, BUDGET), max_size=40), PARTS, st.integers(1, 4), st.sampled_from(["tokens", "size", "one"])
 )

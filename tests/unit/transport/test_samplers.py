@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_rt.transport.errors import Refused
@@ -23,6 +23,9 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("fifo", {"window": 3}),
     ("priority", {"window": 5}),
 ]
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+THOROUGH = settings(UNHURRIED, max_examples=400)
 
 
 def sample(group: int, length: int = 10, **fields: Any) -> Unit:
@@ -62,7 +65,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Unit], Want]:
     return name, options, draw(ready(groups=whole)), want
 
 
-@settings(max_examples=400)
+@THOROUGH
 @given(requests())
 def test_rules_hold_whichever_sampler_it_is(request: tuple[str, dict[str, Any], list[Unit], Want]) -> None:
     name, options, units, want = request
@@ -85,7 +88,7 @@ def test_rules_hold_whichever_sampler_it_is(request: tuple[str, dict[str, Any], 
         assert again(load_sampler(name, options), list(units), want) == chosen
 
 
-@settings(max_examples=400)
+@THOROUGH
 @given(requests())
 def test_urgent_ones_come_before_all_else(request: tuple[str, dict[str, Any], list[Unit], Want]) -> None:
     name, _, units, want = request
@@ -171,6 +174,7 @@ def test_priority_takes_the_highest_and_equal_ones_in_order() -> None:
     assert ids(choose(load_sampler("priority", {}), units, Want(samples=5))) == [2, 0, 3, 4, 1]
 
 
+@UNHURRIED
 @given(st.lists(st.integers(1, 1000), min_size=8, max_size=40), st.integers(2, 6))
 def test_batches_balanced_by_total_differ_by_at_most_the_longest(lengths: list[int], size: int) -> None:
     units = [sample(at, length) for at, length in enumerate(lengths)]
@@ -187,6 +191,7 @@ def test_batches_balanced_by_total_differ_by_at_most_the_longest(lengths: list[i
         units = [unit for unit in units if unit not in batch]
 
 
+@UNHURRIED
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=9), st.integers(1, 4))
 def test_least_padding_is_least(lengths: list[int], size: int) -> None:
     def padding(batch: Iterable[int]) -> int:
