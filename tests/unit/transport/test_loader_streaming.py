@@ -23,6 +23,7 @@ from relax_rt.transport.loader.plan import Packing
 from relax_rt.transport.loader.streaming import Step, StreamingLoader
 from relax_rt.transport.queue.api import Failure
 from relax_rt.transport.queue.client import QueueClient
+from relax_rt.transport.queue.facade import TransferQueue
 from relax_rt.transport.versions import VersionRecord
 
 
@@ -352,3 +353,13 @@ async def test_a_rank_that_is_killed_leaves_nothing_lost_and_the_gang_begins_ane
         by_state = (await broker.stats()).by_state
     assert by_state["finished"] == total
     assert len(rest[0]) + len(rest[1]) == len({*rest[0], *rest[1]}) == left
+
+
+def test_a_process_without_an_event_loop_iterates_over_a_queue_that_stands_alone(tmp_path: Path) -> None:
+    with TransferQueue.serve(
+        tmp_path / "queue", tasks={"train": ["tokens"]}, length_field="tokens"
+    ).blocking() as queue:
+        queue.put([sample(number) for number in range(6)])
+        with queue.steps.loader("train", groups=3, steps=2, packing=Packing(max_tokens=MAX_TOKENS)) as loader:
+            found = [sorted(int(one["number"]) for one in step.samples) for step in loader]
+    assert found == [[0, 1, 2], [3, 4, 5]]
