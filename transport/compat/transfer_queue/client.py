@@ -1,0 +1,466 @@
+"""The lower-level interface: batches named by the numbers of their samples."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict
+
+from relax_rt.transport.compat.transfer_queue import objects
+from relax_rt.transport.compat.transfer_queue.connection import Connection
+from relax_rt.transport.compat.transfer_queue.errors import (
+    NotOffered,
+    NotReady,
+    SamplerRefused,
+    StorageKeyNotFoundError,
+)
+from relax_rt.transport.compat.transfer_queue.metadata import BatchMeta, Schema, schema_of
+from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.store.api import Found, Rows, Tags
+
+WAIT_S = float(os.environ.get("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "5"))
+"""How long `get_meta` waits for enough samples where polling_mode is off."""
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Parser = Callable[[Any], Any]
+
+
+def tags_in(tags: Sequence[dict[str, Any]], names: Sequence[object]) -> list[Tags]:
+    """Tags as the store keeps them."""
+    return [
+        {tag: objects.encode(value, f"tag {tag!r} of {name!r}") for tag, value in own.items()}
+        for own, name in zip(tags, names, strict=True)
+    ]
+
+
+def tags_out(tags: Tags) -> dict[str, Any]:
+    """A sample's tags as its user knows them."""
+    return {name: objects.decode(value, f"tag {name!r}") for name, value in tags.items()}
+
+
+def checked_keys(keys: Any) -> list[str]:
+    """Raises:
+    TypeError, ValueError: they are not a string, or a list with at least one.
+    """
+    if isinstance(keys, str):
+        return [keys]
+    if not isinstance(keys, list):
+        raise TypeError(f"keys are a string or a list of strings, not {type(keys).__name__}")
+    if not keys:
+        raise ValueError("an empty list of keys")
+    if not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"not all keys are strings: {keys[:8]}")
+    return keys
+
+
+class TransferQueueClient:
+    """Each method comes in two forms: `name` blocks, `async_name` is awaited, from any event loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.client_id = str(connection.store.who)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.connection.run(work)
+
+    def _meta(
+        self, found: Found, fields: Sequence[str] | None = None, status: Sequence[int] | None = None
+    ) -> BatchMeta:
+        return BatchMeta(
+            found.indexes,
+            found.partitions,
+            production_status=status if status is not None else [1] * len(found.indexes),
+            custom_meta=[tags_out(tags) for tags in found.tags],
+            field_names=found.fields if fields is None else fields,
+            describe=self._describe,
+        )
+
+    def _describe(self, meta: BatchMeta) -> Schema:
+        return schema_of(self.get_data(meta))
+
+    # --- batches
+
+    async def _get_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: dict[str, Any] | None = None,
+        wait_s: float | None = None,
+    ) -> BatchMeta:
+        store = self.connection.store
+        if mode == "insert":
+            stored = await store.put(Rows(partition_id), new=batch_size)
+            found = Found(stored.indexes, [], [partition_id] * batch_size, [], stored.tags)
+            return self._meta(found, data_fields, [0] * batch_size)
+        if mode == "force_fetch":
+            found = await store.find(Rows(partition_id))
+            produced = await store.produced(partition_id, data_fields)
+            have = dict(zip(*produced, strict=True)) if produced is not None else {}
+            return self._meta(found, data_fields, [int(all(have.get(index, (False,)))) for index in found.indexes])
+        if mode != "fetch":
+            raise ValueError(f"mode is one of fetch, force_fetch and insert, not {mode!r}")
+        if task_name is None:
+            raise ValueError("fetching samples needs a task_name")
+        return await self._sample(data_fields, batch_size, partition_id, task_name, sampling_config or {}, wait_s)
+
+    async def _sample(
+        self,
+        fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        task_name: str,
+        sampling: dict[str, Any],
+        wait_s: float | None,
+    ) -> BatchMeta:
+        polling = self.connection.settings.polling
+        try:
+            found = await self.connection.store.sample(
+                partition_id,
+                task_name,
+                fields,
+                batch_size,
+                rank=sampling.get("dp_rank"),
+                batch_index=sampling.get("batch_index"),
+                wait_s=wait_s if wait_s is not None else 0.0 if polling else WAIT_S,
+            )
+        except Refused as error:
+            raise SamplerRefused(error.what, why=error.why, hint=error.hint) from error
+        if not found.waiting_on:
+            return self._meta(found, fields)
+        if polling:
+            return BatchMeta.empty()
+        raise NotReady(f"samples of partition {partition_id!r} for {task_name!r}", why=f"waited for {found.waiting_on}")
+
+    async def _get_data(self, metadata: BatchMeta) -> TensorDict:
+        if not metadata or not metadata.field_names:
+            _log.warning("a batch without samples or fields was asked for")
+            return TensorDict({}, batch_size=0)
+        reading = await self.connection.store.get(Rows(indexes=metadata.global_indexes), metadata.field_names)
+        try:
+            gone = metadata.size - reading.rows
+            missing = sorted(set(metadata.field_names) - set(reading.fields))
+            if gone or missing:
+                raise StorageKeyNotFoundError(f"{gone} of {metadata.size} samples are gone; fields missing: {missing}")
+            return batch_of(reading)
+        finally:
+            reading.close()
+
+    async def _put(
+        self,
+        data: TensorDict,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: Parser | None = None,
+    ) -> BatchMeta:
+        store = self.connection.store
+        columns = columns_of(data) if data_parser is None else parsed(data, data_parser)
+        if metadata is None:
+            if partition_id is None:
+                raise ValueError("new samples need a partition_id")
+            size = data.batch_size[0]
+            stored = await store.put(Rows(partition_id), columns, new=size)
+            found = Found(stored.indexes, [], [partition_id] * size, stored.fields, stored.tags)
+            return self._meta(found, []).add_fields(data)
+        if not metadata:
+            raise ValueError("the batch to put to has no samples")
+        rows = Rows(indexes=metadata.global_indexes)
+        await store.put(rows, columns, tags=self._tags_of(metadata), replace_tags=True)
+        return metadata.add_fields(data)
+
+    @staticmethod
+    def _tags_of(metadata: BatchMeta) -> list[Tags]:
+        return tags_in(metadata.custom_meta, metadata.global_indexes)
+
+    async def _set_custom_meta(self, metadata: BatchMeta) -> None:
+        if metadata:
+            rows = Rows(indexes=metadata.global_indexes)
+            await self.connection.store.put(rows, tags=self._tags_of(metadata), replace_tags=True)
+
+    async def _clear_partition(self, partition_id: str) -> None:
+        await self.connection.store.clear(Rows(partition_id))
+
+    async def _clear_samples(self, metadata: BatchMeta) -> None:
+        if metadata:
+            await self.connection.store.clear(Rows(indexes=metadata.global_indexes))
+
+    # --- status
+
+    async def _get_consumption_status(
+        self, task_name: str, partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        status = await self.connection.store.consumed(partition_id, task_name)
+        if status is None:
+            return None, None
+        return torch.tensor(status[0], dtype=torch.long), torch.tensor(status[1], dtype=torch.int8)
+
+    async def _get_production_status(
+        self, data_fields: list[str], partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        status = await self.connection.store.produced(partition_id, data_fields)
+        if status is None:
+            return None, None
+        return torch.tensor(status[0], dtype=torch.long), torch.tensor(status[1], dtype=torch.int8)
+
+    async def _check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        status = await self.connection.store.consumed(partition_id, task_name)
+        return status is not None and bool(status[0]) and all(status[1])
+
+    async def _check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+        status = await self.connection.store.produced(partition_id, data_fields)
+        return status is not None and all(map(all, status[1]))
+
+    async def _reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        return await self.connection.store.reset(partition_id, task_name)
+
+    async def _get_partition_list(self) -> list[str]:
+        return await self.connection.store.partitions()
+
+    # --- keys
+
+    async def _kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        names = checked_keys(keys)
+        if create:
+            await self.connection.store.put(Rows(partition_id, names))
+        found = await self.connection.store.find(Rows(partition_id, names))
+        return self._meta(found, status=[int(bool(found.fields))] * len(found.indexes))
+
+    async def _kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
+        indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
+        if not indexes:
+            raise ValueError("an empty list of numbers")
+        if not all(isinstance(index, int) for index in indexes):
+            raise TypeError(f"not all numbers of samples are int: {indexes[:8]}")
+        found = await self.connection.store.find(Rows(indexes=indexes))
+        keys = {
+            index: key or None
+            for index, key, partition in zip(found.indexes, found.keys, found.partitions, strict=True)
+            if partition == partition_id
+        }
+        return [keys.get(index) for index in indexes]
+
+    async def _kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        listed = await self.connection.store.list_keys(partition_id)
+        return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
+
+    # --- both forms of each
+
+    async def async_get_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: dict[str, Any] | None = None,
+    ) -> BatchMeta:
+        """Samples for a task that have these fields, chosen by the sampler (fetch); all of a partition (force_fetch);
+        or new ones that are still to be put (insert).
+
+        Raises:
+            NotReady: there are not enough, and polling_mode is off; with it the batch is empty.
+        """
+        work = self._get_meta(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
+        return await self.connection.arun(work)
+
+    def get_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: dict[str, Any] | None = None,
+    ) -> BatchMeta:
+        """See async_get_meta."""
+        return self._run(self._get_meta(data_fields, batch_size, partition_id, mode, task_name, sampling_config))
+
+    def wait_meta(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        task_name: str,
+        sampling_config: dict[str, Any],
+        wait_s: float,
+    ) -> BatchMeta:
+        """Like get_meta, but waits for samples in polling_mode too."""
+        return self._run(
+            self._get_meta(data_fields, batch_size, partition_id, "fetch", task_name, sampling_config, wait_s)
+        )
+
+    def has_batch(
+        self,
+        data_fields: list[str],
+        batch_size: int,
+        partition_id: str,
+        task_name: str,
+        sampling_config: dict[str, Any],
+    ) -> bool:
+        """Whether the sampler has (or has given already) this batch of a rank. Not for the sequential sampler, which
+        would give a batch away."""
+        rank, batch_index = sampling_config.get("dp_rank"), sampling_config.get("batch_index")
+        store = self.connection.store
+        found = self._run(
+            store.sample(partition_id, task_name, data_fields, batch_size, rank=rank, batch_index=batch_index)
+        )
+        return not found.waiting_on
+
+    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+        """The fields of a batch.
+
+        Raises:
+            StorageKeyNotFoundError: a sample is gone, or has not all of the fields.
+        """
+        return await self.connection.arun(self._get_data(metadata))
+
+    def get_data(self, metadata: BatchMeta) -> TensorDict:
+        """See async_get_data."""
+        return self._run(self._get_data(metadata))
+
+    async def async_put(
+        self,
+        data: TensorDict,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: Parser | None = None,
+    ) -> BatchMeta:
+        """Put fields on the samples of a batch, or on new ones of a partition."""
+        return await self.connection.arun(self._put(data, metadata, partition_id, data_parser))
+
+    def put(
+        self,
+        data: TensorDict,
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: Parser | None = None,
+    ) -> BatchMeta:
+        """See async_put."""
+        return self._run(self._put(data, metadata, partition_id, data_parser))
+
+    async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
+        """The tags of the samples are those of the batch from now on."""
+        await self.connection.arun(self._set_custom_meta(metadata))
+
+    def set_custom_meta(self, metadata: BatchMeta) -> None:
+        """See async_set_custom_meta."""
+        self._run(self._set_custom_meta(metadata))
+
+    async def async_clear_partition(self, partition_id: str) -> None:
+        """Remove a partition with all its samples."""
+        await self.connection.arun(self._clear_partition(partition_id))
+
+    def clear_partition(self, partition_id: str) -> None:
+        """See async_clear_partition."""
+        self._run(self._clear_partition(partition_id))
+
+    async def async_clear_samples(self, metadata: BatchMeta) -> None:
+        """Remove the samples of a batch."""
+        await self.connection.arun(self._clear_samples(metadata))
+
+    def clear_samples(self, metadata: BatchMeta) -> None:
+        """See async_clear_samples."""
+        self._run(self._clear_samples(metadata))
+
+    async def async_get_consumption_status(
+        self, task_name: str, partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Numbers of a partition's samples, and for each 1 if the task has consumed it, else 0."""
+        return await self.connection.arun(self._get_consumption_status(task_name, partition_id))
+
+    def get_consumption_status(
+        self, task_name: str, partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See async_get_consumption_status."""
+        return self._run(self._get_consumption_status(task_name, partition_id))
+
+    async def async_get_production_status(
+        self, data_fields: list[str], partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Numbers of a partition's samples, and for each and each field 1 if it is there, else 0."""
+        return await self.connection.arun(self._get_production_status(data_fields, partition_id))
+
+    def get_production_status(
+        self, data_fields: list[str], partition_id: str
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See async_get_production_status."""
+        return self._run(self._get_production_status(data_fields, partition_id))
+
+    async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        """Whether the task has consumed the whole partition."""
+        return await self.connection.arun(self._check_consumption_status(task_name, partition_id))
+
+    def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        """See async_check_consumption_status."""
+        return self._run(self._check_consumption_status(task_name, partition_id))
+
+    async def async_check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+        """Whether all samples of a partition have these fields."""
+        return await self.connection.arun(self._check_production_status(data_fields, partition_id))
+
+    def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+        """See async_check_production_status."""
+        return self._run(self._check_production_status(data_fields, partition_id))
+
+    async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        """Let a task (default: every task) consume a partition anew; False if there is no such partition."""
+        return await self.connection.arun(self._reset_consumption(partition_id, task_name))
+
+    def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        """See async_reset_consumption."""
+        return self._run(self._reset_consumption(partition_id, task_name))
+
+    async def async_get_partition_list(self) -> list[str]:
+        """Names of the partitions, oldest first."""
+        return await self.connection.arun(self._get_partition_list())
+
+    def get_partition_list(self) -> list[str]:
+        """See async_get_partition_list."""
+        return self._run(self._get_partition_list())
+
+    async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        """The samples of these keys that are there; with create, all of them."""
+        return await self.connection.arun(self._kv_retrieve_meta(keys, partition_id, create))
+
+    def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        """See async_kv_retrieve_meta."""
+        return self._run(self._kv_retrieve_meta(keys, partition_id, create))
+
+    async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
+        """Keys of samples by their numbers; None for those without."""
+        return await self.connection.arun(self._kv_retrieve_keys(global_indexes, partition_id))
+
+    def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
+        """See async_kv_retrieve_keys."""
+        return self._run(self._kv_retrieve_keys(global_indexes, partition_id))
+
+    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        """Keys with their tags, by partition."""
+        return await self.connection.arun(self._kv_list(partition_id))
+
+    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        """See async_kv_list."""
+        return self._run(self._kv_list(partition_id))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.removeprefix("async_") in _NOT_OFFERED:
+            raise NotOffered(f"TransferQueueClient.{name}", why=_NOT_OFFERED[name.removeprefix("async_")])
+        raise AttributeError(f"TransferQueueClient has no {name}")
+
+
+_JOURNALED = "the queue is journaled as it runs, and a broker that dies comes back with it"
+_NOT_OFFERED = {
+    "initialize_storage_manager": "there is no storage to choose",
+    "save_controller_checkpoint": _JOURNALED,
+    "load_controller_checkpoint": _JOURNALED,
+    "save_storage_checkpoint": _JOURNALED,
+    "load_storage_checkpoint": _JOURNALED,
+}

@@ -1,0 +1,330 @@
+"""The high-level interface: init, close, and samples by keys in partitions, with fields and tags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+
+from relax_rt.transport.compat.transfer_queue import config, connection
+from relax_rt.transport.compat.transfer_queue.client import (
+    Parser,
+    TransferQueueClient,
+    checked_keys,
+    tags_in,
+    tags_out,
+)
+from relax_rt.transport.compat.transfer_queue.errors import NotOffered
+from relax_rt.transport.compat.transfer_queue.metadata import KVBatchMeta
+from relax_rt.transport.compat.transfer_queue.tensors import batch_of, columns_of, parsed, row_of
+from relax_rt.transport.store.api import Rows
+
+Fields = TensorDict | dict[str, Any]
+
+
+def init(conf: Any = None) -> Any:
+    """Connect to the queue, and start it first if nobody has. Call it once in each process, before anything else.
+
+    The queue lies in a folder: `conf.relax.folder`, or the one that RELAX_TRANSFER_QUEUE names, or a new one, which is
+    then named in this variable for processes that this one starts. Its broker ends with the process that started it.
+
+    Args:
+        conf: a DictConfig or dict. Of the interface's own settings `controller.sampler`, `controller.polling_mode` and
+            `backend.SimpleStorage.total_storage_size` are heeded, by the process that starts the queue; the number of
+            storage units has no meaning here. `relax.folder`: see above. `relax.capacity_bytes`: shared memory that
+            this process may put into. `relax.spill_bytes`: payload that may be moved to disk when memory fills.
+
+    Returns:
+        The whole configuration.
+
+    Raises:
+        NotOffered: a setting asks for what is not here: another storage backend, a metrics server, a sampler of
+            one's own.
+        ValueError: there is no sampler of this name.
+    """
+    full = config.merged(conf)
+    mine = connection.start(full)
+    full["relax"]["folder"] = full["controller"]["zmq_info"] = str(mine.folder)
+    return config.as_given(full)
+
+
+def close() -> None:
+    """Leave the queue; in the process that started it, end it. Tensors that were read stay good."""
+    connection.stop()
+
+
+def get_client() -> TransferQueueClient:
+    """The lower-level interface.
+
+    Raises:
+        NotInitialized: there is no queue to connect to.
+    """
+    return TransferQueueClient(connection.current())
+
+
+def get_metrics_endpoint() -> str | None:
+    """Address of the metrics server: None, there is none."""
+    return None
+
+
+# --- what is done, on the connection's own event loop
+
+
+def _tags_checked(tags: list[dict[str, Any]] | None, keys: list[str]) -> list[dict[str, Any]]:
+    if tags is not None and len(tags) != len(keys):
+        raise ValueError(f"{len(keys)} keys came with tags for {len(tags)}")
+    return tags or []
+
+
+async def _put(
+    mine: connection.Connection,
+    keys: list[str],
+    partition_id: str,
+    fields: TensorDict | None,
+    tags: list[dict[str, Any]] | None,
+    parser: Parser | None,
+) -> KVBatchMeta:
+    checked_keys(keys)
+    given = _tags_checked(tags, keys)
+    if len(set(keys)) != len(keys):
+        raise ValueError("Got duplicated keys.")
+    columns = None
+    if fields is not None:
+        columns = columns_of(fields) if parser is None else parsed(fields, parser)
+    stored = await mine.store.put(Rows(partition_id, keys), columns, tags=tags_in(given, keys) if given else ())
+    return KVBatchMeta(list(keys), [tags_out(own) for own in stored.tags], partition_id, stored.fields)
+
+
+def _checked_row(fields: Fields | None, tag: dict[str, Any] | None) -> TensorDict | None:
+    if fields is None and tag is None:
+        raise ValueError("Please provide at least one parameter of fields or tag.")
+    if fields is None or isinstance(fields, TensorDict):
+        return fields
+    if not isinstance(fields, dict):
+        raise ValueError(f"fields are a dict or a TensorDict, not {type(fields).__name__}")
+    return row_of(fields)
+
+
+def _checked_batch(keys: list[str], fields: Fields | None, tags: list[dict[str, Any]] | None) -> TensorDict | None:
+    if fields is None and tags is None:
+        raise ValueError("Please provide at least one parameter of `fields` or `tags`.")
+    if isinstance(fields, dict):
+        fields = TensorDict(fields, batch_size=[len(keys)])
+    if fields is not None and fields.batch_size[0] != len(keys):
+        raise ValueError(f"{len(keys)} keys came with fields for {fields.batch_size[0]}")
+    return fields
+
+
+async def _get(
+    mine: connection.Connection, keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None
+) -> TensorDict:
+    rows = Rows(partition_id, checked_keys(keys))
+    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+    reading = await mine.store.get(rows, wanted)
+    try:
+        if not reading.rows:
+            raise ValueError(f"neither of the keys {rows.keys[:8]} was found in partition {partition_id!r}")
+        if reading.fields:
+            return batch_of(reading)
+    finally:
+        reading.close()
+    if not (await mine.store.find(rows)).fields:
+        raise ValueError(f"no field is there for all of the keys {rows.keys[:8]} of partition {partition_id!r}")
+    return TensorDict({}, batch_size=0)
+
+
+def _selected(meta: KVBatchMeta, select_fields: list[str] | str | None) -> tuple[str, list[str] | None]:
+    if meta.partition_id is None:
+        raise ValueError("the batch does not say which partition it is of")
+    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+    if wanted is not None:
+        unknown = [name for name in wanted if name not in (meta.fields or ())]
+        if unknown:
+            raise ValueError(f"fields {unknown} are not among those of the batch, {meta.fields}")
+    return meta.partition_id, meta.fields if wanted is None else wanted
+
+
+async def _list(mine: connection.Connection, partition_id: str | None) -> dict[str, dict[str, Any]]:
+    listed = await mine.store.list_keys(partition_id)
+    return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
+
+
+async def _clear(mine: connection.Connection, keys: list[str] | str, partition_id: str) -> None:
+    await mine.store.clear(Rows(partition_id, checked_keys(keys)))
+
+
+# --- blocking
+
+
+def kv_put(
+    key: str,
+    partition_id: str,
+    fields: Fields | None = None,
+    tag: dict[str, Any] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """Put fields and tags of one sample; what it has already of others stays.
+
+    Args:
+        key: of the sample, in its partition; made if it is not there.
+        partition_id: made if it is not there.
+        fields: one row of a TensorDict, or a dict with the sample's values. Tensors are kept as they are; everything
+            else must be plain data, or hold numpy arrays or tensors: objects are not pickled.
+        tag: merged into the sample's tags.
+        data_parser: is given a dict of the fields and answers with one of the same fields to put in their stead.
+
+    Returns:
+        The sample's key, tags, and all its fields.
+
+    Raises:
+        ValueError: neither fields nor tag, or a nested tensor.
+        TypeError: a value that cannot be put.
+    """
+    row, mine = _checked_row(fields, tag), connection.current()
+    return mine.run(_put(mine, [key], partition_id, row, [tag] if tag is not None else None, data_parser))
+
+
+def kv_batch_put(
+    keys: list[str],
+    partition_id: str,
+    fields: Fields | None = None,
+    tags: list[dict[str, Any]] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """Put fields and tags of many samples, in one step: all of it or nothing.
+
+    Args:
+        fields: as many rows as keys.
+        tags: one dict for each key.
+
+    See kv_put for the rest.
+
+    Raises:
+        ValueError: neither fields nor tags, another number of them than of keys, or a key named twice.
+    """
+    batch, mine = _checked_batch(keys, fields, tags), connection.current()
+    return mine.run(_put(mine, keys, partition_id, batch, tags, data_parser))
+
+
+def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
+    """The fields of samples, in the order of the keys; keys that are not there are passed over.
+
+    Tensors of one and more dimensions come as jagged nested tensors, scalars as a dense one, everything else as a
+    NonTensorStack. Large tensors of samples that were put together are not copied: they lie in shared memory, which
+    is kept for them, and a change made in place is the caller's own.
+
+    Args:
+        select_fields: those that are wanted; default: all that each of the samples has.
+
+    Raises:
+        ValueError: none of the keys is there, or there is no field that all samples have.
+    """
+    mine = connection.current()
+    return mine.run(_get(mine, keys, partition_id, select_fields))
+
+
+def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
+    """kv_batch_get of the samples and fields that a put answered with.
+
+    Raises:
+        ValueError: a selected field is not among those of the batch; see kv_batch_get for others.
+    """
+    partition_id, wanted = _selected(meta, select_fields)
+    return kv_batch_get(meta.keys, partition_id, wanted)
+
+
+def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """Tags by key by partition, of one partition or all; an unknown one is passed over."""
+    mine = connection.current()
+    return mine.run(_list(mine, partition_id))
+
+
+def kv_clear(keys: list[str] | str, partition_id: str) -> None:
+    """Remove samples; keys that are not there are passed over. Their partition stays, be it empty."""
+    mine = connection.current()
+    mine.run(_clear(mine, keys, partition_id))
+
+
+# --- awaited, from any event loop
+
+
+async def async_kv_put(
+    key: str,
+    partition_id: str,
+    fields: Fields | None = None,
+    tag: dict[str, Any] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """See kv_put."""
+    row, mine = _checked_row(fields, tag), connection.current()
+    return await mine.arun(_put(mine, [key], partition_id, row, [tag] if tag is not None else None, data_parser))
+
+
+async def async_kv_batch_put(
+    keys: list[str],
+    partition_id: str,
+    fields: Fields | None = None,
+    tags: list[dict[str, Any]] | None = None,
+    data_parser: Parser | None = None,
+) -> KVBatchMeta:
+    """See kv_batch_put."""
+    batch, mine = _checked_batch(keys, fields, tags), connection.current()
+    return await mine.arun(_put(mine, keys, partition_id, batch, tags, data_parser))
+
+
+async def async_kv_batch_get(
+    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
+) -> TensorDict:
+    """See kv_batch_get."""
+    mine = connection.current()
+    return await mine.arun(_get(mine, keys, partition_id, select_fields))
+
+
+async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
+    """See kv_batch_get_by_meta."""
+    partition_id, wanted = _selected(meta, select_fields)
+    return await async_kv_batch_get(meta.keys, partition_id, wanted)
+
+
+async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """See kv_list."""
+    mine = connection.current()
+    return await mine.arun(_list(mine, partition_id))
+
+
+async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
+    """See kv_clear."""
+    mine = connection.current()
+    await mine.arun(_clear(mine, keys, partition_id))
+
+
+# --- not offered
+
+
+def save_checkpoint(
+    checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
+) -> None:
+    """Not offered.
+
+    Raises:
+        NotOffered: always.
+    """
+    raise NotOffered(
+        f"save_checkpoint({str(checkpoint_dir)!r})",
+        why="the queue is journaled as it runs",
+        hint="a broker that dies comes back with all that was put while the machine is up; keep relax.folder",
+    )
+
+
+def load_checkpoint(checkpoint_dir: str | Path) -> None:
+    """Not offered.
+
+    Raises:
+        NotOffered: always.
+    """
+    raise NotOffered(
+        f"load_checkpoint({str(checkpoint_dir)!r})",
+        why="the queue is journaled as it runs",
+        hint="start it with the relax.folder that it had",
+    )
