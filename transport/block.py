@@ -280,7 +280,7 @@ class Block:
         self.where = where
         if len(memory) < HEADER.size:
             raise Corrupt(where, why=f"{len(memory)} bytes, a block's header alone has {HEADER.size}")
-        magic, version, flags, rows, meta_nbytes, nbytes = HEADER.unpack_from(memory)
+        magic, version, flags, rows, meta_nbytes, nbytes = HEADER.unpack_from(memory.data)
         if magic != MAGIC or version != VERSION or flags:
             raise Corrupt(where, why=f"it begins with {magic!r}, version {version}, flags {flags}: not a block of ours")
         if not HEADER.size <= nbytes <= len(memory):

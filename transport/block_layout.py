@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -140,7 +140,7 @@ class Source:
         if not self.nbytes:
             return
         if self.kind[0] in TEXT or self.kind[0] == BLOB:
-            _write_bytes(target, data)
+            _write_bytes(target, cast(Sequence[Data], data))
             return
         elements = target.view(self.dtype)
         if isinstance(data, np.ndarray):
@@ -166,10 +166,10 @@ class Source:
 
 
 def _write_bytes(target: Bytes, parts: Sequence[Data]) -> None:
-    view, at = memoryview(target), 0
+    view, at = target.data, 0
     for part in parts:
         end = at + len(part)
-        view[at:end] = part
+        view[at:end] = part  # type: ignore[assignment]
         at = end
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -40,7 +40,8 @@ Kind = tuple[str, int]
 Data = NDArray[Any] | bytes | memoryview
 STR, BYTES, OBJECT, SHARED, BLOB_KIND = ("str", -1), ("bytes", -1), ("msgpack", -1), ("shared", -1), (BLOB, -1)
 
-_codes = {np.dtype(code).newbyteorder(order): code for code in PLAIN for order in "<>"}
+_ORDERS: tuple[Literal["<", ">"], ...] = ("<", ">")
+_codes = {np.dtype(code).newbyteorder(order): code for code in PLAIN for order in _ORDERS}
 _kinds: dict[tuple[np.dtype[Any], int], Kind] = {
     (dtype, ndim): (code, ndim) for dtype, code in _codes.items() for ndim in range(6)
 }
@@ -176,7 +177,8 @@ def _contiguous(kind: Kind, data: Data) -> Data:
 def digest_of(kind: Kind, data: Data) -> bytes:
     """xxh3-128 of dtype, shape and bytes."""
     state = xxhash.xxh3_128(f"{kind[0]}{data.shape if isinstance(data, np.ndarray) else ''}:".encode())
-    state.update(_contiguous(kind, data))
+    data = _contiguous(kind, data)
+    state.update(memoryview(data.data if isinstance(data, np.ndarray) else data))
     return state.digest()
 
 
