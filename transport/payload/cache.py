@@ -23,6 +23,8 @@ from relax_rt.transport.queue.api import Extent
 
 Fetched = dict[Extent, NDArray[np.uint8]]
 
+_ENTRIES_AT_A_TIME = 128
+
 
 class Entry:
     """An extent that is held or on its way.
@@ -86,6 +88,11 @@ class Job:
     entries: list[Entry] = dataclasses.field(default_factory=list)
 
     @property
+    def admitted(self) -> bool:
+        """It has all its entries."""
+        return len(self.entries) == len(self.extents)
+
+    @property
     def what(self) -> str:
         """For messages."""
         return f"payload of lease {self.lease} from {self.address}"
@@ -129,6 +136,7 @@ class Cache:
         self._fetches: collections.deque[Job] = collections.deque()
         self._prefetches: collections.deque[Job] = collections.deque()
         self._hits = self._misses = self._evictions = 0
+        self.unfinished = False
 
     def add(self, job: Job) -> None:
         """Put a job in line. One that can never fit fails at once; a prefetch of that kind is forgotten."""
@@ -145,74 +153,80 @@ class Cache:
             return
         (self._prefetches if job.future is None else self._fetches).append(job)
         self.jobs.add(job)
+        self.unfinished = True
 
     def admit(self) -> list[Entry]:
         """Give room to the jobs whose turn it is, and say which entries are to be received for them.
 
-        Who waits goes first; a prefetch never takes another's place. A job gets all it needs at once or nothing, so
-        that two of them never wait for each other.
+        Who waits goes first; a prefetch never takes another's place. One job after the other gets all it needs, so
+        that two of them never wait for each other; a long one some entries at a time, so that these can be asked for
+        meanwhile (`unfinished`: call again).
         """
         wanted: list[Entry] = []
+        if not self.memory.collect() and not self.unfinished:
+            return wanted
+        self.unfinished = False
         for line in (self._fetches, self._prefetches):
             while line:
                 job = line[0]
                 if job in self.jobs:
                     try:
-                        admitted = self._admit(job, wanted)
+                        if not self._admit(job, wanted):
+                            return wanted
                     except OutOfSpace as error:
                         self._fail(job, error)
-                        admitted = True
-                    if not admitted:
+                    if job in self.jobs and not job.admitted:
+                        self.unfinished = True
                         return wanted
+                    self._done_if_complete(job)
                 line.popleft()
         return wanted
 
     def _admit(self, job: Job, wanted: list[Entry]) -> bool:
-        for extent in job.extents:
+        """Some of a job's entries, or False when there is no room."""
+        if not job.entries and not self._room_for(job):
+            return False
+        for extent in job.extents[len(job.entries) :][:_ENTRIES_AT_A_TIME]:
             entry = self.entries.get(extent)
             if entry is not None and not entry.ready and entry.address != job.address:
-                self.drop(
-                    entry, Unreachable(f"{entry.name}, asked of {entry.address}", why=f"it is at {job.address} now")
-                )
-        new = [extent for extent in job.extents if extent not in self.entries]
-        regions = self._regions(new, job)
-        if regions is None:
-            return False
-        self._misses += len(new)
-        self._hits += len(job.extents) - len(new)
-        for extent, region in zip(new, regions, strict=True):
-            self.entries[extent] = Entry(job.address, extent, region)
-        for extent in job.extents:
-            entry = self.entries[extent]
-            entry.leases.add(job.lease)
-            entry.deadline = max(entry.deadline, job.deadline)
-            if job.future is not None:
-                entry.pinned.add(job.lease)
-            if not entry.ready:
-                if not entry.urgent:
-                    entry.urgent = job.future is not None
-                    wanted.append(entry)
-                entry.jobs.append(job)
-                job.waiting += 1
-            self.entries.move_to_end(extent)
-            job.entries.append(entry)
-        self._leases.setdefault(job.lease, set()).update(job.extents)
-        self._done_if_complete(job)
+                why = f"it is at {job.address} now"
+                self.drop(entry, Unreachable(f"{entry.name}, asked of {entry.address}", why=why))
+                entry = None
+            self._hits += entry is not None
+            if entry is None:
+                region = self._region(extent.nbytes, job)
+                if region is None:
+                    return False
+                self._misses += 1
+                entry = self.entries[extent] = Entry(job.address, extent, region)
+            self._join(entry, job, wanted)
         return True
 
-    def _regions(self, extents: Sequence[Extent], job: Job) -> list[Region] | None:
-        self.memory.collect()
-        if sum(aligned(extent.nbytes) for extent in extents) > self.memory.capacity_bytes - self._pinned_bytes():
-            return None
-        regions: list[Region] = []
-        for extent in extents:
-            region = self.memory.allocate(extent.nbytes)
-            while region is None:
-                if job.future is None or not self._evict_one(job):
-                    return None
-                region = self.memory.allocate(extent.nbytes)
-            regions.append(region)
-        return regions
+    def _join(self, entry: Entry, job: Job, wanted: list[Entry]) -> None:
+        entry.leases.add(job.lease)
+        entry.deadline = max(entry.deadline, job.deadline)
+        if job.future is not None:
+            entry.pinned.add(job.lease)
+        if not entry.ready:
+            if not entry.urgent:
+                entry.urgent = job.future is not None
+                wanted.append(entry)
+            entry.jobs.append(job)
+            job.waiting += 1
+        self.entries.move_to_end(entry.extent)
+        self._leases.setdefault(job.lease, set()).add(entry.extent)
+        job.entries.append(entry)
+
+    def _room_for(self, job: Job) -> bool:
+        """Whether there can be room, so that nothing is evicted in vain."""
+        need = sum(aligned(extent.nbytes) for extent in job.extents if extent not in self.entries)
+        return need <= self.memory.capacity_bytes - self._pinned_bytes()
+
+    def _region(self, nbytes: int, job: Job) -> Region | None:
+        region = self.memory.allocate(nbytes)
+        while region is None and job.future is not None and self._evict_one(job):
+            region = self.memory.allocate(nbytes)
+        return region
 
     def _evict_one(self, job: Job) -> bool:
         """Drop the least recently used entry that nobody looks at; its lease can fetch it again."""
@@ -233,12 +247,13 @@ class Cache:
             self._done_if_complete(job)
 
     def _done_if_complete(self, job: Job) -> None:
-        if job.waiting == 0:
+        if job.waiting == 0 and job.admitted:
             self.jobs.discard(job)
             job.resolve()
 
     def drop(self, entry: Entry, error: RelaxError) -> None:
         """Hold an entry no longer; who waits for it gets the error."""
+        self.unfinished = True
         if self.entries.get(entry.extent) is entry:
             del self.entries[entry.extent]
         entry.region, entry.ready = None, False
@@ -253,6 +268,8 @@ class Cache:
 
     def release(self, lease: int) -> None:
         """A lease ends: what is held for it alone is dropped, its jobs fail. Arrays stay good while they live."""
+        # What it pinned for others can give way now.
+        self.unfinished = True
         ended = Refused(f"payload of lease {lease}", why="the lease was released meanwhile")
         for extent in self._leases.pop(lease, ()):
             entry = self.entries.get(extent)
@@ -278,10 +295,6 @@ class Cache:
     def waiting_for_space(self) -> int:
         """Jobs that have no memory yet."""
         return len(self._fetches) + len(self._prefetches)
-
-    def admitted(self, job: Job) -> bool:
-        """Whether a job has got its memory."""
-        return bool(job.entries) or not job.extents
 
     def space(self) -> str:
         """Why there is no room, for messages."""

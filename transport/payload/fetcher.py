@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -62,7 +63,8 @@ class Fetcher:
         keys: to prove to servers that this process belongs to the run. None: for servers on loopback.
         capacity_bytes: of the cache. Extents that were fetched stay until their lease is released; those that were
             only prefetched give way to what someone waits for, the least recently used first.
-        connections: to each server; each is encrypted by one thread, so more of them use more cores.
+        connections: to each server; each is encrypted by one thread, so more of them use more cores (0: one for
+            every four cores, four at most).
         chunk_bytes, window_bytes: of one answer, and asked of one server at a time.
         segment_bytes: what the cache takes from the system at a time.
         verify: compare an xxh3 digest of each chunk, computed by the server. CURVE authenticates what crosses the
@@ -76,7 +78,7 @@ class Fetcher:
         keys: CurveKeys | None,
         *,
         capacity_bytes: int = 1024 * 1024 * 1024,
-        connections: int = 2,
+        connections: int = 0,
         chunk_bytes: int = 1024 * 1024,
         window_bytes: int = 16 * 1024 * 1024,
         segment_bytes: int = 64 * 1024 * 1024,
@@ -85,6 +87,7 @@ class Fetcher:
         idle_s: float = 60.0,
     ) -> None:
         self._keys = keys
+        connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         self._settings = Settings(chunk_bytes, window_bytes, connections, verify, connect_timeout_s, idle_s)
         self._wakeup = Wakeup()
         self._memory = LocalMemory(capacity_bytes, segment_bytes, self._room_came)
@@ -130,9 +133,10 @@ class Fetcher:
         """Drop what is held for a lease, whatever became of it. To be said before the ledger is told to unpin it:
         after that the owner writes other bytes to the same extents."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or self._closed:
                 return
-        self._do(lambda: self._cache.release(lease))
+            self._commands.append(lambda: self._cache.release(lease))
+        self._wakeup.set()
 
     def memory(self, extent: Extent) -> NDArray[np.uint8] | None:
         """The bytes of an extent that is held, read-only; None if it is not."""
@@ -171,7 +175,6 @@ class Fetcher:
         self._wakeup.set()
         if thread is not None:
             thread.join()
-            self._wakeup.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -279,6 +282,8 @@ class Fetcher:
         link.close()
 
     def _patience_ms(self) -> int:
+        if self._cache.unfinished:
+            return 0
         now = time.monotonic()
         until = [peer.next_event_at() for peer in self._peers.values()]
         until += [job.deadline for job in self._cache.jobs]
@@ -306,7 +311,7 @@ class Fetcher:
 
     def _late(self, job: Job) -> RelaxError:
         why = self._reason(job)
-        if not self._cache.admitted(job):
+        if not job.admitted:
             return OutOfSpace(job.what, why=why, hint="release leases, or raise capacity_bytes")
         entries = [entry for entry in job.entries if not entry.ready]
         what = f"{entries[0].name}, asked of {job.address} for lease {job.lease}" if entries else job.what

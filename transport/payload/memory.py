@@ -120,12 +120,14 @@ class LocalMemory:
         assert offset is not None
         return self._region(segment, offset, nbytes, size)
 
-    def collect(self) -> None:
-        """Take back what has become free."""
+    def collect(self) -> bool:
+        """Take back what has become free; whether anything has."""
+        some = bool(self._freed)
         while self._freed:
             segment, offset, size = self._freed.popleft()
             segment.heap.free(offset, size)
             self.used_bytes -= size
+        return some
 
     def _region(self, segment: _Segment, offset: int, nbytes: int, size: int) -> Region:
         self.used_bytes += size

@@ -125,7 +125,6 @@ class PayloadServer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self._wakeup.close()
 
     def statistics(self) -> PayloadServerStatistics:
         """Numbers for people and metrics."""
@@ -178,19 +177,16 @@ class PayloadServer:
                 self._push(reader, *self._fault(0, error))
 
     def _take(self, reader: bytes, get: Get) -> None:
-        held = self._held.get(reader)
-        if held is None:
-            queue = collections.deque((wanted, get.digest) for wanted in get.ranges)
-            if not self._answer(reader, queue):
-                self._held[reader] = queue
-                self._held_bytes += sum(wanted.nbytes for wanted, _ in queue)
+        queue = collections.deque((wanted, get.digest) for wanted in get.ranges)
+        if reader not in self._held and self._answer(reader, queue):
             return
-        for wanted in get.ranges:
+        held = self._held.setdefault(reader, collections.deque())
+        for wanted, digest in queue:
             if len(held) >= self._max_reader_ranges or self._held_bytes + wanted.nbytes > self._max_held_bytes:
                 # It does not read: it would not read a refusal either.
                 self._counts["dropped"] += 1
             else:
-                held.append((wanted, get.digest))
+                held.append((wanted, digest))
                 self._held_bytes += wanted.nbytes
 
     def _send_held(self) -> None:

@@ -260,6 +260,7 @@ async def test_closing_ends_what_waits() -> None:
             await waiting
         with pytest.raises(Refused, match="closed"):
             await fetcher.fetch("tcp://127.0.0.1:9", [], lease=1, deadline_s=1.0)
+        fetcher.release(1)
 
 
 async def test_a_cancelled_fetch_leaves_the_fetcher_well() -> None:
@@ -378,6 +379,7 @@ async def test_noise_from_a_server_is_counted_and_passed_over(noise: Answer) -> 
         lambda wanted: correct(wanted, bytes(2000)),
         lambda wanted: [correct(wanted)[0], bytes(2000)],
         lambda wanted: [correct(wanted)[0], b""],
+        lambda wanted: [frames.encode_head(frames.BYTES, [Part(wanted.id, 2000, 0)]), bytes(1000)],
         lambda wanted: [frames.encode_head(frames.BYTES, [Part(wanted.id, 1000, 0), Part(3, 1000, 0)]), bytes(1500)],
     ],
 )
