@@ -99,13 +99,21 @@ class Host:
         policy, limits: see LedgerPolicy and QueueLimits.
         listen: a tcp address for other nodes, as ``tcp://10.0.0.1:0``; empty: this node only.
         fsync_every_s: how often the journal is forced to disk.
+        segment_bytes: size of the journal from which on a snapshot is made.
     """
 
     def __init__(
-        self, folder: Path, policy: LedgerPolicy, limits: QueueLimits, *, listen: str = "", fsync_every_s: float = 1.0
+        self,
+        folder: Path,
+        policy: LedgerPolicy,
+        limits: QueueLimits,
+        *,
+        listen: str = "",
+        fsync_every_s: float = 1.0,
+        segment_bytes: int = 16 << 20,
     ) -> None:
         self.folder, self._policy, self._limits, self._listen = folder.absolute(), policy, limits, listen
-        self._fsync_every_s = fsync_every_s
+        self._fsync_every_s, self._segment_bytes = fsync_every_s, segment_bytes
         self._lock = -1
         self._server: rpc.Server | None = None
         self._payload_server: PayloadServer | None = None
@@ -148,6 +156,7 @@ class Host:
             node=node,
             payloads=payloads,
             fsync_every_s=self._fsync_every_s,
+            segment_bytes=self._segment_bytes,
         )
         await self.broker.open()
         hello = rpc.make_hello(RUN_ID, Incarnation(BROKER, 0))
