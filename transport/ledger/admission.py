@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, repeat
+
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.blocks import extents_in
@@ -51,7 +53,10 @@ def obstacle(core: Core, engine_version: int) -> str:
     full = crowded(core)
     if full:
         return full
-    now, limit = outstanding(core), bound(core, engine_version) + surplus(core)
+    now, limit = outstanding(core), bound(core, engine_version)
+    if limit > 0:
+        # What an engine too far behind makes would be refused, also as surplus.
+        limit += surplus(core)
     if now + policy.group_size > limit:
         behind = core.lag(engine_version)
         lag = f" to an engine {behind} updates behind" if behind else ""
@@ -117,7 +122,7 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
         len(group.samples),
         core.state.trainer_version,
         core.state.limits.lease_s,
-        group.making,
+        list(group.making),
     )
 
 
@@ -277,31 +282,58 @@ def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
     full = crowded(core)
     if full:
         return Offered([], waiting_on=full)
-    groups = [
-        Group(core.new_id(), None, core.state.trainer_version or 0, 0, [Sample() for _ in range(size)])
-        for size in event.groups
-    ]
+    samples = _offered_by_key(core, event) if event.puts[0].rows else _offered_in_order(core, event)
+    first, version = core.state.next_id, core.state.trainer_version
+    core.state.next_id += len(event.groups)
+    at = 0
+    for id_, size in enumerate(event.groups, first):
+        group = Group(id_, None, version or 0, 0, samples[at : at + size])
+        at += size
+        core.enter(group)
+        if size > 1 or core.policy.step_task:
+            core.refresh(group)
+        else:
+            core.enter_ready(id_, group.samples[0])
+        if version is not None and core.staleness(group) > core.policy.max_staleness:
+            core.end(group, "refused(stale)")
+    core.state.issued += len(samples)
+    core.changed = True
+    return Offered(list(range(first, first + len(event.groups))), core.blocks.collect(who))
+
+
+def _offered_in_order(core: Core, event: Offer) -> list[Sample]:
+    (item,) = event.puts
+    rows = item.block.rows
+    block = core.blocks.add(item, rows, core.state.callers.alive)
+    for length in item.lengths:
+        core.losses.generated(length)
+    lengths = item.lengths or repeat(-1, rows)
+    return [Sample(True, [Part(block, row)], length) for row, length in enumerate(lengths)]
+
+
+def _offered_by_key(core: Core, event: Offer) -> list[Sample]:
+    starts = list(accumulate(event.groups, initial=0))
+    samples = [Sample()] * starts[-1]
     for item in event.puts:
         block = core.blocks.add(item, len(item.rows), core.state.callers.alive)
         for row in item.rows:
-            groups[row.key.group].samples[row.key.member] = _sample(core, row, block)
-    for group in groups:
-        core.enter(group)
-        core.refresh(group)
-        core.state.issued += len(group.samples)
-        if core.state.trainer_version is not None and core.staleness(group) > core.policy.max_staleness:
-            core.end(group, "refused(stale)")
-    core.changed = True
-    return Offered([group.id for group in groups], core.blocks.collect(who))
+            samples[starts[row.key.group] + row.key.member] = _sample(core, row, block)
+    return samples
 
 
 def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
     what = f"offer by {who}"
     if not event.groups or min(event.groups) < 1 or max(event.groups) > MAX_GROUP:
         raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs 1 to {MAX_GROUP}")
-    core.blocks.check(event.puts, who)
     check_fields(core, who, event.puts)
     _check_unversioned(core, who, event.puts)
+    if len(event.puts) == 1 and not event.puts[0].rows:
+        (item,) = event.puts
+        core.blocks.check_extents(event.puts, who)
+        if item.block.rows != sum(event.groups) or len(item.lengths) not in (0, item.block.rows):
+            raise Refused(what, why=f"a block of {item.block.rows} rows for {sum(event.groups)} samples")
+        return
+    core.blocks.check(event.puts, who)
     seen: set[tuple[int, int]] = set()
     for item in event.puts:
         for row in item.rows:

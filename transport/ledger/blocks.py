@@ -41,14 +41,14 @@ def extents_in(puts: Iterable[Put]) -> list[Extent]:
     return found
 
 
-class Live(msgspec.Struct, array_like=True):
+class Live(msgspec.Struct, array_like=True, gc=False):
     """A live extent: what it holds counts as one reference, and every lease that can see it as one more (a pin)."""
 
     nbytes: int
     references: int = 1
 
 
-class Block(msgspec.Struct, array_like=True):
+class Block(msgspec.Struct, array_like=True, gc=False):
     """A block in use.
 
     Attributes:
@@ -61,7 +61,7 @@ class Block(msgspec.Struct, array_like=True):
     blobs: list[bytes] = []
 
 
-class Blob(msgspec.Struct, array_like=True):
+class Blob(msgspec.Struct, array_like=True, gc=False):
     """A shared value: where it lies, and how many blocks name it."""
 
     extent: Extent

@@ -129,7 +129,10 @@ class Callers(msgspec.Struct):
 
         Those with the highest numbers are kept: a call with a lower one that is not among them was answered long ago.
         """
-        kept = self.answers[owner_key(who)]
+        kept = self.answers.get(owner_key(who))
+        if kept is None:
+            # The call was the caller's own end.
+            return
         kept[seq] = answer
         if len(kept) > ANSWERS_KEPT:
             del kept[min(kept)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.admission import check_fields, return_extents
@@ -10,8 +12,9 @@ from relax_rt.transport.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.events import Abandon, Complete, Take
 from relax_rt.transport.ledger.failures import fail_members
-from relax_rt.transport.ledger.state import Group, Lease, Part, Stream
-from relax_rt.transport.queue.api import Batch, Extent, Put, SampleInfo, SampleKey, Want
+from relax_rt.transport.ledger.runs import runs_of
+from relax_rt.transport.ledger.state import Group, Lease, Part, Sample, Stream
+from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
 
 MAX_READERS = 4096
 
@@ -33,8 +36,9 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
         keys, waiting_on = ([], waiting_on) if waiting_on else _choose(core, samplers, task, want)
     if not keys:
         return Batch(0, [], waiting_on=waiting_on), []
-    lease = _lease(core, who, task, keys, want)
-    return batch_of(core, lease, who), keys
+    samples = [core.state.groups[key.group].samples[key.member] for key in keys]
+    lease = _lease(core, who, task, keys, samples, want)
+    return batch_of(core, lease, who, zip(keys, samples, strict=True)), keys
 
 
 def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
@@ -86,8 +90,7 @@ def _shared(core: Core, who: Incarnation, task: str, want: Want) -> Batch | None
     return None
 
 
-def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], want: Want) -> Lease:
-    samples = [core.state.groups[key.group].samples[key.member] for key in keys]
+def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], samples: list[Sample], want: Want) -> Lease:
     blocks = core.read_by(samples)
     pins = core.blocks.extents_of(blocks)
     lease = Lease(core.new_id(), task, keys, blocks, pins, [who], stream=want.stream, readers=want.readers)
@@ -113,13 +116,32 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], want:
     return lease
 
 
-def batch_of(core: Core, lease: Lease, who: Incarnation) -> Batch:
+def batch_of(
+    core: Core, lease: Lease, who: Incarnation, held: Iterable[tuple[SampleKey, Sample]] | None = None
+) -> Batch:
     """What a holder of a lease is told.
 
     Columns that came after the lease was granted are not in it: their memory is not pinned for its readers.
+    held: its samples, if they are at hand.
     """
     told = set(lease.blocks)
     place: dict[int, int] = {}
+    infos: list[SampleInfo] = []
+    runs: list[Run] = []
+    if core.policy.step_task:
+        infos = _infos(core, lease, told, place)
+    else:
+        runs = runs_of(core.samples_of(lease) if held is None else held, told, place)
+    blocks = [core.blocks.blocks[id_].ref for id_ in place]
+    blobs = core.blocks.blob_refs(place)
+    remote: dict[str, str] = {}
+    if core.state.callers.homes:
+        slabs = {extent.slab for extent in lease.pins}
+        remote = core.state.callers.remote(who, {owner_of(slab) for slab in slabs})
+    return Batch(lease.id, infos, runs, blocks, blobs, remote, core.state.limits.lease_s)
+
+
+def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> list[SampleInfo]:
     infos: list[SampleInfo] = []
     step = lease.task == core.policy.step_task
     for key in lease.keys:
@@ -143,11 +165,7 @@ def batch_of(core: Core, lease: Lease, who: Incarnation) -> Batch:
                 core.masked(sample) if step else [],
             )
         )
-    blocks = [core.blocks.blocks[id_].ref for id_ in place]
-    blobs = core.blocks.blob_refs(place)
-    slabs = {extent.slab for extent in lease.pins}
-    remote = core.state.callers.remote(who, {owner_of(slab) for slab in slabs}) if core.state.callers.homes else {}
-    return Batch(lease.id, infos, blocks, blobs, remote, core.state.limits.lease_s)
+    return infos
 
 
 def complete(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
@@ -161,7 +179,8 @@ def complete(core: Core, who: Incarnation, event: Complete) -> list[Extent]:
         return _complete_late(core, who, event)
     _check_complete(core, who, event, lease)
     core.changed = True
-    lease.pending += _new_columns(core, lease, event.puts)
+    if event.puts:
+        lease.pending += _new_columns(core, lease, event.puts)
     lease.failures += event.failures
     lease.holders.remove(who)
     if event.pinned:
@@ -200,6 +219,9 @@ def _new_columns(core: Core, lease: Lease, puts: list[Put]) -> list[tuple[Sample
 
 def _finish(core: Core, lease: Lease) -> None:
     """All who had to have completed it. Failures come first: they decide whose new columns are of use."""
+    if not lease.pending and not lease.failures and lease.task != core.policy.step_task:
+        _finish_without_news(core, lease)
+        return
     task, held, groups = lease.task, dict(core.samples_of(lease)), core.groups_of(lease)
     pending, lease.pending = lease.pending, []
     still = {key for group in groups for key in group.sample_keys()} if task == core.policy.step_task else held.keys()
@@ -228,6 +250,19 @@ def _finish(core: Core, lease: Lease) -> None:
         if group.id in core.state.groups:
             core.refresh(group)
             core.finish_if_done(group)
+
+
+def _finish_without_news(core: Core, lease: Lease) -> None:
+    # The usual end of a lease: the task is done with its samples, and nothing new is ready for another.
+    task, tasks = lease.task, len(core.policy.tasks)
+    held = core.samples_of(lease)
+    core.close(lease)
+    ends = not core.policy.step_task
+    for key, sample in held:
+        sample.done.append(task)
+        sample.deaths = 0
+        if ends and len(sample.done) >= tasks:
+            core.finish_if_done(core.state.groups[key.group])
 
 
 def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease) -> None:

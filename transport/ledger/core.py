@@ -48,6 +48,7 @@ class Core:
         self._lags: dict[int, int] = {}
         self._wanted: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._schemas: dict[tuple[str, ...], int] = {}
+        self._by_fields: dict[tuple[str, ...], tuple[str, ...]] = {}
         if state.policy is not None:
             self.reindex()
 
@@ -193,12 +194,23 @@ class Core:
         """Find all ready work anew."""
         self._wanted.clear()
         self._schemas.clear()
+        self._by_fields.clear()
         self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
         self.step_ready.clear()
         self.held = 0
         for group in self.state.groups.values():
             self.held += group.size
             self.refresh(group)
+
+    def tasks_with(self, fields: tuple[str, ...]) -> tuple[str, ...]:
+        """Tasks all of whose fields are among these."""
+        tasks = self._by_fields.get(fields)
+        if tasks is None:
+            tasks = tuple(task for task, needed in self.policy.tasks.items() if set(fields).issuperset(needed))
+            if len(self._by_fields) > 4096:
+                self._by_fields.clear()
+            self._by_fields[fields] = tasks
+        return tasks
 
     def tasks_for(self, sample: Sample) -> tuple[str, ...]:
         """Tasks all of whose fields the sample has."""
@@ -241,6 +253,13 @@ class Core:
                 self.touched.add(step_task)
         else:
             self.step_ready.pop(group.id, None)
+
+    def enter_ready(self, group: int, sample: Sample) -> None:
+        """What `refresh` does for the only sample of a group that was just put."""
+        key = SampleKey(group, 0)
+        for task in self.tasks_with(self.blocks.blocks[sample.parts[0].block].ref.fields):
+            self.ready[task][key] = None
+            self.touched.add(task)
 
     def first(self, task: str, keys: Sequence[SampleKey]) -> None:
         """What comes back to a task goes before what is new, in the order of `keys`."""
@@ -309,14 +328,21 @@ class Core:
     def finish_if_done(self, group: Group) -> None:
         """Without a step task a group is finished when all tasks are done with all of it."""
         tasks = len(self.policy.tasks)
-        if self.policy.step_task or any(len(s.done) < tasks for s in group.samples if not s.left_out):
+        if self.policy.step_task:
             return
-        self.leave(group)
+        for sample in group.samples:
+            if len(sample.done) < tasks and not sample.left_out:
+                return
+        # Done with everywhere, it is in no index of ready work.
+        size = group.size
+        del self.state.groups[group.id]
+        self.held -= size
+        self.touched.add(ROOM)
         for sample in group.samples:
             if not sample.left_out:
                 self.losses.used(sample.length)
                 self.drop_parts(sample)
-        self.ended("finished", group.size)
+        self.ended("finished", size)
 
     def close(self, lease: Lease) -> None:
         """The lease is held no more; those who are still its holders may be reading, so its extents stay for them.
@@ -341,8 +367,11 @@ class Core:
             for group in self.groups_of(lease):
                 group.lease = 0
         else:
-            for _, sample in self.samples_of(lease):
-                del sample.leases[lease.task]
+            task, groups = lease.task, self.state.groups
+            for key in lease.keys:
+                found = groups.get(key.group)
+                if found is not None and (leases := found.samples[key.member].leases).get(task) == lease.id:
+                    del leases[task]
         if lease.holders:
             self.state.lapsed[lease.id] = lease
         else:

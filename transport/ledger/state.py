@@ -28,7 +28,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = -1
 
 
-class Sample(msgspec.Struct, array_like=True):
+class Sample(msgspec.Struct, array_like=True, gc=False):
     """One member of a group.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sample(msgspec.Struct, array_like=True):
     left_out: bool = False
 
 
-class Group(msgspec.Struct, array_like=True):
+class Group(msgspec.Struct, array_like=True, gc=False):
     """The samples of one prompt, or of one offer, from admission to commit.
 
     Attributes:
@@ -99,7 +99,7 @@ class Group(msgspec.Struct, array_like=True):
         return [n for n, sample in enumerate(self.samples) if not sample.generated and not sample.left_out]
 
 
-class Lease(msgspec.Struct, array_like=True):
+class Lease(msgspec.Struct, array_like=True, gc=False):
     """Samples that one incarnation works on, or several ranks of a stream.
 
     Attributes:
@@ -129,7 +129,7 @@ class Lease(msgspec.Struct, array_like=True):
         return list(dict.fromkeys(key.group for key in self.keys))
 
 
-class Stream(msgspec.Struct, array_like=True):
+class Stream(msgspec.Struct, array_like=True, gc=False):
     """Batches that several ranks read in step: the next index to grant, and the leases of those under way."""
 
     next_index: int = 0

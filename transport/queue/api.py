@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -83,6 +84,8 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True):
 class Put(msgspec.Struct, frozen=True, array_like=True):
     """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
 
+    rows: empty in an offer of one block whose rows are the samples of its groups, in order; lengths are theirs then,
+    or empty if the block does not hold tokens.
     version: the weights that the columns were computed with, for fields that the policy lists as versioned.
     """
 
@@ -90,6 +93,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True):
     rows: list[RowPut]
     blobs: list[BlobRef] = []
     version: int = -1
+    lengths: list[int] = []
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -173,9 +177,34 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
     masked: list[tuple[int, int]] = []
 
 
-class Batch(msgspec.Struct, frozen=True):
-    """Samples leased together. lease is 0 and samples empty when nothing was ready in time: see waiting_on.
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Leased samples without prompt and versions that follow each other: a short form of as many SampleInfos.
 
+    Attributes:
+        key: of the first. by_group: the others are the same member of the next groups; else the next members.
+        parts: of the first; the others have the next rows of the same blocks.
+        lengths: of each; empty: none of them is known.
+    """
+
+    key: SampleKey
+    count: int
+    by_group: bool
+    parts: list[tuple[int, int]]
+    lengths: list[int] = []
+
+    def infos(self) -> Iterator[SampleInfo]:
+        """The same in the long form."""
+        group, member = self.key.group, self.key.member
+        for i in range(self.count):
+            key = SampleKey(group + i, member) if self.by_group else SampleKey(group, member + i)
+            parts = [(block, row + i) for block, row in self.parts]
+            yield SampleInfo(key, -1, 0, parts, [], self.lengths[i] if self.lengths else -1)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Samples leased together. lease is 0 and there are none when nothing was ready in time: see waiting_on.
+
+    runs: the samples of a queue without steps, instead of `samples`.
     A lease without samples is to be given back (`abandon`): it lapsed, or they ended, before the answer arrived.
 
     remote: where the payload server is of slabs that lie on another node than the caller's, by slab owner.
@@ -183,11 +212,19 @@ class Batch(msgspec.Struct, frozen=True):
 
     lease: int
     samples: list[SampleInfo]
+    runs: list[Run] = []
     blocks: list[BlockRef] = []
     blobs: list[BlobRef] = []
     remote: dict[str, str] = {}
     lease_s: float = 0.0
     waiting_on: str = ""
+
+    def __len__(self) -> int:
+        return len(self.samples) + sum(run.count for run in self.runs)
+
+    def infos(self) -> list[SampleInfo]:
+        """All its samples."""
+        return [*self.samples, *(info for run in self.runs for info in run.infos())]
 
 
 class Failure(msgspec.Struct, frozen=True):

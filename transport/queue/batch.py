@@ -103,13 +103,23 @@ class LeasedBatch:
         self._open = open_block
         self._blocks: dict[int, Block] = {}
         self._finished = False
-        self.samples = [LeasedSample(info, self) for info in batch.samples]
+        self._infos, self._runs = batch.samples, batch.runs
+        self._samples: list[LeasedSample] | None = None
+        self._length = len(batch)
 
     def __bool__(self) -> bool:
-        return bool(self.samples)
+        return self._length > 0
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self._length
+
+    @property
+    def samples(self) -> list[LeasedSample]:
+        """Its samples, in order."""
+        if self._samples is None:
+            infos = [*self._infos, *(info for run in self._runs for info in run.infos())]
+            self._samples = [LeasedSample(info, self) for info in infos]
+        return self._samples
 
     @property
     def keys(self) -> list[SampleKey]:
@@ -145,7 +155,7 @@ class LeasedBatch:
         span = self._contiguous(name)
         if span is not None:
             block, first = span
-            return block.column(name)[first : first + len(self.samples)]
+            return block.column(name)[first : first + len(self)]
         values = [sample[name] for sample in self.samples]
         if len({np.shape(value) for value in values}) > 1 or any(isinstance(value, str | bytes) for value in values):
             raise Refused(
@@ -158,6 +168,11 @@ class LeasedBatch:
 
     def _contiguous(self, name: str) -> tuple[Block, int] | None:
         """The block and first row, when the column of all samples is one stretch of a block."""
+        if len(self._runs) == 1 and not self._infos:
+            for index, row in self._runs[0].parts:
+                if name in self.refs[index].fields:
+                    block = self.block(index)
+                    return None if block.ragged(name) else (block, row)
         places: list[tuple[int, int]] = []
         for sample in self.samples:
             for index, row in sample.info.parts:

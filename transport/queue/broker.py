@@ -47,6 +47,7 @@ _SPILL_RETRY_S = 5.0
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
 T = TypeVar("T", Admission, Offered, Batch, Found)
+A = TypeVar("A")
 Notify = Callable[[str, dict[str, Any]], None]
 
 
@@ -56,6 +57,15 @@ def _ignore(_kind: str, _fields: dict[str, Any]) -> None:
 
 def _rpc_caller() -> Incarnation:
     return rpc.caller().who
+
+
+def _expected(kind: type[A], answer: object, who: Incarnation, seq: int) -> A:
+    """Raises:
+    Refused: the answer kept under this number is that of a call of another kind.
+    """
+    if not isinstance(answer, kind):
+        raise Refused(f"call {seq} of {who}", why="another call had this number", hint="number changing calls anew")
+    return answer
 
 
 class Broker:
@@ -234,13 +244,13 @@ class Broker:
         """Try until there is something to answer with, at most wait_s; then answer with the reason."""
         who = self._identify()
         key = (who, seq)
-        deadline = self._clock() + min(max(wait_s, 0.0), MAX_WAIT_S)
+        # In this order a wait of NaN seconds is none.
+        deadline = self._clock() + min(max(0.0, wait_s), MAX_WAIT_S)
         token = self._waits.enter(who.slot, topic)
         try:
             while True:
                 # A copy of this call, sent over a connection that was lost, may have been answered meanwhile.
-                answer = self._empty.get(key) or self._apply(event, who, seq)
-                assert isinstance(answer, kind)
+                answer = _expected(kind, self._empty.get(key) or self._apply(event, who, seq), who, seq)
                 left = deadline - self._clock()
                 if not answer.waiting_on or left <= 0 or key in self._empty:
                     break
@@ -289,7 +299,7 @@ class Broker:
 
     async def put(self, seq: int, puts: list[Put]) -> list[Extent]:
         """See QueueApi."""
-        return self._extents(self._apply(ev.PutColumns(puts), self._identify(), seq))
+        return self._extents(ev.PutColumns(puts), seq)
 
     async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
         """See QueueApi."""
@@ -310,16 +320,15 @@ class Broker:
         self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         """See QueueApi."""
-        return self._extents(self._apply(ev.Complete(task, lease, puts, failures, pinned), self._identify(), seq))
+        return self._extents(ev.Complete(task, lease, puts, failures, pinned), seq)
 
     async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
         """See QueueApi."""
-        return self._extents(self._apply(ev.Unpin(leases), self._identify(), seq))
+        return self._extents(ev.Unpin(leases), seq)
 
-    @staticmethod
-    def _extents(answer: Answer) -> list[Extent]:
-        assert isinstance(answer, list)
-        return answer
+    def _extents(self, event: ev.Event, seq: int) -> list[Extent]:
+        who = self._identify()
+        return _expected(list, self._apply(event, who, seq), who, seq)
 
     async def abandon(self, seq: int, lease: int, reason: str) -> None:
         """See QueueApi."""
@@ -327,9 +336,8 @@ class Broker:
 
     async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool) -> Advice:
         """See QueueApi."""
-        answer = self._apply(ev.Trained(lease, step, weights, skipped), self._identify(), seq)
-        assert isinstance(answer, Advice)
-        return answer
+        who = self._identify()
+        return _expected(Advice, self._apply(ev.Trained(lease, step, weights, skipped), who, seq), who, seq)
 
     async def committed(self, seq: int, step: int, checkpoint: str) -> None:
         """See QueueApi."""

@@ -231,7 +231,7 @@ class QueueClient:
         n = placed.block.rows
         groups = [n] if group else [1] * n
         keys = [SampleKey(0, i) if group else SampleKey(i, 0) for i in range(n)]
-        put = Put(placed.block, [RowPut(keys[i], i, placed.lengths[i]) for i in range(n)], placed.blobs)
+        put = Put(placed.block, [], placed.blobs, lengths=placed.lengths if max(placed.lengths) >= 0 else [])
         ids = await self._finish(self._offered([put], groups))
         return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
 
@@ -330,7 +330,7 @@ class QueueClient:
 
     async def _take(self, task: str, want: Want, wait_s: float) -> LeasedBatch:
         batch = await self._poll(wait_s, lambda seq, slice_s: self.api.take(seq, task, want, slice_s))
-        if batch.samples:
+        if len(batch):
             self.leases.add(batch.lease)
             self._hold(batch.lease_s)
             if batch.remote:

@@ -34,7 +34,7 @@ CRITIC_TASKS = {"reward": ("tokens",), "values": ("tokens",), "train": ("tokens"
 
 
 def members(batch: Batch) -> list[tuple[int, int]]:
-    return [(info.key.group, info.key.member) for info in batch.samples]
+    return [(info.key.group, info.key.member) for info in batch.infos()]
 
 
 def free(limits: QueueLimits | None = None, **changes: object) -> Driver:
@@ -61,8 +61,8 @@ def test_offered_samples_are_finished_when_all_tasks_are_done() -> None:
     offered = d.offer(ENGINE, 2, 1)
     assert len(offered.groups) == 2 and not offered.waiting_on
     batch = d.take(READER, "a", samples=10)
-    assert members(batch) == [(1, 0), (1, 1), (2, 0)] and {info.prompt for info in batch.samples} == {-1}
-    assert not d.take(READER, "b", samples=10).samples
+    assert members(batch) == [(1, 0), (1, 1), (2, 0)] and {info.prompt for info in batch.infos()} == {-1}
+    assert not d.take(READER, "b", samples=10).infos()
     d.complete(READER, "a", batch, *d.columns(batch, "label"))
     for n in (2, 1):
         batch = d.take(READER, "b", samples=n)
@@ -153,8 +153,8 @@ def test_offered_groups_can_be_trained_on() -> None:
 def test_a_token_budget_ends_the_batch_but_one_sample_always_goes() -> None:
     d = free()
     d.offer(ENGINE, 3, lengths=40)
-    assert len(d.take(READER, "a", samples=8, tokens=90).samples) == 2
-    assert len(d.take(READER, "a", samples=8, tokens=10).samples) == 1
+    assert len(d.take(READER, "a", samples=8, tokens=90).infos()) == 2
+    assert len(d.take(READER, "a", samples=8, tokens=10).infos()) == 1
     d.offer(ENGINE, 1)
     with pytest.raises(Refused, match=r"of sample 4\.0: no producer said how many tokens"):
         d.take(READER, "a", samples=8, tokens=10)
