@@ -357,8 +357,8 @@ class _Call:
         self.task = loop.create_task(self._serve(), context=context)
         self._expired = False
         self._dropped = False
-        # A hostile or infinite duration must not overflow the loop's clock.
-        self._timer = loop.call_later(min(max(request.timeout_s, 0.0), 1e7), self._expire)
+        # A hostile or infinite duration must not overflow the loop's clock; in this order, NaN counts as 0.
+        self._timer = loop.call_later(min(max(0.0, request.timeout_s), 1e7), self._expire)
         self.task.add_done_callback(self._done)
 
     def drop(self) -> None:
