@@ -10,6 +10,7 @@ from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.state import Group
 from relax_rt.transport.queue.api import SampleKey, Want
 from relax_rt.transport.samplers import Sampler, Unit, choose_urgent_first
+from relax_rt.transport.samplers import choose as choose_by
 from relax_rt.transport.samplers.base import fill
 
 Samplers = dict[str, Sampler]
@@ -24,13 +25,16 @@ def choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[
     if sampler is None and not want.groups:
         return _first(core, task, want)
     whole = bool(want.groups) or (sampler is not None and sampler.whole_groups)
-    units = _groups(core, task) if whole else _samples(core, task)
+    newest_first = bool(getattr(sampler, "newest_first", False))
+    units = _groups(core, task, newest_first) if whole else _samples(core, task, newest_first)
     if sampler is None:
         found = list(islice(units, want.groups))
         if len(found) < want.groups:
             return [], f"{len(found)} of {want.groups} groups are ready for task '{task}'"
         return [key for unit in found for key in unit.keys], ""
-    choice = choose_urgent_first(sampler, units, want)
+    # Where nothing is ever trained nothing is urgent, and the sampler need read no more than it wants.
+    steps = core.policy.step_task and core.state.trainer_version is not None
+    choice = choose_urgent_first(sampler, units, want) if steps else choose_by(sampler, units, want)
     keys = [key for unit in choice.units for key in unit.keys]
     return keys, "" if keys else choice.waiting_on or f"no sample is ready for task '{task}'"
 
@@ -44,24 +48,25 @@ def _first(core: Core, task: str, want: Want) -> tuple[list[SampleKey], str]:
     return keys, "" if keys else f"no sample is ready for task '{task}'"
 
 
-def _samples(core: Core, task: str) -> Iterator[Unit]:
-    for order, key in enumerate(core.ready[task]):
+def _samples(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
+    ready = core.ready[task]
+    for order, key in enumerate(reversed(ready) if newest_first else ready):
         group = core.state.groups[key.group]
-        yield _unit(core, group, (key,), order)
+        yield _unit(core, group, (key,), -order if newest_first else order)
 
 
-def _groups(core: Core, task: str) -> Iterator[Unit]:
+def _groups(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:
     """Groups whose members are all ready for the task, or done with it already (one may have been made again)."""
     ready = core.ready[task]
     seen: set[int] = set()
-    for key in ready:
+    for key in reversed(ready) if newest_first else ready:
         if key.group in seen:
             continue
         seen.add(key.group)
         group = core.state.groups[key.group]
         keys = [key for key, sample in group.members() if task not in sample.done]
         if group.complete and all(one in ready for one in keys):
-            yield _unit(core, group, tuple(keys), len(seen))
+            yield _unit(core, group, tuple(keys), -len(seen) if newest_first else len(seen))
 
 
 def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> Unit:

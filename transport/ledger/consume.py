@@ -17,6 +17,8 @@ from relax_rt.transport.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
 
 MAX_READERS = 4096
+MAX_STREAMS = 256
+"""Streams of which the next index is remembered."""
 
 
 def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple[Batch, list[SampleKey]]:
@@ -55,10 +57,10 @@ def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
     what = f"take for task '{task}' by {who}"
     if task not in core.policy.tasks:
         raise Refused(what, why=f"tasks are {', '.join(sorted(core.policy.tasks))}")
-    if want.samples < 1 and want.groups < 1:
-        raise Refused(what, why="neither samples nor groups were asked for")
-    if task == core.policy.step_task and want.groups < 1:
-        raise Refused(what, why="training takes whole groups: say how many")
+    if max(want.samples, want.groups, want.tokens) < 1:
+        raise Refused(what, why="neither samples nor groups nor tokens were asked for")
+    if task == core.policy.step_task and (want.groups < 1 or want.tokens):
+        raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
     if not 1 <= want.readers <= MAX_READERS or want.index < 0 or want.tokens < 0:
         raise Refused(what, why=f"readers {want.readers}, index {want.index} or tokens {want.tokens} cannot be")
 
@@ -98,6 +100,7 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
     core.state.leases[lease.id] = lease
     core.hold(lease.id, who if want.stream else None)
     if want.stream:
+        _forget_streams(core)
         stream = core.state.streams.setdefault(f"{task}:{want.stream}", Stream())
         stream.live[want.index] = lease.id
         stream.next_index = want.index + 1
@@ -114,6 +117,13 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
             ready.pop(key, None)
     core.changed = True
     return lease
+
+
+def _forget_streams(core: Core) -> None:
+    """Streams of gangs that are no more: the oldest without a batch under way go."""
+    idle = [name for name, stream in core.state.streams.items() if not stream.live]
+    for name in idle[: max(0, len(core.state.streams) - MAX_STREAMS)]:
+        del core.state.streams[name]
 
 
 def batch_of(
@@ -332,11 +342,14 @@ def abandon(core: Core, who: Incarnation, event: Abandon) -> None:
     """The caller gives a lease back undone: its samples are offered again, no death is counted."""
     lease = core.state.leases.get(event.lease)
     if lease is None or who not in lease.holders:
-        unpin(core, who, [event.lease])
+        if not event.pinned:
+            unpin(core, who, [event.lease])
         return
     core.changed = True
     samples, groups = core.samples_of(lease), core.groups_of(lease)
     lease.holders.remove(who)
+    if event.pinned:
+        lease.reading.append(who)
     core.close(lease)
     _offer_again(core, lease.task, groups, [key for key, _ in samples])
 

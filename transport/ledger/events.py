@@ -87,6 +87,7 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
     lease: int
     reason: str
+    pinned: bool = False
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
@@ -94,6 +95,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     step: int
     weights: VersionRecord
     skipped: bool = False
+    pinned: bool = False
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):

@@ -43,7 +43,7 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
             # Who still works on it finishes without effect, also if the step is undone.
             sample.leases.clear()
             core.losses.used(sample.length)
-    _close(core, lease, who)
+    _close(core, lease, who, pinned=event.pinned)
     if event.weights.version != before:
         state.since_update = 0
     elif not event.skipped:
@@ -62,8 +62,10 @@ def _skip(core: Core, group: Group) -> None:
         core.drop_parts(sample)
 
 
-def _close(core: Core, lease: Lease, who: Incarnation) -> None:
+def _close(core: Core, lease: Lease, who: Incarnation, *, pinned: bool) -> None:
     lease.holders = [holder for holder in lease.holders if holder != who]
+    if pinned and who not in lease.reading:
+        lease.reading.append(who)
     core.close(lease)
     for group_id in lease.groups():
         if group_id in core.state.trained:

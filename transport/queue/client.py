@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport.arena import Placed, Reader, ReaderStatistics, Writer, WriterStatistics
-from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, Unreachable
+from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.fields import check_columns, check_row, parse_fields
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.blocks import extents_in, owner_of
@@ -230,7 +230,6 @@ class QueueClient:
         )
         n = placed.block.rows
         groups = [n] if group else [1] * n
-        keys = [SampleKey(0, i) if group else SampleKey(i, 0) for i in range(n)]
         put = Put(placed.block, [], placed.blobs, lengths=placed.lengths if max(placed.lengths) >= 0 else [])
         ids = await self._finish(self._offered([put], groups))
         return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
@@ -424,10 +423,14 @@ class QueueClient:
         self._keep_pinned(lease, roots)
 
     async def abandon(self, batch: LeasedBatch, reason: str) -> None:
-        """Give a lease back undone."""
-        self._done_with(batch)
+        """Give a lease back undone. Arrays taken from the batch stay good."""
+        await self._finish(self._abandon(batch, reason))
+
+    async def _abandon(self, batch: LeasedBatch, reason: str) -> None:
+        roots = self._done_with(batch)
         self.leases.discard(batch.lease)
-        await self._finish(self._call(lambda seq: self.api.abandon(seq, batch.lease, reason)))
+        await self._call(lambda seq: self.api.abandon(seq, batch.lease, reason, bool(roots)))
+        self._keep_pinned(batch.lease, roots)
 
     # --- memory that is still looked at
 
@@ -482,12 +485,28 @@ class QueueClient:
         """The optimizer step over the batch is done; the trainer's weights are now `weights`.
 
         skipped: the step was thrown away; `weights` are those of before. The answer may ask for an early checkpoint.
+        Arrays taken from the batch stay good: their memory is not used again before the last of them is gone.
 
         Raises:
             Refused: the lease lapsed, so that the step does not count: roll back to the last checkpoint.
         """
-        advice = await self._finish(self._call(lambda seq: self.api.trained(seq, batch.lease, step, weights, skipped)))
-        self.leases.discard(batch.lease)
+        return await self._finish(self._trained(batch, step, weights, skipped))
+
+    async def _trained(self, batch: LeasedBatch, step: int, weights: VersionRecord, skipped: bool) -> Advice:
+        roots, lease = self._done_with(batch), batch.lease
+        try:
+            advice = await self._call(lambda seq: self.api.trained(seq, lease, step, weights, skipped, bool(roots)))
+        except StaleEpoch:
+            raise
+        except Refused:
+            # It is not worked on any more, and nobody else will say that its memory is not read.
+            if roots:
+                self._keep_pinned(lease, roots)
+            else:
+                await self._unpin([lease])
+            raise
+        self.leases.discard(lease)
+        self._keep_pinned(lease, roots)
         return advice
 
     async def committed(self, step: int, checkpoint: str) -> None:
