@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -11,12 +11,21 @@ from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.interface import idempotent
 from relax_rt.transport.versions import VersionRecord
 
+# Checked by the decoder: what is outside never comes to the ledger, whose sums of these stay within 64 bits.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+CountOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
+"""-1: not known."""
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""NaN has no order."""
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Inline = Annotated[bytes, msgspec.Meta(max_length=4096)]
+
 
 class SampleKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Names a sample: its group and its place in it. Group ids are issued by the ledger and never reused."""
 
-    group: int
-    member: int
+    group: Count
+    member: Count
 
     def __str__(self) -> str:
         return f"{self.group}.{self.member}"
@@ -29,10 +38,10 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     swapped under a kept cache: then no single version reproduces their log-probability).
     """
 
-    start: int
-    end: int
-    version: int
-    kv_version: int
+    start: Count
+    end: Count
+    version: Count
+    kv_version: Count
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
@@ -42,17 +51,17 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     """
 
     slab: str
-    offset: int
-    nbytes: int
+    offset: Count
+    nbytes: Count
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True):
     """Where a block lies (see transport/block.py): columns of `rows` samples, in an extent or, when tiny, inline."""
 
     extent: Extent | None
-    rows: int
+    rows: Count
     fields: tuple[str, ...]
-    inline: bytes = b""
+    inline: Inline = b""
 
 
 class BlobRef(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +70,7 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     digest is the xxh3-128 of dtype, shape and bytes; rows of other blocks name the blob by it.
     """
 
-    digest: bytes
+    digest: Digest
     extent: Extent
 
 
@@ -75,10 +84,10 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: SampleKey
-    row: int
-    length: int = -1
+    row: Count
+    length: CountOrNone = -1
     versions: list[VersionSpan] = []
-    priority: float = 0.0
+    priority: Finite = 0.0
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True):
@@ -92,8 +101,8 @@ class Put(msgspec.Struct, frozen=True, array_like=True):
     block: BlockRef
     rows: list[RowPut]
     blobs: list[BlobRef] = []
-    version: int = -1
-    lengths: list[int] = []
+    version: CountOrNone = -1
+    lengths: list[CountOrNone] = []
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -149,12 +158,12 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
         readers: how many ranks read each batch of the stream; it is finished when all have completed it.
     """
 
-    samples: int = 0
-    groups: int = 0
-    tokens: int = 0
+    samples: Count = 0
+    groups: Count = 0
+    tokens: Count = 0
     stream: str = ""
-    index: int = 0
-    readers: int = 1
+    index: Count = 0
+    readers: Count = 1
 
 
 class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -285,7 +294,7 @@ class QueueApi(Protocol):
     """
 
     @idempotent
-    async def join(self, name: str, node: str, pid: int, payloads: str) -> Membership:
+    async def join(self, name: str, node: str, pid: Count, payloads: str) -> Membership:
         """Enter a queue that no supervisor runs: get an epoch for slot `name`. Older holders of the name are fenced.
 
         node: names the caller's node. pid: its process there, watched when the node is the broker's.
@@ -293,35 +302,35 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def offer(self, seq: int, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
+    async def offer(self, seq: Count, puts: list[Put], groups: list[Count], wait_s: float) -> Offered:
         """Put whole groups of samples that no ticket was drawn for (a queue without prompts).
 
         groups: size of each; a row's key names its group by the place in this list.
         """
 
     @idempotent
-    async def admit(self, seq: int, engine_version: int, groups: int, wait_s: float) -> Admission:
+    async def admit(self, seq: Count, engine_version: Count, groups: Count, wait_s: float) -> Admission:
         """Ask for up to `groups` new groups, waiting at most wait_s for the staleness bound to allow one."""
 
     @idempotent
-    async def put(self, seq: int, puts: list[Put]) -> list[Extent]:
+    async def put(self, seq: Count, puts: list[Put]) -> list[Extent]:
         """Put columns on samples of groups that the caller generates. Answers with its freed extents."""
 
     @idempotent
-    async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
+    async def give_back(self, seq: Count, groups: list[Count], reason: str) -> None:
         """A producer returns unfinished groups; what is missing of them is given out again."""
 
     @idempotent
-    async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
+    async def renew(self, groups: list[Count], leases: list[Count]) -> list[int]:
         """Renew the caller's group tickets and consumer leases; answers with the ids that are no longer its own."""
 
     @idempotent
-    async def take(self, seq: int, task: str, want: Want, wait_s: float) -> Batch:
+    async def take(self, seq: Count, task: str, want: Want, wait_s: float) -> Batch:
         """Lease ready samples for a task, chosen by the task's sampler, waiting at most wait_s for enough of them."""
 
     @idempotent
     async def complete(
-        self, seq: int, task: str, lease: int, puts: list[Put], failures: list[Failure], pinned: bool
+        self, seq: Count, task: str, lease: Count, puts: list[Put], failures: list[Failure], pinned: bool
     ) -> list[Extent]:
         """Finish a lease: new columns for its samples, and those that failed.
 
@@ -329,33 +338,36 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def unpin(self, seq: int, leases: list[int]) -> list[Extent]:
+    async def unpin(self, seq: Count, leases: list[Count]) -> list[Extent]:
         """The caller reads the memory of these leases no more."""
 
     @idempotent
-    async def abandon(self, seq: int, lease: int, reason: str) -> None:
-        """Give a lease back undone; its samples are offered again."""
+    async def abandon(self, seq: Count, lease: Count, reason: str, pinned: bool = False) -> None:
+        """Give a lease back undone; its samples are offered again. pinned: see complete."""
 
     @idempotent
-    async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool) -> Advice:
+    async def trained(
+        self, seq: Count, lease: Count, step: Count, weights: VersionRecord, skipped: bool, pinned: bool = False
+    ) -> Advice:
         """The optimizer step over the lease's samples is done; the trainer's weights are now `weights`.
 
         skipped: the step was thrown away (not a number): its samples end as `skipped`, the weights are the old ones.
+        pinned: see complete.
         """
 
     @idempotent
-    async def committed(self, seq: int, step: int, checkpoint: str) -> None:
+    async def committed(self, seq: Count, step: Count, checkpoint: str) -> None:
         """A checkpoint that covers all steps up to `step` was renamed into place; their samples are freed."""
 
     @idempotent
-    async def rollback(self, seq: int, step: int, weights: VersionRecord) -> None:
+    async def rollback(self, seq: Count, step: Count, weights: VersionRecord) -> None:
         """The trainer (re)starts from the checkpoint of `step` (0: none) with weights published as `weights`.
 
         Samples trained after that step are offered again if still admissible, else their prompts return.
         """
 
     @idempotent
-    async def gone(self, seq: int, who: Incarnation, reason: str) -> None:
+    async def gone(self, seq: Count, who: Incarnation, reason: str) -> None:
         """Told by the agent: this process has ended; its leases lapse at once and its pins are released."""
 
     @idempotent

@@ -330,14 +330,16 @@ class Broker:
         who = self._identify()
         return _expected(list, self._apply(event, who, seq), who, seq)
 
-    async def abandon(self, seq: int, lease: int, reason: str) -> None:
+    async def abandon(self, seq: int, lease: int, reason: str, pinned: bool = False) -> None:
         """See QueueApi."""
-        self._apply(ev.Abandon(lease, reason), self._identify(), seq)
+        self._apply(ev.Abandon(lease, reason, pinned), self._identify(), seq)
 
-    async def trained(self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool) -> Advice:
+    async def trained(
+        self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool, pinned: bool = False
+    ) -> Advice:
         """See QueueApi."""
         who = self._identify()
-        return _expected(Advice, self._apply(ev.Trained(lease, step, weights, skipped), who, seq), who, seq)
+        return _expected(Advice, self._apply(ev.Trained(lease, step, weights, skipped, pinned), who, seq), who, seq)
 
     async def committed(self, seq: int, step: int, checkpoint: str) -> None:
         """See QueueApi."""
