@@ -327,6 +327,9 @@ def main() -> int:
     ):
         course = watch(crew, process, folder, options.samples)
         wrong = check(crew, options.samples)
+        if crew.failed or not crew.finished:
+            print("\n".join(["a process of the benchmark failed; what it wrote is above", *wrong]), file=sys.stderr)
+            return 1
     peak = max(look.journal for look in course.looks)
     print(f"{options.samples:,} samples of {options.bytes} bytes in {course.looks[-1].at_s:.1f} s, ", end="")
     print(f"journal at most {peak >> 20} MiB, load {os.getloadavg()[0]:.1f}")
