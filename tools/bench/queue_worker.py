@@ -130,7 +130,7 @@ class Reader:
             if self._fixed:
                 touch_all(batch.column(name) for name in self._names)
             else:
-                touch_all(sample[name] for sample in batch.samples for name in self._names)
+                touch_all(value for name in self._names for value in batch.values(name))
             self._batches.append(batch)
 
         took = await seconds(get())
