@@ -5,11 +5,11 @@
 Writer and reader are processes of their own, and so is our broker, with its journal on. The systems take turns and
 never run at the same time. Readers touch the first and last element of every field, in the ragged mix of every value.
 "fresh" is the median of the first five batches, which are all kept until the last is read, as while a trainer keeps
-what no checkpoint covers yet: each goes to memory that was not used before. "reuse" is that of the batches after them,
-each freed before the next. The limit of a put is memcpy of the same arrays into warm shared pages, interleaved with our
-puts; of samples one by one a bare socket round trip to a process that writes a file, besides the copy. A goal that lies
-beyond the limit is marked. The peers need an environment of their own (`make peer-env`); without it their columns are
-empty.
+what no checkpoint covers yet: each goes to memory that was not used before. "reuse" is that of the batches after them
+(without the first three), each freed before the next. The limit of a put is memcpy of the same arrays into warm shared
+pages, interleaved with our puts; of samples one by one a bare socket round trip to a process that writes a file,
+besides the copy. A goal that lies beyond the limit is marked. The peers need an environment of their own
+(`make peer-env`); without it their columns are empty.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from queue_broker import STOPPING_S, broker, journal_bytes
 HERE = Path(__file__).resolve().parent
 OURS, TQ, RAY, COPY = "relax-rt", "transferqueue", "ray", "memcpy"
 PEERS = (TQ, RAY)
+SETTLING = 3
+"""Batches after the kept ones that count for neither: each system comes to use the same memory over again."""
 PEER_TIMEOUT_S = 600.0
 CAPACITY_MIB = {"2 MiB": 256, "151 MB": 1024, "ragged + text": 256}
 ROUNDS = {"2 MiB": 60, "151 MB": 25, "ragged + text": 40}
@@ -179,7 +181,7 @@ class Rows:
         if not all(found):
             return None
         sums = [sum(each) for each in zip(*(values for values in found if values), strict=True)]
-        chosen: list[float] = {"fresh": sums[:KEPT], "reuse": sums[KEPT:]}.get(phase, sums)
+        chosen: list[float] = {"fresh": sums[:KEPT], "reuse": sums[KEPT + SETTLING :]}.get(phase, sums)
         return statistics.median(chosen)
 
     def batch(self, case: str, phase: str) -> None:
@@ -300,7 +302,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="last line: the rows as JSON")
     parser.add_argument("--no-peers", action="store_true", help="ours and the limits only")
     options = parser.parse_args()
-    quick = 2 * KEPT
+    quick = 2 * KEPT + SETTLING
     seconds: Seconds = {}
     run_batches(seconds, dict.fromkeys(ROUNDS, quick) if options.quick else ROUNDS)
     run_singles(seconds, KEPT if options.quick else SINGLE_ROUNDS, SINGLES // 2 if options.quick else SINGLES)
