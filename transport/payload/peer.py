@@ -25,6 +25,7 @@ from relax_rt.transport.zmq_keys import CurveKeys
 
 MAX_LINK_RANGES = 256
 """Ranges asked for and not yet received on one connection, however small they are."""
+_MIN_CHUNK_BYTES = 256 * 1024
 _RECEIVE_AT_A_TIME = 64
 _MONITORED = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "",
@@ -361,7 +362,8 @@ class Peer:
             return None
         entry = queue[0]
         offset, nbytes = entry.todo.pop()
-        size = min(nbytes, self._settings.chunk_bytes)
+        # A small extent goes in several pieces too: both ends then encrypt at the same time.
+        size = min(nbytes, self._settings.chunk_bytes, max(entry.extent.nbytes // 4, _MIN_CHUNK_BYTES))
         if size < nbytes:
             entry.todo.append((offset + size, nbytes - size))
         return Piece(entry, offset, size)
