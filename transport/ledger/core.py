@@ -392,6 +392,13 @@ class Core:
         found = [lease for lease in self.state.lapsed.values() if who in lease.holders]
         return found + [lease for lease in self.state.leases.values() if who in lease.reading]
 
+    def readers(self) -> set[Incarnation]:
+        """Who may be reading memory, heard or not: it stays pinned until they say otherwise, or have ended."""
+        found = {pin.who for pin in self.state.store.pins.values()}
+        for lease in [*self.state.leases.values(), *self.state.lapsed.values()]:
+            found.update(lease.holders, lease.reading)
+        return found
+
     def groups_of(self, lease: Lease) -> list[Group]:
         """The lease's groups that are still there and not yet trained."""
         return [self.state.groups[id_] for id_ in lease.groups() if id_ in self.state.groups]

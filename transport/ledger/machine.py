@@ -81,6 +81,10 @@ class Ledger:
         self.core.state.callers.check(who)
         return self.core.state.callers.knows(who)
 
+    def concerned(self, who: Incarnation) -> bool:
+        """Whether the end of this incarnation makes a difference: it is heard, or fenced and may still be reading."""
+        return self.core.state.callers.knows(who) or who in self.core.readers()
+
     def apply(self, entry: ev.Entry) -> Outcome:
         """Apply one event.
 
@@ -190,7 +194,7 @@ class Ledger:
 
     def _keep(self, who: Incarnation, seq: int, answer: Answer) -> None:
         match answer:
-            case Batch(lease, samples) if not samples:
+            case Batch(0):
                 return
             case Admission(tickets) if not tickets:
                 return
@@ -243,7 +247,9 @@ class Ledger:
         callers.join(who)
         if event.issued:
             core.state.next_epoch = max(core.state.next_epoch, who.epoch + 1)
-            callers.forget_homes(owner_of(slab) for slab in core.blocks.live)
+            # A fenced process that still reads is to be watched: its end releases what it reads.
+            reading = {owner_key(reader) for reader in core.readers()}
+            callers.forget_homes(reading.union(owner_of(slab) for slab in core.blocks.live))
             callers.homes[owner_key(who)] = Home(who, event.node, event.payloads, event.pid, event.started)
         self._end_work(lambda other: other.slot == who.slot and other.epoch < who.epoch, process_ended=False)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport import rpc
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission
@@ -152,7 +152,7 @@ class Broker:
         self._ledger.restart_deadlines(self._clock())
         self._notify("queue_recovered", {"n": self._ledger.n, "records": len(recovered.records)})
         for home in list(self._ledger.state.callers.homes.values()):
-            if self._ledger.state.callers.alive(owner_key(home.who)):
+            if self._ledger.concerned(home.who):
                 self._watch.add(home)
         self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
         for task in self._tasks:
@@ -284,8 +284,7 @@ class Broker:
         """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""
         if self._failed is None or self._failed.done():
             return
-        with suppress(StaleEpoch):
-            self._ledger.knows(who)
+        if self._ledger.concerned(who):
             self._apply(ev.Gone(who, reason))
         self._sweep_wanted = True
 

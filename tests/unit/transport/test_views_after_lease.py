@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -96,3 +98,35 @@ async def test_a_step_that_does_not_count_holds_no_memory(tmp_path: Path, look: 
         del kept
         gc.collect()
         await until(lambda: pinned(w) == 0)
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that do nothing."""
+    made = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_what_an_overtaken_process_reads_is_free_when_it_ends(
+    tmp_path: Path, sleepers: list[subprocess.Popen[bytes]], restart: bool
+) -> None:
+    async with world(tmp_path) as w, w.client(ENGINE) as engine, w.client(TRAINER) as trainer:
+        assert w.broker is not None
+        old = (await w.broker.join("reader/0", "", sleepers[0].pid, "")).who
+        await trainer.rollback(0, VersionRecord(1, 0, 0))
+        await generate(engine, 1, fill=7)
+        async with w.client(old) as reader:
+            assert await reader.take("reward", samples=1, wait_s=1)
+            for _ in range(2):
+                await w.broker.join("reader/0", "", sleepers[1].pid, "")
+            if restart:
+                await w.kill()
+                await w.start()
+            assert pinned(w) == 1
+            sleepers[0].kill()
+            sleepers[0].wait()
+            await until(lambda: pinned(w) == 0)
