@@ -36,6 +36,7 @@ from peers.queue_cases import (
 from relax_rt.transport import TransferQueue
 
 WAIT_S = 10.0
+SLAB_BYTES = 192 << 20
 REQUEST, ANSWER = 128, 64
 """Bytes of a message of the limit: about what names a sample, and what acknowledges it."""
 
@@ -226,9 +227,15 @@ async def main(role: str, folder: Path, capacity_mib: int) -> None:
     if role == "limit":
         await serve(Limit(folder))
         return
-    async with TransferQueue.connect(folder, capacity_bytes=capacity_mib << 20) as queue:
-        await queue.client.warm()
-        await serve(Writer(queue) if role == "writer" else Reader(queue))
+    if role == "reader":
+        async with TransferQueue.connect(folder) as queue:
+            await serve(Reader(queue))
+        return
+    # Memory is made and pre-faulted once, in pieces that hold the largest batch, as one would for batches of this size.
+    nbytes = capacity_mib << 20
+    slab_bytes = min(SLAB_BYTES, nbytes)
+    async with TransferQueue.connect(folder, capacity_bytes=nbytes, slab_bytes=slab_bytes, warm_bytes=nbytes) as queue:
+        await serve(Writer(queue))
 
 
 if __name__ == "__main__":

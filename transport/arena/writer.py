@@ -138,16 +138,20 @@ class Writer:
         self._slab_bytes = min(_pages(slab_bytes), self._capacity_bytes)
         self._idle_s, self._clock = idle_s, clock
         self._slabs: dict[str, Slab] = {}
-        self._total_bytes = self._used_bytes = self._made = 0
+        self._total_bytes = self._used_bytes = self._made = self._floor_bytes = 0
         self._closed = False
         self._counters = _Counters()
         self._lock = threading.Lock()
 
-    def warm(self) -> None:
-        """Make and pre-fault the first slab, so that the first put does not. Blocks for some milliseconds."""
+    def warm(self, nbytes: int = 1) -> None:
+        """Make and pre-fault slabs of `nbytes` in all, at least one, and keep them, so that puts need not.
+
+        Blocks for about a second a GiB.
+        """
         with self._lock:
-            if not self._slabs and not self._closed:
-                self._make(self._slab_bytes)
+            self._floor_bytes = max(self._floor_bytes, min(nbytes, self._capacity_bytes))
+            while self._total_bytes < self._floor_bytes and not self._closed:
+                self._make(min(self._slab_bytes, self._capacity_bytes - self._total_bytes))
 
     def put_rows(self, rows: Sequence[Mapping[str, Any]], *, length_field: str = "") -> list[tuple[Placed, list[int]]]:
         """Copy rows into shared memory; those with the same fields, dtypes and dimensions lie in one block.
@@ -349,7 +353,8 @@ class Writer:
             return
         before = self._clock() - self._idle_s
         for slab in list(self._slabs.values())[1:]:
-            if slab.empty_since is not None and slab.empty_since <= before:
+            spare = self._total_bytes - slab.nbytes >= self._floor_bytes
+            if spare and slab.empty_since is not None and slab.empty_since <= before:
                 self._return(slab)
 
     def _return(self, slab: Slab) -> None:

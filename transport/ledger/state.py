@@ -79,7 +79,10 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     @property
     def size(self) -> int:
         """Its members, without those left out."""
-        return sum(not sample.left_out for sample in self.samples)
+        size = len(self.samples)
+        for sample in self.samples:
+            size -= sample.left_out
+        return size
 
     @property
     def complete(self) -> bool:

@@ -166,13 +166,19 @@ class LeasedBatch:
         gathered: NDArray[Any] = np.stack([np.asarray(value) for value in values])
         return gathered
 
-    def _contiguous(self, name: str) -> tuple[Block, int] | None:
-        """The block and first row, when the column of all samples is one stretch of a block."""
+    def _run_of(self, name: str) -> tuple[Block, int] | None:
+        """The block and first row of a column, when the batch is one run (the samples of one put)."""
         if len(self._runs) == 1 and not self._infos:
             for index, row in self._runs[0].parts:
                 if name in self.refs[index].fields:
-                    block = self.block(index)
-                    return None if block.ragged(name) else (block, row)
+                    return self.block(index), row
+        return None
+
+    def _contiguous(self, name: str) -> tuple[Block, int] | None:
+        """The block and first row, when the column of all samples is one stretch of a block."""
+        found = self._run_of(name)
+        if found is not None:
+            return None if found[0].ragged(name) else found
         places: list[tuple[int, int]] = []
         for sample in self.samples:
             for index, row in sample.info.parts:
@@ -188,11 +194,26 @@ class LeasedBatch:
 
     def values(self, name: str) -> list[Any]:
         """A column of all samples, value by value."""
+        span = self._run_of(name)
+        if span is not None:
+            block, first = span
+            return [block.value(name, row) for row in range(first, first + len(self))]
         return [sample[name] for sample in self.samples]
 
     def packed(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """A ragged column of all samples, one after the other without padding, and the n + 1 offsets into it."""
-        values = [np.atleast_1d(sample[name]) for sample in self.samples]
+        span = self._run_of(name)
+        if span is not None and isinstance(span[0].value(name, span[1]), np.ndarray | np.generic):
+            block, first = span
+            if np.ndim(block.value(name, first)) > 1 or block.dtype(name) == "blob":
+                return self._concatenated(name)
+            flat, at = block.packed(name)
+            at = at[first : first + len(self) + 1]
+            return flat[at[0] : at[-1]], at - at[0]
+        return self._concatenated(name)
+
+    def _concatenated(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        values = [np.atleast_1d(value) for value in self.values(name)]
         offsets = np.zeros(len(values) + 1, np.int64)
         np.cumsum([len(value) for value in values], out=offsets[1:])
         return np.concatenate(values), offsets

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport import rpc
+from relax_rt.transport.arena.slab import is_slab_name, slab_name
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
@@ -271,14 +272,17 @@ class Broker:
         started = start_time(pid) if here and pid else 0
         if here and pid and not started:
             raise Refused(f"joining as '{name}'", why=f"there is no process {pid} on this node")
-        who = Incarnation(name, self._ledger.state.next_epoch)
+        callers = self._ledger.state.callers
+        # Where a supervisor issued epochs too, those of this name are passed over.
+        who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
+        if not is_slab_name(slab_name(who, 1)):
+            raise Refused(f"joining as {name[:200]!r}", why="no slab can have that name", hint="use one as reader/0")
         self._apply(ev.Join(node, payloads, pid if here else 0, started, issued=True), who)
-        self._watch.add(self._ledger.state.callers.homes[owner_key(who)])
+        self._watch.add(callers.homes[owner_key(who)])
         self._sweep_wanted = True
-        limits = self._limits
-        return Membership(
-            who, self._run_id, str(self.shm_dir), str(self.spill_dir), self._node, limits.lease_s, self._policy.fields
-        )
+        shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
+        lease_s = self._limits.lease_s
+        return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, self._policy.fields)
 
     def _process_ended(self, who: Incarnation, reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""

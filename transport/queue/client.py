@@ -249,9 +249,9 @@ class QueueClient:
 
     # --- producers of groups of prompts
 
-    async def warm(self) -> None:
-        """Pre-fault the first slab, so that the first put need not."""
-        await asyncio.to_thread(self.arena.warm)
+    async def warm(self, nbytes: int = 1) -> None:
+        """Pre-fault slabs of `nbytes` in all, at least one, so that puts need not."""
+        await asyncio.to_thread(self.arena.warm, nbytes)
 
     async def admit(self, engine_version: int, groups: int, *, wait_s: float) -> Admission:
         """Ask for up to `groups` groups to generate; their tickets are renewed until all members are put.

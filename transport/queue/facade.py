@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from relax_rt.transport import rpc
 from relax_rt.transport.address import parse_address
 from relax_rt.transport.errors import DeadlineExceeded, Refused
@@ -30,6 +32,19 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 15.0
 """Deadline of one message to the broker; a call is sent again until patience_s is over."""
 _FIND_POLL_S = 0.05
+
+
+class Ends(msgspec.Struct, frozen=True):
+    """Settings of one process's end of a queue; see TransferQueue.connect."""
+
+    name: str = ""
+    capacity_bytes: int = 256 << 20
+    slab_bytes: int = 16 << 20
+    warm_bytes: int = 0
+    keys: str | Path | None = None
+    patience_s: float = 120.0
+    length_field: str = ""
+    on_wait: Callable[[str], None] | None = None
 
 
 class TransferQueue:
@@ -105,14 +120,17 @@ class TransferQueue:
                 lease_s=lease_s, capacity_bytes=capacity_bytes, spill_bytes=spill_bytes, durable=durable
             )
         host = Host(Path(folder), policy, limits, listen=listen)
-        queue = cls(lambda stack: queue._serve(stack, host, length_field))
+        queue = cls(lambda stack: queue._serve(stack, host, min(limits.capacity_bytes, 256 << 20), length_field))
         return queue
 
-    async def _serve(self, stack: contextlib.AsyncExitStack, host: Host, length_field: str) -> QueueClient:
+    async def _serve(
+        self, stack: contextlib.AsyncExitStack, host: Host, memory_bytes: int, length_field: str
+    ) -> QueueClient:
         await host.open()
         stack.push_async_callback(host.close)
         self.host = host
-        return await self._connect(stack, str(host.folder), "", 256 << 20, None, 120.0, length_field, None)
+        ends = Ends(capacity_bytes=memory_bytes, length_field=length_field)
+        return await self._connect(stack, str(host.folder), ends)
 
     @classmethod
     def connect(
@@ -121,6 +139,8 @@ class TransferQueue:
         *,
         name: str = "",
         capacity_bytes: int = 256 << 20,
+        slab_bytes: int = 16 << 20,
+        warm_bytes: int = 0,
         keys: str | Path | None = None,
         patience_s: float = 120.0,
         length_field: str = "",
@@ -132,33 +152,22 @@ class TransferQueue:
             where: the folder, or the broker's tcp address.
             name: of this process in the queue, as ``reader/0``; a later one of the same name takes its place.
             capacity_bytes: of what this process puts, while others may still read it.
+            slab_bytes: memory is made in pieces of this size; take it larger than a single put.
+            warm_bytes: memory to make and pre-fault on entering (about a second a GiB): a first use costs page faults.
             keys: keys.json of the queue's folder, for tcp.
             patience_s: how long to wait for a broker that is not there (yet, or for a while).
             length_field: the column whose length counts as a sample's tokens.
             on_wait: gets the reason of a wait, and an empty string when it ends.
         """
-        queue = cls(
-            lambda stack: queue._connect(
-                stack, str(where), name, capacity_bytes, keys, patience_s, length_field, on_wait
-            )
-        )
+        ends = Ends(name, capacity_bytes, slab_bytes, warm_bytes, keys, patience_s, length_field, on_wait)
+        queue = cls(lambda stack: queue._connect(stack, str(where), ends))
         return queue
 
-    async def _connect(
-        self,
-        stack: contextlib.AsyncExitStack,
-        where: str,
-        name: str,
-        capacity_bytes: int,
-        keys: str | Path | None,
-        patience_s: float,
-        length_field: str,
-        on_wait: Callable[[str], None] | None,
-    ) -> QueueClient:
-        curve = await asyncio.to_thread(_keys, where, keys)
-        address = _Address(where, patience_s)
+    async def _connect(self, stack: contextlib.AsyncExitStack, where: str, ends: Ends) -> QueueClient:
+        curve = await asyncio.to_thread(_keys, where, ends.keys)
+        address = _Address(where, ends.patience_s)
         await address.find()
-        membership, payloads = await self._join(stack, where, name, curve, address)
+        membership, payloads = await self._join(stack, where, ends.name, curve, address)
         self.membership = membership
         api = await self._bind(stack, membership.who, address, curve)
         here = membership.node == node_name()
@@ -171,14 +180,16 @@ class TransferQueue:
             membership.who,
             Path(membership.shm_dir) if here else payloads,
             spill_dir=Path(membership.spill_dir) if here else None,
-            slab_bytes=min(16 << 20, capacity_bytes),
-            capacity_bytes=capacity_bytes,
-            patience_s=patience_s,
+            slab_bytes=min(ends.slab_bytes, ends.capacity_bytes),
+            capacity_bytes=ends.capacity_bytes,
+            patience_s=ends.patience_s,
             fields=membership.fields,
-            length_field=length_field,
+            length_field=ends.length_field,
             fetcher=fetcher,
-            on_wait=on_wait,
+            on_wait=ends.on_wait,
         )
+        if ends.warm_bytes:
+            await client.warm(ends.warm_bytes)
         return await stack.enter_async_context(client)
 
     async def _join(
