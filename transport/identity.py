@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -14,7 +16,7 @@ class Incarnation(msgspec.Struct, frozen=True, array_like=True):
     """
 
     slot: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
     @property
     def role(self) -> str:
