@@ -155,6 +155,10 @@ class Cache:
         self.jobs.add(job)
         self.unfinished = True
 
+    def line_changed(self) -> None:
+        """Somebody in line was cancelled."""
+        self.unfinished = True
+
     def admit(self) -> list[Entry]:
         """Give room to the jobs whose turn it is, and say which entries are to be received for them.
 
@@ -169,6 +173,8 @@ class Cache:
         for line in (self._fetches, self._prefetches):
             while line:
                 job = line[0]
+                if job.future is not None and job.future.cancelled():
+                    self.jobs.discard(job)
                 if job in self.jobs:
                     try:
                         if not self._admit(job, wanted):
@@ -263,6 +269,8 @@ class Cache:
             self._fail(job, error)
 
     def _fail(self, job: Job, error: RelaxError) -> None:
+        # Who stood in line behind it has a turn now.
+        self.unfinished = True
         self.jobs.discard(job)
         job.resolve(error)
 

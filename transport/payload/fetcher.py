@@ -124,6 +124,7 @@ class Fetcher:
         """`fetch` for callers without an event loop."""
         future: concurrent.futures.Future[Fetched] = concurrent.futures.Future()
         self._add(Job(address, list(extents), lease, time.monotonic() + deadline_s, future))
+        future.add_done_callback(self._ended)
         return future
 
     def prefetch(self, address: str, extents: Sequence[Extent], *, lease: int, deadline_s: float = 60.0) -> None:
@@ -133,11 +134,7 @@ class Fetcher:
     def release(self, lease: int) -> None:
         """Drop what is held for a lease, whatever became of it. To be said before the ledger is told to unpin it:
         after that the owner writes other bytes to the same extents."""
-        with self._lock:
-            if self._thread is None or self._closed:
-                return
-            self._commands.append(lambda: self._cache.release(lease))
-        self._wakeup.set()
+        self._tell(lambda: self._cache.release(lease))
 
     def memory(self, extent: Extent) -> NDArray[np.uint8] | None:
         """The bytes of an extent that is held, read-only; None if it is not."""
@@ -202,6 +199,18 @@ class Fetcher:
                 self._thread = threading.Thread(target=self._run, name="payload-fetcher", daemon=True)
                 self._thread.start()
         self._wakeup.set()
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        """Have something done, if there is anything that it could change."""
+        with self._lock:
+            if self._thread is None or self._closed:
+                return
+            self._commands.append(command)
+        self._wakeup.set()
+
+    def _ended(self, future: concurrent.futures.Future[Fetched]) -> None:
+        if future.cancelled():
+            self._tell(self._cache.line_changed)
 
     def _room_came(self) -> None:
         if self._cache.waiting_for_space:

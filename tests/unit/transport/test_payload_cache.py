@@ -121,6 +121,28 @@ def test_fetched_extents_are_kept_and_who_waits_gets_room_when_a_lease_ends() ->
     assert (waiting.result(0)[extent(7)] == 2).all()
 
 
+@pytest.mark.parametrize("how", ["deadline", "cancelled", "released"])
+def test_who_stands_behind_one_that_gave_up_has_a_turn(how: str) -> None:
+    cache = small()
+    ask(cache, job(1, extent(1), extent(2), extent(3)))
+    large, little = job(2, extent(4), extent(5), deadline=1.0), job(3, extent(6))
+    future = large.future
+    assert future is not None
+    ask(cache, large)
+    waiting = ask(cache, little)
+    assert waiting is not None and not waiting.done()
+    if how == "deadline":
+        cache.expire(2.0, lambda late: Refused(late.what))
+    elif how == "cancelled":
+        future.cancel()
+        cache.line_changed()
+    else:
+        cache.release(2)
+    for entry in cache.admit():
+        arrive(cache, entry, 3)
+    assert waiting.done() and future.done() and cache.waiting_for_space == 0
+
+
 def test_what_can_never_fit_is_refused_at_once() -> None:
     future = ask(small(), job(1, *(extent(number) for number in range(5))))
     assert future is not None

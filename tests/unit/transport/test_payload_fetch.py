@@ -176,12 +176,16 @@ async def test_a_full_cache_says_so_and_goes_on_when_a_lease_ends() -> None:
                 await fetcher.fetch(server.address, second, lease=2, deadline_s=0.05)
             waiting = asyncio.create_task(fetcher.fetch(server.address, second, lease=2, deadline_s=10.0))
             await eventually(lambda: any("waits for room" in text for text in fetcher.waiting_on()))
+            cancelled = asyncio.create_task(fetcher.fetch(server.address, second, lease=9, deadline_s=60.0))
+            await eventually(lambda: fetcher.statistics().cache.waiting_for_space == 2)
+            cancelled.cancel()
             fetcher.release(1)
             await asyncio.sleep(0.05)
             # The lease is over, but somebody still looks.
             assert not waiting.done()
             del held
             await waiting
+            await eventually(lambda: fetcher.statistics().cache.waiting_for_space == 0)
             with pytest.raises(OutOfSpace, match="the capacity is"):
                 await fetcher.fetch(server.address, extents_of(12 * MIB, MIB), lease=3, deadline_s=60.0)
 
