@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env up test lint check bench clean sglang-cpu-env
+.PHONY: help env up test lint check bench clean sglang-cpu-env peer-env
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -50,5 +50,12 @@ sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a mac
 	.venv-sglang/bin/python -m pip uninstall --quiet --yes triton
 	@touch $@
 
+peer-env: .peers/venv/.installed  ## an environment with TransferQueue and Ray, to compare with (1.5 GB)
+
+.peers/venv/.installed:
+	$(PYTHON) -m venv .peers/venv
+	.peers/venv/bin/python -m pip install --quiet transferqueue==0.1.11 ray torch==2.13.0 tensordict==0.15.3 omegaconf
+	@touch $@
+
 clean:  ## remove environments, caches and runs of this checkout
-	rm -rf .venv .venv-sglang runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-sglang .peers runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

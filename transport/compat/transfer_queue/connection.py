@@ -50,7 +50,8 @@ class BrokerProcess:
         self._command = [sys.executable, "-m", "relax_rt.transport.store", str(folder)]
         if spill_bytes:
             self._command += ["--capacity-bytes", str(config.capacity_bytes(None)), "--spill-bytes", str(spill_bytes)]
-        self._stopping = False
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
         self._process = self._start()
         threading.Thread(target=self._keep, name="transfer-queue-broker", daemon=True).start()
 
@@ -66,23 +67,31 @@ class BrokerProcess:
         for restart in range(RESTARTS + 1):
             code = self._process.wait()
             # An error of its own (1) comes again; a kill or a broken journal disk is worth another start.
-            if self._stopping or code in (0, 1) or restart == RESTARTS:
+            if self._stopping.is_set() or code in (0, 1) or restart == RESTARTS:
                 return
             _log.warning("the broker ended with %d; it is started again from its journal", code)
-            time.sleep(0.1 * 2**restart)
-            self._process = self._start()
+            self._stopping.wait(0.1 * 2**restart)
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                self._close_pipe()
+                self._process = self._start()
+
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def stop(self) -> None:
         """End it in order."""
-        self._stopping = True
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._stopping.set()
+        with self._lock:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._close_pipe()
 
 
 class Connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ def decode(data: bytes | memoryview, what: str) -> Any:
     """
     try:
         return msgspec.msgpack.decode(data, ext_hook=_extension)
-    except (msgspec.MsgspecError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+    except (msgspec.MsgspecError, TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
         raise Corrupt(what, why=f"{len(data)} bytes do not decode: {error}") from error
 
 
@@ -118,6 +119,8 @@ def _tensor_from(content: Any) -> torch.Tensor:
     name, shape, data = content
     dtype = _DTYPES[name]
     if not data:
+        if math.prod(shape):
+            raise ValueError(f"no bytes for a tensor of shape {shape}")
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
