@@ -35,8 +35,11 @@ lint: $(STAMP)  ## formatting, lints, types, layers
 
 check: lint test  ## lint and test
 
-bench: $(STAMP)  ## every benchmark, in its short form
+bench: $(STAMP)  ## every benchmark, in its short form (with peers where `make peer-env` was run)
 	$(BIN)/python tools/bench/rpc_echo.py --quick
+	$(BIN)/python tools/bench/transfer_queue.py --quick
+	$(BIN)/python tools/bench/queue_scale.py --quick
+	$(BIN)/python tools/bench/across_nodes.py --quick
 	$(BIN)/python tools/bench/end_to_end.py --quick
 
 sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a machine without a GPU (1.6 GB)
