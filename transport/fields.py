@@ -11,13 +11,19 @@ import msgspec
 import numpy as np
 
 from relax_rt.transport.errors import Refused
+from relax_rt.transport.values import Raw, Shared
 
 TEXTS = ("str", "bytes", "any")
 NUMBERS = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "bf16", "fp8_e4m3", "fp8_e5m2"),
+    *("float16", "float32", "float64", "complex64", "complex128", "bf16", "fp8_e4m3", "fp8_e5m2"),
 )
 _SPEC = re.compile(r"(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?")
+_RANGES = {
+    f"{sign}int{bits}": (0, (1 << bits) - 1) if sign else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+    for bits in (8, 16, 32, 64)
+    for sign in ("", "u")
+}
 _ALIASES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
@@ -37,14 +43,17 @@ class Field(msgspec.Struct, frozen=True):
         """Raises:
         Refused: the value is not of this dtype and shape.
         """
+        if isinstance(value, Shared):
+            value = value.value
         if self.dtype == "any":
             return
-        if self.dtype in ("str", "bytes"):
+        if self.dtype in TEXTS:
             wanted: tuple[type, ...] = (str,) if self.dtype == "str" else (bytes, bytearray, memoryview)
             if not isinstance(value, wanted):
                 raise Refused(f"field '{self.name}'", why=f"it is declared {self.dtype}, not {type(value).__name__}")
             return
-        if not self.shape and isinstance(value, bool | int | float):
+        if type(value) in (bool, int, float) and not self.shape:
+            self._check_number(value)
             return
         dtype, shape = _kind(value)
         if dtype != self.dtype:
@@ -53,8 +62,25 @@ class Field(msgspec.Struct, frozen=True):
         if not fits or any(want not in (None, have) for want, have in zip(self.shape, shape, strict=True)):
             raise Refused(f"field '{self.name}'", why=f"it is declared {self}, its value has shape {list(shape)}")
 
+    def _check_number(self, value: bool | int | float) -> None:
+        """A Python number has no dtype of its own: it has to be of the field's kind, and within its range."""
+        if self.dtype == "bool" or isinstance(value, bool):
+            fits = self.dtype == "bool" and isinstance(value, bool)
+        elif self.dtype in _RANGES:
+            low, high = _RANGES[self.dtype]
+            fits = isinstance(value, int)
+            if fits and not low <= value <= high:
+                raise Refused(f"field '{self.name}'", why=f"{value} is not from {low} to {high}, as {self.dtype} is")
+        else:
+            fits = True
+        if not fits:
+            raise Refused(f"field '{self.name}'", why=f"it is declared {self}, its value is the {_python(value)}")
+
     def check_rows(self, values: Any) -> None:
-        """The same for a whole column: an array [rows, …], or a list of values."""
+        """The same for a whole column: an array [rows, …], a list of values, or one Shared value for all."""
+        if isinstance(values, Shared) or self.dtype == "any":
+            self.check(values)
+            return
         if isinstance(values, list | tuple):
             for value in values:
                 self.check(value)
@@ -70,15 +96,17 @@ class Field(msgspec.Struct, frozen=True):
 
 def _kind(value: Any) -> tuple[str, tuple[int, ...]]:
     """dtype and shape of an array, tensor, scalar or wrapped bits."""
-    value = getattr(value, "value", value) if type(value).__name__ == "Shared" else value
-    bits = getattr(value, "bits", None)
-    if bits is not None:
-        return str(getattr(value, "dtype", "bf16")), tuple(bits.shape)
+    if isinstance(value, Raw):
+        return value.dtype, tuple(np.shape(value.bits))
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return type(value).__name__, tuple(np.shape(value)) if isinstance(value, list | tuple) else ()
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     return _ALIASES.get(name, name), tuple(value.shape)
+
+
+def _python(value: bool | int | float) -> str:
+    return f"{type(value).__name__} {value}"
 
 
 def parse_fields(specs: Mapping[str, str]) -> dict[str, Field]:
@@ -108,7 +136,7 @@ def _parse(name: str, spec: str) -> Field:
         raise Refused(what, why=f"{dtype} has no dimensions")
     shape: list[int | None] = []
     for size in sizes.split(",") if sizes else []:
-        if size != "*" and not size.isdigit():
+        if size != "*" and not size.isdecimal():
             raise Refused(what, why=f"'{size}' is not a size", hint="a number, or * for any")
         shape.append(None if size == "*" else int(size))
     return Field(name, dtype, tuple(shape))
