@@ -277,7 +277,8 @@ class Broker:
         who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
         if not is_slab_name(slab_name(who, 1)):
             raise Refused(f"joining as {name[:200]!r}", why="no slab can have that name", hint="use one as reader/0")
-        self._apply(ev.Join(node, payloads, pid if here else 0, started, issued=True), who)
+        # A caller on this node puts into this node's slabs, which its own payload server gives out.
+        self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
         self._watch.add(callers.homes[owner_key(who)])
         self._sweep_wanted = True
         shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
