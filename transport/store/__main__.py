@@ -12,6 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+import uvloop
+
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.hosting import Host
@@ -53,7 +55,7 @@ def main() -> None:
     # An interrupt goes to the whole terminal; who started this ends it by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        asyncio.run(serve(options.folder, capacity_bytes=options.capacity_bytes, spill_bytes=options.spill_bytes))
+        uvloop.run(serve(options.folder, capacity_bytes=options.capacity_bytes, spill_bytes=options.spill_bytes))
     except RelaxError as error:
         sys.exit(f"error: {error}")
 

@@ -23,7 +23,7 @@ CALL_S = 30.0
 SLICE_S = 10.0
 """Long waits are made of calls of this length."""
 SPACE_POLL_S = 0.02
-UNPIN_AFTER_S = 0.02
+UNPIN_AFTER_S = 0.002
 """Unpins that come within this time go out together."""
 THREAD_BYTES = 8 << 20
 """A copy of more than this leaves the event loop."""
@@ -149,6 +149,9 @@ class StoreClient:
     async def _place(self, columns: Mapping[str, Any]) -> Placed:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
         deadline = self._loop.time() + self._space_wait_s
+        if nbytes >= THREAD_BYTES and self._unread:
+            # Memory that comes free by it may be the memory for this put.
+            await self._tell(self._taken_unread())
         while True:
             try:
                 if nbytes < THREAD_BYTES:
@@ -158,7 +161,7 @@ class StoreClient:
                 if self._loop.time() >= deadline:
                     raise
                 self._waits(str(error))
-            await self._tell(list(self._taken_unread()))
+            await self._tell(self._taken_unread())
             await asyncio.sleep(SPACE_POLL_S)
             self._waits("")
 
@@ -233,6 +236,8 @@ class StoreClient:
 
     async def clear(self, rows: Rows) -> None:
         """See StoreApi.store_clear."""
+        if self._unread:
+            await self._tell(self._taken_unread())
         self._free(await self._calls.call(lambda seq: self._api.store_clear(seq, rows)))
 
     async def list_keys(self, partition: str | None) -> dict[str, dict[str, Tags]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,7 +122,7 @@ def _field(name: str, pieces: list[Piece]) -> torch.Tensor | NonTensorStack:
         parts = [_Part(name, piece) for piece in pieces]
         if all(part.joins(parts[0]) for part in parts):
             return _joined(parts)
-        values: list[Any] = [row for part in parts for row in part.rows()]
+        values: list[Any] = [row for part in parts for row in part.each()]
     else:
         values = [_value(name, piece, row) for piece in pieces for row in range(piece.first, piece.first + piece.rows)]
     if all(isinstance(value, torch.Tensor) for value in values):
@@ -152,35 +151,37 @@ class _Part:
     """Rows of tensors that lie back to back.
 
     Attributes:
-        flat: their elements. lengths: first dimension of each row; empty for scalars.
-        shape: of a row, -1 for the first dimension; None if rows differ in others.
+        flat: their elements.
+        lengths: first dimension of each row; one number if all are alike; None for scalars.
+        inner: the other dimensions; None if rows differ in them.
     """
 
     def __init__(self, name: str, piece: Piece) -> None:
-        flat, offsets = piece.block.flat(name)
-        first, end = piece.first, piece.first + piece.rows
+        block, first, end = piece.block, piece.first, piece.first + piece.rows
         self._name, self._piece = name, piece
+        self.own, self.rows = piece.own, piece.rows
+        self.lengths: Sequence[int] | int | None
+        self.inner: tuple[int, ...] | None
+        if not block.ragged(name):
+            column = block.tensor(name)[first:end]
+            self.flat, shape = column.reshape(-1), column.shape[1:]
+            self.lengths, self.inner = (shape[0], tuple(shape[1:])) if shape else (None, ())
+            return
+        flat, offsets = block.flat(name)
         self.flat = flat[offsets[first] : offsets[end]]
-        self.own = piece.own
-        sample = piece.block.value(name, first)
-        shapes, alike = [sample.shape] * piece.rows, True
-        if piece.block.ragged(name) and sample.ndim > 1:
-            shapes = [piece.block.value(name, row).shape for row in range(first, end)]
-            alike = all(shape[1:] == shapes[0][1:] for shape in shapes)
-        if piece.block.ragged(name) and sample.ndim == 1:
-            self.lengths = [after - at for at, after in itertools.pairwise(offsets[first : end + 1])]
-        else:
-            self.lengths = [shape[0] for shape in shapes] if sample.ndim else []
-        self.shape: tuple[int, ...] | None = (*((-1,) if sample.ndim else ()), *sample.shape[1:]) if alike else None
+        shapes = [block.value(name, row).shape for row in range(first, end)]
+        self.lengths = [shape[0] for shape in shapes]
+        self.inner = shapes[0][1:] if all(shape[1:] == shapes[0][1:] for shape in shapes) else None
 
     def joins(self, other: _Part) -> bool:
         """Whether one tensor can hold the rows of both."""
-        return self.shape is not None and self.shape == other.shape and self.flat.dtype == other.flat.dtype
+        alike = self.inner is not None and self.inner == other.inner and self.flat.dtype == other.flat.dtype
+        return alike and (self.lengths is None) == (other.lengths is None)
 
-    def rows(self) -> list[torch.Tensor]:
+    def each(self) -> list[torch.Tensor]:
         """The rows, each a tensor of its own."""
         block, first = self._piece.block, self._piece.first
-        return [block.tensor(self._name, row).clone() for row in range(first, first + self._piece.rows)]
+        return [block.tensor(self._name, row).clone() for row in range(first, first + self.rows)]
 
 
 def _joined(parts: list[_Part]) -> torch.Tensor:
@@ -189,14 +190,19 @@ def _joined(parts: list[_Part]) -> torch.Tensor:
         flat = first.flat if first.own else first.flat.clone()
     else:
         flat = torch.cat([part.flat for part in parts])
-    if not first.shape:
+    if first.lengths is None:
         return flat
-    inner = first.shape[1:]
-    lengths = [length for part in parts for length in part.lengths]
-    offsets = torch.tensor(list(itertools.accumulate(lengths, initial=0)))
-    values = (
-        flat.view(sum(lengths), *inner) if math.prod(inner) else flat.view(-1, *inner).new_empty(sum(lengths), *inner)
-    )
+    if len(parts) == 1 and isinstance(first.lengths, int):
+        length = first.lengths
+        offsets = torch.arange(first.rows + 1) * length
+        total, shortest, longest = first.rows * length, length, length
+    else:
+        lengths: list[int] = []
+        for part in parts:
+            lengths += [part.lengths] * part.rows if isinstance(part.lengths, int) else part.lengths or []
+        offsets = torch.tensor(list(itertools.accumulate(lengths, initial=0)))
+        total, shortest, longest = sum(lengths), min(lengths), max(lengths)
+    assert first.inner is not None
     return torch.nested.nested_tensor_from_jagged(
-        values, offsets=offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+        flat.view(total, *first.inner), offsets=offsets, min_seqlen=shortest, max_seqlen=longest
     )
