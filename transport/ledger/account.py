@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from relax_rt.transport.ledger.admission import surplus
 from relax_rt.transport.ledger.core import Core
@@ -67,17 +68,23 @@ def audit(core: Core) -> list[str]:
     wrong += _audit_prompts(core)
     wrong += _audit_memory(core)
     wrong += _audit_bounds(core)
-    ready = {task: set(keys) for task, keys in core.ready.items()}
-    step_ready, held = set(core.step_ready), core.held
+    ready, step_ready, held = core.ready, core.step_ready.copy(), core.held
     core.reindex()
-    found = {task: set(keys) for task, keys in core.ready.items()}
-    if (ready, step_ready, held) != (found, set(core.step_ready), core.held):
+    if _indices(ready, step_ready, held) != _indices(core.ready, core.step_ready, core.held):
         wrong.append("the indices of ready work do not match the groups")
+    # As they were: their order is that in which samples became ready.
+    core.ready, core.step_ready, core.held = ready, step_ready, held
     held_ids = {group.id for group in state.groups.values() if group.holder} | set(state.leases)
     if held_ids != set(core.deadlines):
         wrong.append(f"deadlines {sorted(core.deadlines)} for {sorted(held_ids)}")
     wrong += _audit_open(core)
     return wrong
+
+
+def _indices(*indices: Any) -> Any:
+    """The same without order."""
+    ready, step_ready, held = indices
+    return {task: set(keys) for task, keys in ready.items()}, set(step_ready), held
 
 
 def _audit_bounds(core: Core) -> list[str]:

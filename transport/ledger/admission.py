@@ -212,7 +212,7 @@ def check_puts(core: Core, who: Incarnation, puts: list[Put]) -> None:
     """
     core.blocks.check(puts, who)
     check_fields(core, who, puts)
-    _check_unversioned(core, who, puts)
+    _check_new(core, who, puts)
     seen: set[tuple[int, int]] = set()
     for item in puts:
         for row in item.rows:
@@ -262,8 +262,16 @@ def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
             raise Refused(f"put by {who}", why=f"a sample has {each} bytes, max_sample_bytes is {limit}")
 
 
-def _check_unversioned(core: Core, who: Incarnation, puts: list[Put]) -> None:
+def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
+    """What a producer puts must be of use to some task, and must not lapse."""
     for item in puts:
+        if not core.tasks_with(item.block.fields):
+            needed = "; ".join(f"{task}: {', '.join(fields)}" for task, fields in core.policy.tasks.items())
+            raise Refused(
+                f"samples with fields {', '.join(item.block.fields)} put by {who}",
+                why="no task can take them, and so nobody can put what they lack",
+                hint=f"the tasks need {needed}",
+            )
         for name in item.block.fields:
             if name in core.policy.versioned:
                 raise Refused(
@@ -326,7 +334,7 @@ def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
     if not event.groups or min(event.groups) < 1 or max(event.groups) > MAX_GROUP:
         raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs 1 to {MAX_GROUP}")
     check_fields(core, who, event.puts)
-    _check_unversioned(core, who, event.puts)
+    _check_new(core, who, event.puts)
     if len(event.puts) == 1 and not event.puts[0].rows:
         (item,) = event.puts
         core.blocks.check_extents(event.puts, who)

@@ -11,7 +11,7 @@ from relax_rt.transport.ledger.blocks import owner_of
 from relax_rt.transport.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.events import Abandon, Complete, Take
-from relax_rt.transport.ledger.failures import fail_members
+from relax_rt.transport.ledger.failures import fail_members, stuck
 from relax_rt.transport.ledger.runs import runs_of
 from relax_rt.transport.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
@@ -256,6 +256,7 @@ def _finish(core: Core, lease: Lease) -> None:
         if key not in not_done:
             sample.done.append(task)
             sample.deaths = 0
+    fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
@@ -273,6 +274,7 @@ def _finish_without_news(core: Core, lease: Lease) -> None:
         sample.deaths = 0
         if ends and len(sample.done) >= tasks:
             core.finish_if_done(core.state.groups[key.group])
+    fail_members(core, task, stuck(core, held))
 
 
 def _check_complete(core: Core, who: Incarnation, event: Complete, lease: Lease) -> None:

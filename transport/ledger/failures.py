@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.state import Group, Sample
 from relax_rt.transport.queue.api import Failure, SampleKey
@@ -43,6 +45,23 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
         core.end(group, "dropped(sibling)", marked=marked, fate="retire")
     else:
         _make_again(core, group, members)
+
+
+def stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]:
+    """Those that nobody works on, or ever will: each task is done with them, or lacks a column that none will put."""
+    step_task, everything = core.policy.step_task, len(core.policy.tasks)
+    found: list[Failure] = []
+    for key, sample in held:
+        if sample.leases or len(sample.done) == everything:
+            continue
+        tasks = core.tasks_for(sample)
+        if step_task in tasks or any(task not in sample.done for task in tasks):
+            continue
+        there = {name for part in sample.parts for name in core.blocks.blocks[part.block].ref.fields}
+        left = [name for task in core.policy.tasks if task not in sample.done for name in core.policy.tasks[task]]
+        missing = ", ".join(dict.fromkeys(name for name in left if name not in there))
+        found.append(Failure(key, f"it lacks {missing}, and no task that could put it is left"))
+    return found
 
 
 def _leave_out(core: Core, group: Group, members: set[int]) -> None:

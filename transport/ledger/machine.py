@@ -267,7 +267,8 @@ class Ledger:
         core = self.core
         for group in [group for group in core.state.groups.values() if group.holder is not None and of(group.holder)]:
             admission.reopen(core, group, "dropped(producer gone)")
-        for lease in list(core.state.leases.values()):
+        # The newest first, so that the samples of the oldest are offered first again.
+        for lease in reversed(list(core.state.leases.values())):
             dead = {who for who in lease.holders if of(who)}
             if dead:
                 consume.lapse(core, lease, ended=dead if process_ended else set())
@@ -279,7 +280,7 @@ class Ledger:
             if group is not None and group.holder is not None:
                 core.changed = True
                 admission.reopen(core, group, "dropped(lapsed)")
-        for id_ in leases:
+        for id_ in reversed(leases):
             lease = core.state.leases.get(id_)
             if lease is not None:
                 consume.lapse(core, lease, ended=set())

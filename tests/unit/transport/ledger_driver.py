@@ -189,7 +189,7 @@ class Driver:
     def take(self, who: Incarnation, task: str, samples: int = 0, groups: int = 0, **want: object) -> Batch:
         answer = self.call(who, ev.Take(task, Want(samples, groups, **want)))  # type: ignore[arg-type]
         assert isinstance(answer, Batch)
-        return answer
+        return msgspec.structs.replace(answer, samples=answer.infos(), runs=[])
 
     def complete(
         self,

@@ -291,7 +291,8 @@ async def test_failures_and_abandoned_work(tmp_path: Path) -> None:
         batch = await judge.take("reward", samples=8, wait_s=1)
         await judge.abandon(batch, "stopping")
         batch = await judge.take("reward", samples=8, wait_s=1)
-        await judge.complete("reward", batch, {}, [Failure(batch.samples[0].key, "timeout")])
+        bad, good = (one.key for one in batch.samples)
+        await judge.complete("reward", batch, {good: {"reward": 1.0}}, [Failure(bad, "timeout")])
         again = await generate(engine)
         assert (again[0].prompt, again[0].attempt) == (ticket.prompt, 1)
         with pytest.raises(Refused):

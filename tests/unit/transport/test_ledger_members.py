@@ -110,9 +110,12 @@ def test_a_producers_death_costs_what_it_had_in_hand_only() -> None:
     d.put(ENGINE, SampleKey(ticket.group, 0), version)
     d.gone(ENGINE)
     assert d.ledger.account()["dropped(producer gone)"] == 1
-    (again,) = d.admit(OTHER, version).tickets
+    answer = d.admit(OTHER, version)
+    (again,) = answer.tickets
     assert (again.group, again.members, again.attempt) == (ticket.group, [1], 1)
+    who, seq, event, _ = d.last or pytest.fail("no call")
     d.generate(OTHER, again, version)
+    assert again.members == [1] and d.apply(event, who, seq) == answer  # no members would mean all of them
     assert len(d.take(JUDGE, "reward", groups=1).samples) == 2
     assert d.ledger.audit() == []
 
@@ -199,6 +202,22 @@ def test_a_failed_member_can_end_its_group() -> None:
     d.gone(ENGINE)
     assert d.ledger.account()["dropped(producer gone)"] == 2  # no member is made again here
     assert d.ledger.audit() == []
+
+
+def test_a_sample_that_nobody_will_complete_fails() -> None:
+    d, version = started(tasks=TWO_JUDGES, failures_per_prompt=2)
+    (ticket,) = make(d, version)
+    d.reward_all(JUDGE)
+    batch = d.take(CRITIC, "reference", samples=2)
+    puts = d.columns(batch, "reference", without=[SampleKey(ticket.group, 0)])
+    d.complete(CRITIC, "reference", batch, *puts)  # says that it is done, and forgot a column
+    account = d.ledger.account()
+    assert (account["failed"], account["failed_groups"]) == (1, 1)
+    (again,) = make(d, version)
+    assert (again.prompt, again.attempt, again.members) == (ticket.prompt, 1, [0])
+    d.reward_all(JUDGE)
+    d.complete(CRITIC, "reference", d.take(CRITIC, "reference", samples=2))
+    assert d.ledger.account()["prompts_retired"] == 1
 
 
 # --- the task that fixes the composition
@@ -303,6 +322,14 @@ def test_surplus_comes_on_top_of_the_bound_and_is_not_waited_for() -> None:
     account = d.ledger.account()
     assert account["dropped(surplus)"] == 4 and account["prompts_waiting"] == 2
     assert d.ledger.audit() == []
+
+
+def test_an_engine_too_far_behind_makes_no_surplus() -> None:
+    d, v1 = started(max_staleness=0, over_provision=2)
+    make(d, v1, 2)
+    v2 = step(d, 1, v1)
+    assert "to an engine 1 updates behind" in d.admit(ENGINE, v1).waiting_on
+    assert len(d.admit(ENGINE, v2, 10).tickets) == 4
 
 
 def test_within_the_bound_a_batch_is_held_for_stragglers_without_the_surplus() -> None:

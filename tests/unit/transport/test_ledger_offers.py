@@ -111,6 +111,8 @@ def test_senseless_offers_are_refused() -> None:
         rows = [RowPut(key, row) for row, key in enumerate(keys)]
         with pytest.raises(Refused, match=why):
             d.call(ENGINE, ev.Offer([d.rows(ENGINE, rows)] if rows else [], sizes))
+    with pytest.raises(Refused, match=r"no task can take them.*the tasks need a: tokens; b: tokens, label"):
+        d.offer(ENGINE, 1, fields=["label"])
     with pytest.raises(Refused, match="no prompts"):
         d.admit(ENGINE, 0)
     prompts, _ = started()

@@ -424,7 +424,6 @@ def test_what_a_put_may_hold() -> None:
         (ev.Take("train", Want(1)), "whole groups"),
         (ev.Take("reward", Want()), "neither"),
         (ev.Take("reward", Want(1, stream="s", readers=0)), "readers 0"),
-        (ev.Take("reward", Want(1, stream="s", index=-1)), "index -1"),
         (ev.Admit(1, 0), "at least one"),
         (ev.Committed(5, "x"), "last step trained is 0"),
         (ev.Rollback(-1, VersionRecord(9, 0, 0)), "begin at 0"),

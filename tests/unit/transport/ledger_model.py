@@ -1,0 +1,583 @@
+"""What the ledger should do, written down naively: plain objects, everything counted anew whenever it is asked for.
+
+It is told each call and what the ledger chose (which samples a task got, which blocks are to be spilled); everything
+else it works out itself. Nothing here is shared with the ledger: not the tree of versions, not the references of
+memory, not the indices of ready work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.api import Extent, Put, SampleKey, Ticket
+
+TRAIN = "train"
+
+
+@dataclass(eq=False)
+class Block:
+    extent: Extent | None
+    fields: tuple[str, ...]
+    digests: list[bytes]
+
+
+@dataclass
+class Part:
+    block: Block
+    row: int
+    task: str
+    version: int
+
+
+@dataclass(eq=False)
+class Sample:
+    made: bool = False
+    left_out: bool = False
+    parts: list[Part] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    leases: dict[str, int] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    deaths: int = 0
+
+
+@dataclass(eq=False)
+class Group:
+    id: int
+    prompt: int
+    attempt: int
+    failures: int
+    base: int
+    samples: list[Sample]
+    holder: Incarnation | None
+    making: set[int]
+    lease: int = 0
+
+    def alive(self) -> list[tuple[int, Sample]]:
+        return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]
+
+    def missing(self) -> set[int]:
+        return {n for n, sample in self.alive() if not sample.made}
+
+
+@dataclass(eq=False)
+class Lease:
+    id: int
+    task: str
+    keys: list[SampleKey]
+    pins: list[Extent]
+    holders: set[Incarnation]
+    index: int = -1
+    readers: int = 1
+    finished: set[Incarnation] = field(default_factory=set)
+    reading: set[Incarnation] = field(default_factory=set)
+    pending: list[tuple[SampleKey, Part]] = field(default_factory=list)
+    failed: set[SampleKey] = field(default_factory=set)
+
+
+class Model:
+    def __init__(self, policy: LedgerPolicy, limits: QueueLimits) -> None:
+        self.policy, self.limits = policy, limits
+        self.parents: dict[int, tuple[int, bool]] = {}
+        self.trainer: int | None = None
+        self.groups: dict[int, Group] = {}
+        self.trained: dict[int, Group] = {}
+        self.reopened: list[int] = []
+        self.leases: dict[int, Lease] = {}
+        self.lapsed: dict[int, Lease] = {}
+        self.next_index = 0
+        self.homes: dict[bytes, Extent] = {}
+        self.waiting: dict[int, tuple[int, int]] = {}
+        self.cursor = 0
+        self.retired: list[int] = []
+        self.path: dict[int, list[tuple[Group, bool]]] = {}
+        """Groups of each step, and whether it was skipped."""
+        self.step = self.committed = self.since_update = self.issued = 0
+        self.blocked: float | None = None
+        self.ended: Counter[str] = Counter()
+        self.lost_payloads: set[int] = set()
+
+    # --- versions
+
+    def ancestry(self, version: int) -> set[int]:
+        found: set[int] = set()
+        while version:
+            found.add(version)
+            version = self.parents[version][0]
+        return found
+
+    def distance(self, a: int, b: int) -> int:
+        return sum(self.parents[version][1] for version in self.ancestry(a) ^ self.ancestry(b))
+
+    def lag(self, version: int) -> int:
+        assert self.trainer is not None
+        return self.distance(self.trainer, version)
+
+    def staleness(self, group: Group) -> int:
+        if self.trainer is None:
+            return 0
+        members = [sample for _, sample in group.alive()]
+        if self.policy.on_straggler == "mask":
+            return max((self.unmasked(sample) for sample in members if sample.versions), default=0)
+        versions = {version for sample in members for version in sample.versions}
+        if not all(sample.versions for sample in members):
+            versions.add(group.base)
+        return max(self.lag(version) for version in versions)
+
+    def unmasked(self, sample: Sample) -> int:
+        lags = [self.lag(version) for version in sample.versions]
+        return max([lag for lag in lags if lag <= self.policy.max_staleness] or [min(lags)])
+
+    # --- memory
+
+    def all_samples(self) -> Iterable[Sample]:
+        for group in [*self.groups.values(), *self.trained.values()]:
+            yield from group.samples
+
+    def blocks(self) -> set[Block]:
+        """Blocks that somebody needs."""
+        found = {part.block for sample in self.all_samples() for part in sample.parts}
+        return found | {part.block for lease in self.leases.values() for _, part in lease.pending}
+
+    def references(self) -> Counter[Extent]:
+        blocks = self.blocks()
+        named = {digest for block in blocks for digest in block.digests}
+        found = Counter(block.extent for block in blocks if block.extent is not None)
+        found.update(self.homes[digest] for digest in named)
+        for lease in [*self.leases.values(), *self.lapsed.values()]:
+            found.update(lease.pins)
+        return found
+
+    def used_bytes(self) -> int:
+        return sum(extent.nbytes for extent in self.references() if not extent.slab.startswith("spill"))
+
+    def new_block(self, put: Put) -> Block:
+        named = {digest for block in self.blocks() for digest in block.digests}
+        for blob in put.blobs:
+            if blob.digest not in named:
+                self.homes[blob.digest] = blob.extent
+        return Block(put.block.extent, put.block.fields, [blob.digest for blob in put.blobs])
+
+    # --- admission and puts
+
+    def outstanding(self) -> int:
+        return sum(len(group.alive()) for group in self.groups.values()) + self.since_update
+
+    def bound(self, engine_version: int) -> float:
+        return (self.policy.max_staleness + 1 - self.lag(engine_version)) * self.policy.batch_samples
+
+    def admit(self, who: Incarnation, engine_version: int, groups: int, tickets: list[Ticket]) -> None:
+        again = [ticket for ticket in tickets if ticket.group in self.groups]
+        open_ = len(self.reopened) if self.lag(engine_version) <= self.policy.max_staleness else 0
+        assert [ticket.group for ticket in again] == self.reopened[: min(groups, open_)]
+        for ticket in again:
+            group = self.groups[ticket.group]
+            self.reopened.remove(group.id)
+            group.holder, group.base, group.making = who, engine_version, group.missing()
+            assert (ticket.prompt, ticket.attempt, set(ticket.members)) == (group.prompt, group.attempt, group.making)
+        size = self.policy.group_size
+        surplus = self.policy.over_provision * size
+        for ticket in tickets[len(again) :]:
+            assert self._room(size, engine_version, surplus)
+            index = min(self.waiting, default=self.cursor)
+            self.cursor += index == self.cursor
+            attempt, failures = self.waiting.pop(index, (0, 0))
+            assert (ticket.prompt, ticket.attempt, ticket.wanted()) == (index, attempt, list(range(size)))
+            samples = [Sample() for _ in range(size)]
+            self.groups[ticket.group] = Group(
+                ticket.group, index, attempt, failures, engine_version, samples, who, set(range(size))
+            )
+            self.issued += size
+        assert len(tickets) == groups or not self._room(size, engine_version, surplus)
+
+    def _room(self, size: int, engine_version: int, surplus: int) -> bool:
+        full = self.used_bytes() >= self.limits.capacity_bytes
+        fresh = self.lag(engine_version) <= self.policy.max_staleness
+        return fresh and not full and self.outstanding() + size <= self.bound(engine_version) + surplus
+
+    def put(self, who: Incarnation, puts: list[Put]) -> None:
+        touched: dict[int, Group] = {}
+        for put in puts:
+            mine = [row for row in put.rows if self._makes(who, row.key)]
+            block = self.new_block(put) if mine else None
+            for row in mine:
+                assert block is not None
+                group = self.groups[row.key.group]
+                versions = [span.version for span in row.versions]
+                group.samples[row.key.member] = Sample(True, False, [Part(block, row.row, "", -1)], versions)
+                group.making.remove(row.key.member)
+                touched[group.id] = group
+        for group in touched.values():
+            if not group.making:
+                group.holder = None
+                if group.missing():
+                    self.reopened.append(group.id)
+            if self.staleness(group) > self.policy.max_staleness:
+                self.end(group, "refused(stale)")
+
+    def _makes(self, who: Incarnation, key: SampleKey) -> bool:
+        group = self.groups.get(key.group)
+        return group is not None and group.holder == who and key.member in group.making
+
+    # --- the end of groups and their prompts
+
+    def reopen(self, group: Group, state: str) -> None:
+        group.holder, group.making = None, set()
+        missing = group.missing()
+        if len(missing) == len(group.alive()) or (missing and self.policy.on_failed_member == "drop"):
+            self.end(group, state)
+        elif missing:
+            self.ended[state] += len(missing)
+            self.issued += len(missing)
+            group.attempt += 1
+            self.reopened.append(group.id)
+
+    def end(self, group: Group, state: str, marked: dict[int, str] | None = None, fate: str = "return") -> None:
+        self.groups.pop(group.id, None)
+        if group.id in self.reopened:
+            self.reopened.remove(group.id)
+        for member, sample in group.alive():
+            self.ended[(marked or {}).get(member, state)] += 1
+            sample.parts = []
+        failures = group.failures + (fate == "failed")
+        if fate == "retire" or (fate == "failed" and failures >= self.policy.failures_per_prompt):
+            self.retired.append(group.prompt)
+        else:
+            self.waiting[group.prompt] = (group.attempt + 1, failures)
+
+    def give_up(self, of: Callable[[Group], bool], state: str) -> None:
+        """Whoever makes these groups makes them no more."""
+        for group in [group for group in self.groups.values() if group.holder is not None and of(group)]:
+            self.reopen(group, state)
+
+    def fail(self, failed: set[SampleKey]) -> None:
+        for id_ in {key.group: None for key in sorted(failed)}:
+            group = self.groups.get(id_)
+            if group is None or group.lease:
+                continue
+            members = {key.member for key in failed if key.group == id_}
+            marked = dict.fromkeys(members, "failed")
+            frozen = any(self.policy.frozen_by in sample.done for sample in group.samples)
+            mode = "drop" if frozen else self.policy.on_failed_member
+            if mode == "regenerate" and group.failures + 1 >= self.policy.failures_per_prompt:
+                self.end(group, "dropped(sibling)", marked, "retire")
+            elif mode == "drop" or (mode == "shrink" and len(group.alive()) - len(members) < self.policy.min_group):
+                self.end(group, "dropped(sibling)", marked, "failed")
+            else:
+                self._replace(group, members, again=mode == "regenerate")
+
+    def _replace(self, group: Group, members: set[int], *, again: bool) -> None:
+        self.ended["failed"] += len(members)
+        for sample in group.samples:
+            sample.leases.pop(self.policy.frozen_by, None)
+        for member in members:
+            group.samples[member] = Sample(left_out=not again)
+        if again:
+            self.issued += len(members)
+            group.attempt, group.failures = group.attempt + 1, group.failures + 1
+            if group.holder is None and group.id not in self.reopened:
+                self.reopened.append(group.id)
+
+    # --- consumers
+
+    def has(self, sample: Sample, task: str) -> bool:
+        fields = {name for part in sample.parts for name in part.block.fields}
+        return sample.made and not sample.left_out and fields >= set(self.policy.tasks[task])
+
+    def ready(self, task: str) -> set[SampleKey]:
+        return {
+            SampleKey(group.id, member)
+            for group in self.groups.values()
+            for member, sample in group.alive()
+            if self.has(sample, task) and task not in sample.leases and task not in sample.done
+        }
+
+    def whole(self, task: str) -> dict[int, set[SampleKey]]:
+        """What a take of whole groups may get."""
+        ready, found = self.ready(task), {}
+        for group in self.groups.values():
+            keys = {SampleKey(group.id, n) for n, sample in group.alive() if task not in sample.done}
+            if keys and keys <= ready and not group.missing():
+                found[group.id] = keys
+        return found
+
+    def step_ready(self) -> list[Group]:
+        return [
+            group
+            for group in self.groups.values()
+            if group.holder is None and not group.lease and all(self.has(sample, TRAIN) for _, sample in group.alive())
+        ]
+
+    def sample(self, key: SampleKey) -> Sample:
+        return self.groups[key.group].samples[key.member]
+
+    def grant(
+        self, who: Incarnation, id_: int, task: str, keys: list[SampleKey], index: int = -1, readers: int = 1
+    ) -> None:
+        pins: dict[Extent, None] = {}
+        for key in keys:
+            for part in self.sample(key).parts:
+                pins.update(dict.fromkeys([part.block.extent] if part.block.extent is not None else []))
+                pins.update(dict.fromkeys(self.homes[digest] for digest in part.block.digests))
+            if task == TRAIN:
+                self.groups[key.group].lease = id_
+            else:
+                self.sample(key).leases[task] = id_
+        self.leases[id_] = Lease(id_, task, keys, list(pins), {who}, index, readers)
+        if index >= 0:
+            self.next_index = index + 1
+
+    def held(self, lease: Lease) -> dict[SampleKey, Sample]:
+        return {
+            key: self.sample(key)
+            for key in lease.keys
+            if key.group in self.groups and self.sample(key).leases.get(lease.task) == lease.id
+        }
+
+    def close(self, lease: Lease) -> None:
+        del self.leases[lease.id]
+        for sample in self.held(lease).values():
+            del sample.leases[lease.task]
+        for group in self.groups.values():
+            if group.lease == lease.id:
+                group.lease = 0
+        lease.holders = lease.holders | lease.reading
+        lease.pending = []
+        if lease.holders:
+            self.lapsed[lease.id] = lease
+
+    def complete(self, who: Incarnation, id_: int, puts: list[Put], failed: set[SampleKey], pinned: bool) -> None:
+        lease = self.leases.get(id_)
+        if lease is None or who not in lease.holders:
+            if not pinned:
+                self.unpin(who, id_)
+            return
+        held = self.held(lease)
+        for put in puts:
+            rows = [row for row in put.rows if row.key in held]
+            block = self.new_block(put) if rows else None
+            versioned = bool(set(put.block.fields) & set(self.policy.versioned))
+            for row in rows:
+                assert block is not None
+                lease.pending.append((row.key, Part(block, row.row, lease.task, put.version if versioned else -1)))
+        lease.failed |= failed
+        lease.holders.remove(who)
+        if pinned:
+            lease.reading.add(who)
+        lease.finished.add(who)
+        if len(lease.finished) >= lease.readers or (lease.task == TRAIN and lease.failed):
+            self._finish(lease)
+
+    def _finish(self, lease: Lease) -> None:
+        held, pending = self.held(lease), lease.pending
+        here = {key for key in lease.keys if key.group in self.groups and not self.sample(key).left_out}
+        failed = lease.failed & (here if lease.task == TRAIN else held.keys())
+        self.close(lease)
+        undone = failed | {key for key, part in pending if part.version >= 0 and self.lag(part.version) > 0}
+        self.fail(failed)
+        if lease.task == self.policy.frozen_by:
+            undone |= {key for key in held if key.group in {bad.group for bad in failed}}
+        for key, sample in held.items():
+            if key in undone or key.group not in self.groups:
+                continue
+            sample.parts += [part for at, part in pending if at == key]
+            sample.done.add(lease.task)
+            sample.deaths = 0
+        # Nobody will ever put what these lack.
+        useful = {key for task in self.policy.tasks for key in self.ready(task) if task != TRAIN}
+        self.fail(
+            {
+                key
+                for key in held.keys() - undone - useful
+                if key.group in self.groups and not self.sample(key).leases and not self.has(self.sample(key), TRAIN)
+            }
+        )
+
+    def unpin(self, who: Incarnation, id_: int) -> None:
+        if id_ in self.leases:
+            self.leases[id_].reading.discard(who)
+        elif id_ in self.lapsed:
+            self.lapsed[id_].holders.discard(who)
+            if not self.lapsed[id_].holders:
+                del self.lapsed[id_]
+
+    def abandon(self, who: Incarnation, id_: int) -> None:
+        lease = self.leases.get(id_)
+        if lease is None or who not in lease.holders:
+            self.unpin(who, id_)
+            return
+        lease.holders.remove(who)
+        self.close(lease)
+
+    def lapse(self, lease: Lease, ended: set[Incarnation], *, blame: bool = True) -> None:
+        groups = [self.groups[id_] for id_ in {key.group: None for key in lease.keys} if id_ in self.groups]
+        samples = list(self.held(lease).values())
+        if lease.task == TRAIN:
+            samples = [sample for group in groups for _, sample in group.alive()]
+        lease.holders -= ended
+        lease.reading -= ended
+        self.close(lease)
+        for sample in samples:
+            sample.deaths += blame
+        for group in groups:
+            bad = {n: "quarantined" for n, sample in group.alive() if sample.deaths >= self.limits.quarantine_after}
+            if bad and not group.lease:
+                self.end(group, "dropped(sibling)", bad, "retire")
+
+    def end_work(self, of: Callable[[Incarnation], bool], *, dead: bool) -> None:
+        self.give_up(lambda group: group.holder is not None and of(group.holder), "dropped(producer gone)")
+        for lease in list(self.leases.values()):
+            at_work = {who for who in lease.holders if of(who)}
+            if at_work:
+                self.lapse(lease, at_work if dead else set())
+
+    def gone(self, who: Incarnation) -> None:
+        self.end_work(lambda other: other == who, dead=True)
+        for id_ in [*self.leases, *self.lapsed]:
+            self.unpin(who, id_)
+
+    # --- steps
+
+    def may_train(self, groups: int, now: float) -> list[SampleKey]:
+        """What the trainer gets, after the ledger has made its mind up about stragglers."""
+        if self.trainer is None:
+            return []
+        self.refuse_stale(0)
+        if any(lease.task == TRAIN for lease in self.leases.values()):
+            return []
+        ready = self.step_ready()
+        if len(ready) < groups:
+            self.blocked = None
+            return []
+        late = self._stragglers(ready)
+        if late and self.policy.over_provision:
+            over = self.outstanding() - self.bound(self.trainer)
+            while late and over > 0:
+                over -= len(late[-1].alive())
+                self.end(late.pop(), "dropped(surplus)")
+        if late:
+            since = now if self.blocked is None else self.blocked
+            if self.policy.on_straggler == "wait" and now - since < self.policy.straggler_wait_s:
+                self.blocked = since
+                return []
+            for group in late:
+                self.end(group, "dropped(straggler)")
+        self.blocked = None
+        ready.sort(key=lambda group: (-self.staleness(group), group.id))
+        return [SampleKey(group.id, n) for group in ready[:groups] for n, _ in group.alive()]
+
+    def _stragglers(self, ready: list[Group]) -> list[Group]:
+        if self.policy.on_straggler == "mask":
+            return []
+        others = [group for group in self.groups.values() if group not in ready and not group.lease]
+        return [group for group in others if self.staleness(group) + 1 > self.policy.max_staleness]
+
+    def refuse_stale(self, surplus: int) -> None:
+        for group in reversed(list(self.groups.values())):
+            if not group.lease and self.staleness(group) > self.policy.max_staleness:
+                self.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
+                surplus -= len(group.alive())
+
+    def move_weights(self, version: int) -> None:
+        self.trainer = version
+        for group in self.groups.values():
+            if not group.lease:
+                self.lapse_columns(group)
+
+    def lapse_columns(self, group: Group) -> None:
+        for sample in group.samples:
+            tasks = {part.task for part in sample.parts if part.version >= 0 and self.lag(part.version) > 0}
+            lost = {name for part in sample.parts if part.task in tasks for name in part.block.fields}
+            sample.parts = [part for part in sample.parts if part.task not in tasks]
+            sample.done -= tasks
+            for task in [task for task in sample.leases if lost & set(self.policy.tasks[task])]:
+                del sample.leases[task]
+
+    def step_done(self, who: Incarnation, id_: int, step: int, version: int, *, skipped: bool) -> None:
+        lease = self.leases[id_]
+        before = self.trainer
+        self.move_weights(version)
+        for group in [group for group in self.groups.values() if group.lease == id_]:
+            del self.groups[group.id]
+            self.path.setdefault(step, []).append((group, skipped))
+            for sample in group.samples:
+                sample.leases, sample.deaths = {}, 0
+                if skipped:
+                    sample.parts = []
+            if skipped:
+                self.ended["skipped"] += len(group.alive())
+            else:
+                self.trained[group.id] = group
+                group.lease = 0
+        lease.holders.discard(who)
+        self.close(lease)
+        if version != before:
+            self.since_update = 0
+        elif not skipped:
+            self.since_update += len(lease.keys)
+        self.step = step
+        self.refuse_stale(self.policy.over_provision * self.policy.group_size)
+
+    def commit(self, step: int) -> None:
+        for done in [done for done in self.path if self.committed < done <= step]:
+            for group, _ in self.path[done]:
+                if self.trained.pop(group.id, None) is not None:
+                    self.ended["freed"] += len(group.alive())
+        self.committed = max(self.committed, step)
+
+    def rollback(self, who: Incarnation, step: int, version: int) -> None:
+        for lease in [lease for lease in self.leases.values() if lease.task == TRAIN]:
+            self.lapse(lease, {who}, blame=False)
+        self.move_weights(version)
+        self.commit(min(step, self.step))
+        undone = [record for done in sorted(self.path) if done > step for record in self.path.pop(done)]
+        self.committed = self.step = step
+        self.since_update, self.blocked = 0, None
+        self.refuse_stale(0)
+        again: list[Group] = []
+        for group, skipped in undone:
+            if self.trained.pop(group.id, None) is None:
+                self.ended["skipped" if skipped else "freed"] -= len(group.alive())
+                self.ended["lost"] += len(group.alive())
+                self.waiting[group.prompt] = (group.attempt + 1, group.failures)
+            elif group.id in self.lost_payloads:
+                self.end(group, "lost")
+            elif self.staleness(group) > self.policy.max_staleness:
+                self.end(group, "refused(stale)")
+            else:
+                again.append(group)
+        self.lost_payloads = set()
+        for group in sorted(again, key=lambda group: (-self.staleness(group), group.id)):
+            limit = (self.policy.max_staleness + 1) * self.policy.batch_samples
+            if self.outstanding() + len(group.alive()) > limit:
+                self.end(group, "dropped(surplus)")
+            else:
+                self.groups[group.id] = group
+                self.lapse_columns(group)
+
+    # --- disk, node
+
+    def spilled(self, moves: list[tuple[Extent, Extent]]) -> list[Extent]:
+        """Copies from one place to another are there; answers with those that are of no use."""
+        useless: list[Extent] = []
+        for old, new in moves:
+            found = [block for block in self.blocks() if block.extent == old]
+            if found and self.references()[old] == 1:
+                found[0].extent = new
+            else:
+                useless.append(new)
+        return useless
+
+    def new_memory(self) -> None:
+        """Shared memory is gone, and with it all processes."""
+        self.leases, self.lapsed, self.homes = {}, {}, {}
+        for sample in self.all_samples():
+            sample.parts, sample.leases = [], {}
+        for group in list(self.groups.values()):
+            group.lease = 0
+            self.end(group, "lost")
+        self.lost_payloads = set(self.trained)
+        self.trainer, self.blocked, self.since_update, self.next_index = None, None, 0, 0

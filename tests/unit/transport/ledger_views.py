@@ -1,0 +1,122 @@
+"""The same picture of the ledger and of its model, to be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ledger_model import Group as ModelGroup
+from ledger_model import Lease as ModelLease
+from ledger_model import Model
+
+from relax_rt.transport.ledger.state import Group, Lease, State
+from relax_rt.transport.queue.api import Extent
+
+
+def of_ledger(state: State) -> dict[str, Any]:
+    table = state.blocks
+    live = {(slab, at): one.references for slab, at_ in table.live.items() for at, one in at_.items()}
+    return {
+        "groups": {id_: _group(state, group) for id_, group in state.groups.items()},
+        "trained": {id_: _group(state, group) for id_, group in state.trained.items()},
+        "reopened": list(state.reopened),
+        "leases": {id_: _lease(state, lease) for id_, lease in state.leases.items()},
+        "lapsed": {id_: set(lease.holders) for id_, lease in state.lapsed.items()},
+        "streams": max((stream.next_index for stream in state.streams.values()), default=0),
+        "live": live,
+        "payload_bytes": table.payload_bytes,
+        "blobs": {digest: _at(blob.extent) for digest, blob in table.blobs.items()},
+        "waiting": {prompt.index: (prompt.attempt, prompt.failures) for prompt in state.prompts.waiting},
+        "prompts": (state.prompts.cursor, sorted(state.prompts.retired)),
+        "path": {
+            step: sorted((r.group, r.prompt.index if r.prompt else -1, r.size, r.skipped) for r in records)
+            for step, records in state.path.items()
+        },
+        "steps": (state.step, state.committed, state.since_update, state.trainer_version, state.blocked_since),
+        "issued": state.issued,
+        "ended": {name: n for name, n in state.ended.items() if n},
+    }
+
+
+def of_model(model: Model) -> dict[str, Any]:
+    references = model.references()
+    named = {digest for block in model.blocks() for digest in block.digests}
+    return {
+        "groups": {id_: _model_group(group) for id_, group in model.groups.items()},
+        "trained": {id_: _model_group(group) for id_, group in model.trained.items()},
+        "reopened": model.reopened,
+        "leases": {id_: _model_lease(lease) for id_, lease in model.leases.items()},
+        "lapsed": {id_: lease.holders for id_, lease in model.lapsed.items()},
+        "streams": model.next_index,
+        "live": {_at(extent): n for extent, n in references.items()},
+        "payload_bytes": model.used_bytes(),
+        "blobs": {digest: _at(extent) for digest, extent in model.homes.items() if digest in named},
+        "waiting": model.waiting,
+        "prompts": (model.cursor, sorted(model.retired)),
+        "path": {
+            step: sorted((group.id, group.prompt, len(group.alive()), skipped) for group, skipped in records)
+            for step, records in model.path.items()
+        },
+        "steps": (model.step, model.committed, model.since_update, model.trainer, model.blocked),
+        "issued": model.issued,
+        "ended": {name: n for name, n in Counter(model.ended).items() if n},
+    }
+
+
+def _at(extent: Extent) -> tuple[str, int]:
+    return (extent.slab, extent.offset)
+
+
+def _place(extent: Extent | None) -> tuple[str, int]:
+    return _at(extent) if extent is not None else ("", 0)
+
+
+def _group(state: State, group: Group) -> tuple[Any, ...]:
+    blocks, prompt = state.blocks.blocks, group.prompt
+    assert prompt is not None
+    samples = [
+        None
+        if sample.left_out
+        else (
+            sample.generated,
+            sorted(sample.done),
+            sorted(sample.leases.items()),
+            sample.deaths,
+            [span.version for span in sample.spans],
+            sorted((_place(blocks[part.block].ref.extent), part.row, part.task, part.version) for part in sample.parts),
+        )
+        for sample in group.samples
+    ]
+    place = (prompt.index, prompt.attempt, prompt.failures)
+    return (*place, group.holder, sorted(group.making), group.lease, samples)
+
+
+def _model_group(group: ModelGroup) -> tuple[Any, ...]:
+    samples = [
+        None
+        if sample.left_out
+        else (
+            sample.made,
+            sorted(sample.done),
+            sorted(sample.leases.items()),
+            sample.deaths,
+            sample.versions,
+            sorted((_place(part.block.extent), part.row, part.task, part.version) for part in sample.parts),
+        )
+        for sample in group.samples
+    ]
+    place = (group.prompt, group.attempt, group.failures)
+    return (*place, group.holder, sorted(group.making), group.lease, samples)
+
+
+def _lease(state: State, lease: Lease) -> tuple[Any, ...]:
+    blocks = state.blocks.blocks
+    pending = sorted((key, _place(blocks[part.block].ref.extent), part.row) for key, part, _ in lease.pending)
+    who = (set(lease.holders), set(lease.finished), set(lease.reading))
+    return (lease.task, lease.keys, *who, {_at(extent) for extent in lease.pins}, pending)
+
+
+def _model_lease(lease: ModelLease) -> tuple[Any, ...]:
+    pending = sorted((key, _place(part.block.extent), part.row) for key, part in lease.pending)
+    who = (lease.holders, lease.finished, lease.reading)
+    return (lease.task, lease.keys, *who, {_at(extent) for extent in lease.pins}, pending)
