@@ -13,7 +13,7 @@ from relax_rt.transport.queue.waits import Waits
 
 
 def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits) -> dict[str, Any]:
-    """Numbers by part: `samples`, `memory`, `leases`, `staleness`, `waits`, `journal`, `tallies`.
+    """Numbers by part: `samples`, `memory`, `leases`, `store`, `staleness`, `waits`, `journal`, `tallies`.
 
     Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest
     tenth first, since this broker started.
@@ -23,6 +23,7 @@ def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits) -> dict[st
         "samples": ledger_account.by_state(core),
         "memory": _memory(core),
         "leases": _leases(core),
+        "store": core.store.statistics(),
         "staleness": {
             "max": core.policy.max_staleness,
             "outstanding": admission.outstanding(core),

@@ -460,6 +460,9 @@ class Store:
             for key, index in partition.keys.items():
                 if index not in partition.rows or partition.rows[index].key != key:
                     wrong.append(f"key {key!r} of {name!r} names a row that is not its own")
+            for task, consumed in partition.consumed.items():
+                if not consumed <= partition.rows.keys():
+                    wrong.append(f"task {task!r} has consumed rows that are not in {name!r}")
             for index, row in partition.rows.items():
                 if self._where.get(index) != name:
                     wrong.append(f"row {index} of {name!r} is not found by its index")
