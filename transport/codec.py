@@ -12,6 +12,8 @@ from relax_rt.transport.wire import HELLO_MAX_BYTES, FromClient, FromServer, Hel
 
 T = TypeVar("T")
 
+UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)
+"""What msgspec raises on bytes of others: text that is no UTF-8 and nesting too deep come as Python's own errors."""
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 
@@ -73,7 +75,7 @@ def decode_from_client(message: bytes) -> FromClient:
     """
     try:
         return _from_client.decode(message)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"a message of {len(message)} bytes from a client", why=str(error)) from error
 
 
@@ -85,7 +87,7 @@ def decode_from_server(message: bytes) -> FromServer:
     """
     try:
         return _from_server.decode(message)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"a message of {len(message)} bytes from a server", why=str(error)) from error
 
 
@@ -99,10 +101,10 @@ def decode_hello(message: bytes) -> HelloFrame | int:
         raise ProtocolError(f"a greeting of {len(message)} bytes", why=f"the limit is {HELLO_MAX_BYTES} bytes")
     try:
         return msgspec.msgpack.decode(message, type=HelloFrame)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         try:
             return msgspec.msgpack.decode(message, type=_Version).protocol
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             raise ProtocolError("the first message of a connection", why=f"it is no greeting: {error}") from error
 
 

@@ -91,7 +91,7 @@ class Method:
         """
         try:
             values = self.arguments.decode(raw)
-        except msgspec.DecodeError as error:
+        except codec.UNDECODABLE as error:
             names = ", ".join(f"$[{i}] is {name}" for i, name in enumerate(self.parameters))
             raise Refused(f"arguments of {self}", why=str(error), hint=names) from error
         if not self.keyword_only:
@@ -103,7 +103,7 @@ class Method:
         """Raises: ProtocolError, when the result is not what the annotation says."""
         try:
             return self.result.decode(raw)
-        except msgspec.DecodeError as error:
+        except codec.UNDECODABLE as error:
             raise ProtocolError(
                 f"result of {self}", why=str(error), hint="the implementation does not keep to its annotation"
             ) from error

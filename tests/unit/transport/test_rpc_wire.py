@@ -52,6 +52,25 @@ def test_messages_survive_any_cut_of_the_stream(messages: list[Any], data: st.Da
     assert [comparable(m) for m in decoded] == [comparable(m) for m in messages]
 
 
+@given(st.one_of(from_client, from_server), st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6))
+def test_a_changed_message_is_decoded_or_refused(message: Any, changes: list[tuple[int, int]]) -> None:
+    data = bytearray(codec.encode_message(message))
+    for at, value in changes:
+        data[at % len(data)] = value
+    for decode in (codec.decode_from_client, codec.decode_from_server, codec.decode_hello):
+        try:
+            decode(bytes(data))
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.parametrize("data", [b"\x92\xa1q\xa2\xff\xfe", b"\x96\xa1q\x01\xa2\xff\xfe\xa1x\xcb" + bytes(8) + b"\xc0"])
+def test_text_that_is_no_utf_8_is_no_message(data: bytes) -> None:
+    for decode in (codec.decode_from_client, codec.decode_from_server):
+        with pytest.raises(ProtocolError):
+            decode(data)
+
+
 def comparable(message: Any) -> tuple[Any, ...]:
     values = (getattr(message, name) for name in message.__struct_fields__)
     return type(message), *(bytes(v) if isinstance(v, msgspec.Raw) else v for v in values)
