@@ -222,6 +222,16 @@ def test_a_sample_that_kills_its_consumers_is_quarantined() -> None:
     assert d.ledger.audit() == []
 
 
+def test_a_roll_back_is_no_death_of_what_was_in_hand() -> None:
+    d, version = started(max_staleness=2)
+    make(d, version, 2)
+    d.reward_all(JUDGE)
+    for _ in range(5):
+        assert d.take(TRAINER, "train", groups=2).samples
+        d.rollback(TRAINER, 0, version)
+    assert "quarantined" not in d.ledger.account()
+
+
 def test_abandoning_is_no_death() -> None:
     d, version = started()
     make(d, version)
@@ -530,4 +540,7 @@ def test_rollback_offers_no_more_again_than_the_bound() -> None:
     d.rollback(Incarnation("trainer/0", 9), 0, v1)
     account = d.ledger.account()
     assert account["samples_offered_again"] == 8 and account["dropped(surplus)"] > 0
+    # What is nearest to being over-stale is kept: it would be lost first.
+    core = d.ledger.core
+    assert sorted(core.staleness(group) for group in core.state.groups.values()) == [0, 0, 1, 1]
     assert d.ledger.audit() == []
