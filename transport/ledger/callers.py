@@ -18,7 +18,7 @@ ANSWERS_KEPT = 128
 class Kept(msgspec.Struct, frozen=True, array_like=True):
     """An answer given: tickets, the groups of an offer, the id of a lease (its batch is rebuilt), freed extents.
 
-    rows: of the keyed store, as runs (first index, count).
+    rows, pin: of the keyed store; rows as runs (first index, count).
     """
 
     admission: Admission | None = None
@@ -27,6 +27,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     freed: list[Extent] = []
     advice: Advice | None = None
     rows: list[tuple[int, int]] = []
+    pin: int = 0
 
 
 class Home(msgspec.Struct, frozen=True, array_like=True):

@@ -84,7 +84,7 @@ def kept(answer: Answer) -> Kept:
         case Found(indexes):
             return Kept(rows=_runs(indexes))
         case Fetched(pin=pin):
-            return Kept(lease=pin)
+            return Kept(pin=pin)
         case list():
             return Kept(freed=answer)
         case _:
@@ -103,7 +103,7 @@ def repeated(core: Core, who: Incarnation, event: ev.StoreEvent, known: Kept) ->
             return store.granted(indexes)
         case ev.Get():
             store.changed = False
-            answer = store.get(who, event, pin=known.lease)
+            answer = store.get(who, event, pin=known.pin)
             core.changed = core.changed or store.changed
             return answer
         case ev.Unpin() | ev.Clear():

@@ -287,6 +287,19 @@ def test_a_repeated_call_gets_its_first_answer_and_changes_nothing() -> None:
     assert driver.sample("t", 1, "x") == []
 
 
+def test_a_number_used_for_two_calls_gives_nothing_of_the_first_away() -> None:
+    driver = Driver()
+    driver.put("a", "p", ["k"], "x")
+    found = driver.call("b", sv.Get(Rows("p", ["k"])))
+    seq = driver.seq["b"]
+    assert driver.call("b", sv.Sample("p", "t", ["x"], 1), seq=seq) == Found()
+    assert driver.call("b", sv.Clear(Rows("p", ["k"])), seq=seq) == []
+    assert driver.call("b", sv.Put(Rows("p", ["l"])), seq=seq) == Stored([], [], [])
+    assert driver.get("c", Rows("p", ["k"])).pin != found.pin
+    assert driver.ledger.audit() == []
+    assert driver.replayed().snapshot() == driver.ledger.snapshot()
+
+
 @pytest.mark.parametrize(
     ("event", "names"),
     [
