@@ -13,12 +13,14 @@ from relax_rt.transport.arena import Block
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.ledger.blocks import owner_of
 from relax_rt.transport.queue.api import Batch, BlockRef, Extent, SampleInfo, SampleKey
+from relax_rt.transport.values import STORAGE
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 OpenBlock = Callable[[BlockRef, Mapping[bytes, Extent]], Block]
+OnDrop = Callable[[int, list[weakref.ref[Any]]], None]
 
 
 class LeasedSample:
@@ -93,19 +95,27 @@ class LeasedBatch:
         task: what it was taken for.
         batch: what the broker granted.
         open_block: maps a block.
+        on_drop: gets the lease of a batch that is forgotten unfinished, and what views of it refer to; called by the
+            garbage collector, in any thread.
     """
 
-    def __init__(self, task: str, batch: Batch, open_block: OpenBlock) -> None:
+    def __init__(self, task: str, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None = None) -> None:
         self.task, self.lease, self.waiting_on = task, batch.lease, batch.waiting_on
         self._remote = batch.remote
         self.refs = batch.blocks
         self._blobs = {blob.digest: blob.extent for blob in batch.blobs}
         self._open = open_block
         self._blocks: dict[int, Block] = {}
+        self._roots: list[weakref.ref[Any]] = []
         self._finished = False
+        self._on_drop = on_drop if batch.lease else None
         self._infos, self._runs = batch.samples, batch.runs
         self._samples: list[LeasedSample] | None = None
         self._length = len(batch)
+
+    def __del__(self) -> None:
+        if not self._finished and self._on_drop is not None:
+            self._on_drop(self.lease, self.finish())
 
     def __bool__(self) -> bool:
         return self._length > 0
@@ -157,7 +167,8 @@ class LeasedBatch:
             block, first = span
             return block.column(name)[first : first + len(self)]
         values = [sample[name] for sample in self.samples]
-        if len({np.shape(value) for value in values}) > 1 or any(isinstance(value, str | bytes) for value in values):
+        numbers = all(isinstance(value, np.ndarray | np.generic | bool | int | float) for value in values)
+        if not numbers or len({np.shape(value) for value in values}) > 1:
             raise Refused(
                 f"column '{name}' of {len(values)} samples as one array",
                 why="its values differ in shape or are not numbers",
@@ -178,7 +189,7 @@ class LeasedBatch:
         """The block and first row, when the column of all samples is one stretch of a block."""
         found = self._run_of(name)
         if found is not None:
-            return None if found[0].ragged(name) else found
+            return found if _stacks(found[0], name) else None
         places: list[tuple[int, int]] = []
         for sample in self.samples:
             for index, row in sample.info.parts:
@@ -190,7 +201,7 @@ class LeasedBatch:
         if len(places) != len(self.samples):
             return None
         block = self.block(places[0][0])
-        return None if block.ragged(name) else (block, places[0][1])
+        return (block, places[0][1]) if _stacks(block, name) else None
 
     def values(self, name: str) -> list[Any]:
         """A column of all samples, value by value."""
@@ -227,7 +238,17 @@ class LeasedBatch:
             for index, block in self._blocks.items()
             if (extent := self.refs[index].extent) is not None and owner_of(extent.slab) not in self._remote
         ]
-        roots = [weakref.ref(root) for block in blocks for root in block.roots()]
+        self._roots += [weakref.ref(root) for block in blocks for root in block.roots()]
         self._blocks.clear()
         del blocks
-        return [root for root in roots if root() is not None]
+        self._roots = [root for root in self._roots if root() is not None]
+        return self._roots
+
+    def reopen(self) -> None:
+        """Its lease goes on after all. What came from another node was let go of, and is not there any more."""
+        self._finished = bool(self._remote)
+
+
+def _stacks(block: Block, name: str) -> bool:
+    """Whether the rows of a column lie in the block as one array."""
+    return not block.ragged(name) and block.dtype(name) in STORAGE

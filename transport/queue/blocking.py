@@ -11,6 +11,7 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import Failure, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.facade import TransferQueue
+from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.sync import SyncQueue, run_blocking
 
 CLOSE_TIMEOUT_S = 30.0
@@ -66,11 +67,11 @@ class BlockingQueue:
         *,
         group: bool = False,
         priorities: Sequence[float] | None = None,
+        wait_s: float = OFFER_WAIT_S,
     ) -> list[SampleKey]:
         """See TransferQueue.put."""
-        return run_blocking(
-            self._queue.put(samples, group=group, priorities=priorities), self._running(), self._timeout_s
-        )
+        work = self._queue.put(samples, group=group, priorities=priorities, wait_s=wait_s)
+        return run_blocking(work, self._running(), self._timeout_s + wait_s)
 
     def take(
         self,

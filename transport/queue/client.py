@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.arena import Placed, Reader, ReaderStatistics, Writer, WriterStatistics
-from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, StaleEpoch, Unreachable
-from relax_rt.transport.fields import check_columns, check_row, parse_fields
+from relax_rt.transport.arena import Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
+from relax_rt.transport.fields import check_row, parse_fields
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.blocks import extents_in, owner_of
 from relax_rt.transport.payload import Fetcher
@@ -33,21 +34,23 @@ from relax_rt.transport.queue.api import (
 )
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
 from relax_rt.transport.queue.calls import Calls, CallStatistics
-from relax_rt.transport.queue.outbox import Outbox, Rows
+from relax_rt.transport.queue.offers import OFFER_WAIT_S, Offers
+from relax_rt.transport.queue.pins import Pins
+from relax_rt.transport.queue.space import Rows, Space
 from relax_rt.transport.versions import VersionRecord
 
 __all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
 
 _SLICE_S = 1.0
 """Long waits are made of calls of this length, so that none holds the window of calls for long."""
-_SPACE_POLL_S = 0.1
-_THREAD_BYTES = 8 << 20
-"""A copy of more than this leaves the event loop."""
 
 T = TypeVar("T")
 P = TypeVar("P", Admission, Offered, Batch)
-_Places = list[tuple[Placed, list[int]]]
-"""Blocks, and which of the rows put lie in each."""
+
+
+def _is_lease(answer: Admission | Offered | Batch) -> bool:
+    """Also one without samples: it is to be given back."""
+    return isinstance(answer, Batch) and answer.lease > 0
 
 
 async def _sliced(send: Callable[[int, float], Awaitable[P]], slice_s: float, seq: int) -> P:
@@ -130,18 +133,16 @@ class QueueClient:
         self.waiting_on = ""
         """Why the call that waits does so; empty when none does."""
         self._fields = parse_fields(fields or {})
-        self._length_field = length_field
-        self._space_wait_s = space_wait_s
         self._on_lost, self._on_wait = on_lost, on_wait or _none
         self._calls = Calls(str(who), patience_s, self._waits)
-        self._outbox = Outbox(self._offer_rows)
+        self._space = Space(self.arena, self._collect, self._waits, space_wait_s, length_field)
+        self._offers = Offers(self._offer, self._space, self._fields, self._waits)
+        self._pins = Pins(self._tell_unread)
         self._closing = False
         self._lease_s = 60.0
         self._renewal: asyncio.Task[None] | None = None
         self._background: set[asyncio.Future[Any]] = set()
         self._held = asyncio.Event()
-        self._pinned: dict[int, int] = {}
-        self._unread: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> QueueClient:
@@ -155,7 +156,7 @@ class QueueClient:
     async def close(self) -> None:
         """Stop renewing; finish what is under way. Leases still held lapse, or end with `gone`."""
         self._closing = True
-        await self._outbox.close()
+        await self._offers.outbox.close()
         if self._background:
             await asyncio.wait(self._background, timeout=_SLICE_S)
         pending = [*self._background, *([self._renewal] if self._renewal else [])]
@@ -169,10 +170,10 @@ class QueueClient:
         """Numbers for people and metrics."""
         return ClientStatistics(
             self._calls.statistics(),
-            self._outbox.messages,
-            self._outbox.rows,
+            self._offers.outbox.messages,
+            self._offers.outbox.rows,
             len(self.leases),
-            len(self._pinned),
+            len(self._pins),
             len(self.groups),
             self.waiting_on,
             self.arena.statistics(),
@@ -187,7 +188,12 @@ class QueueClient:
     # --- producers of offers
 
     async def offer(
-        self, rows: Rows, *, groups: list[int] | None = None, priorities: Sequence[float] | None = None
+        self,
+        rows: Rows,
+        *,
+        groups: list[int] | None = None,
+        priorities: Sequence[float] | None = None,
+        wait_s: float = OFFER_WAIT_S,
     ) -> list[SampleKey]:
         """Put samples that no ticket was drawn for; answers with their keys when they are journaled.
 
@@ -195,57 +201,25 @@ class QueueClient:
 
         Raises:
             Refused: a value is not of its field's dtype or shape, or a sample is too large.
-            OutOfSpace: this incarnation's shared memory stayed full for space_wait_s.
+            OutOfSpace: the queue, or this incarnation's shared memory, stayed full for wait_s; nothing was put.
         """
-        sizes = groups or [1] * len(rows)
-        if sum(sizes) != len(rows) or not rows:
-            raise Refused(f"offer of {len(rows)} samples", why=f"its groups have {sum(sizes)} members")
-        if self._fields:
-            for row in rows:
-                check_row(self._fields, row)
-        return await self._outbox.put(rows, sizes, priorities or [0.0] * len(rows), _nbytes(rows[0]) * len(rows))
+        return await self._offers.rows(rows, groups, priorities, wait_s)
 
-    async def _offer_rows(self, rows: Rows, groups: list[int], priorities: Sequence[float]) -> list[int]:
-        placed = await self._place_rows(rows)
-        keys = [SampleKey(n, member) for n, size in enumerate(groups) for member in range(size)]
-        puts = [
-            Put(
-                one.block,
-                [RowPut(keys[i], row, one.lengths[row], [], priorities[i]) for row, i in enumerate(indices)],
-                one.blobs,
-            )
-            for one, indices in placed
-        ]
-        return await self._offered(puts, groups)
-
-    async def offer_columns(self, columns: Mapping[str, Any], *, group: bool = False) -> list[SampleKey]:
+    async def offer_columns(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        group: bool = False,
+        priorities: Sequence[float] | None = None,
+        wait_s: float = OFFER_WAIT_S,
+    ) -> list[SampleKey]:
         """Put many samples at once, column by column: an array [samples, …], or a list with a value for each.
 
         group: they make one group; default: each is a group of its own.
-        """
-        if self._fields:
-            check_columns(self._fields, columns)
-        ((placed, _),) = await self._place(
-            lambda: [(self.arena.put_columns(columns, length_field=self._length_field), [])], _nbytes(columns)
-        )
-        n = placed.block.rows
-        groups = [n] if group else [1] * n
-        put = Put(placed.block, [], placed.blobs, lengths=placed.lengths if max(placed.lengths) >= 0 else [])
-        ids = await self._finish(self._offered([put], groups))
-        return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
 
-    async def _offered(self, puts: list[Put], groups: list[int]) -> list[int]:
-        try:
-            while True:
-                answer = await self._call(lambda seq: self.api.offer(seq, puts, groups, _SLICE_S))
-                self._waits(answer.waiting_on)
-                if not answer.waiting_on:
-                    self._free(answer.freed)
-                    return answer.groups
-        except Refused:
-            # Only after a refusal is it sure that nobody reads the extents.
-            self._free(extents_in(puts))
-            raise
+        Raises: see `offer`.
+        """
+        return await self._finish(self._offers.columns(columns, group, priorities, wait_s))
 
     # --- producers of groups of prompts
 
@@ -287,7 +261,7 @@ class QueueClient:
         if self._fields:
             for row in rows:
                 check_row(self._fields, row)
-        placed = await self._place_rows(rows)
+        placed = await self._space.rows(rows)
         puts = [
             Put(
                 one.block,
@@ -328,15 +302,20 @@ class QueueClient:
         return await self._finish(self._take(task, asked, wait_s), self._return_batch)
 
     async def _take(self, task: str, want: Want, wait_s: float) -> LeasedBatch:
-        batch = await self._poll(wait_s, lambda seq, slice_s: self.api.take(seq, task, want, slice_s))
-        if len(batch):
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            batch = await self._poll(left_s, lambda seq, slice_s: self.api.take(seq, task, want, slice_s))
+            if len(batch) or not batch.lease:
+                break
+            lease = batch.lease
+            await self._call(lambda seq: self.api.abandon(seq, lease, "it ended before its answer arrived"))  # noqa: B023
+        if batch:
             self.leases.add(batch.lease)
             self._hold(batch.lease_s)
             if batch.remote:
                 await self._fetch(batch)
-        elif batch.lease:
-            await self._call(lambda seq: self.api.abandon(seq, batch.lease, "it ended before its answer arrived"))
-        return LeasedBatch(task, batch, self.reader.block)
+        return LeasedBatch(task, batch, self.reader.block, self._dropped)
 
     async def _fetch(self, batch: Batch) -> None:
         """Get the payload of a lease that lies on other nodes.
@@ -406,7 +385,7 @@ class QueueClient:
                 check_row(self._fields, row)
         puts: list[Put] = []
         if rows:
-            placed = await self._place_rows(rows)
+            placed = await self._space.rows(rows)
             puts = [
                 Put(
                     one.block,
@@ -418,9 +397,16 @@ class QueueClient:
             ]
         roots = self._done_with(batch)
         lease, failed = batch.lease, list(failures)
-        await self._sent(puts, lambda seq: self.api.complete(seq, task, lease, puts, failed, bool(roots)))
+        try:
+            await self._sent(puts, lambda seq: self.api.complete(seq, task, lease, puts, failed, bool(roots)))
+        except StaleEpoch:
+            raise
+        except Refused:
+            # The lease is as it was: the caller may finish it in another way.
+            batch.reopen()
+            raise
         self.leases.discard(lease)
-        self._keep_pinned(lease, roots)
+        self._pins.keep(lease, roots)
 
     async def abandon(self, batch: LeasedBatch, reason: str) -> None:
         """Give a lease back undone. Arrays taken from the batch stay good."""
@@ -429,8 +415,29 @@ class QueueClient:
     async def _abandon(self, batch: LeasedBatch, reason: str) -> None:
         roots = self._done_with(batch)
         self.leases.discard(batch.lease)
-        await self._call(lambda seq: self.api.abandon(seq, batch.lease, reason, bool(roots)))
-        self._keep_pinned(batch.lease, roots)
+        await self._abandon_lease(batch.lease, reason, roots)
+
+    async def _abandon_lease(self, lease: int, reason: str, roots: list[weakref.ref[Any]]) -> None:
+        await self._call(lambda seq: self.api.abandon(seq, lease, reason, bool(roots)))
+        self._pins.keep(lease, roots)
+
+    def _dropped(self, lease: int, roots: list[weakref.ref[Any]]) -> None:
+        """A batch was forgotten before it was finished. Called by the garbage collector, in any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._give_dropped_back, lease, roots)
+
+    def _give_dropped_back(self, lease: int, roots: list[weakref.ref[Any]]) -> None:
+        if self._closing or lease not in self.leases:
+            return
+        self.leases.discard(lease)
+        if self._fetcher is not None:
+            self._fetcher.release(lease)
+        self._later(self._abandon_lease(lease, "its batch was forgotten", roots))
+
+    def _tell_unread(self, leases: list[int]) -> None:
+        if not self._closing:
+            self._later(self._unpin(leases))
 
     # --- memory that is still looked at
 
@@ -441,39 +448,16 @@ class QueueClient:
             self._fetcher.release(batch.lease)
         return roots
 
-    def _keep_pinned(self, lease: int, roots: Sequence[weakref.ref[Any]]) -> None:
-        """Say that the lease's memory is not read any more when the last array over it is gone."""
-        alive = [root for ref in roots if (root := ref()) is not None]
-        if not roots:
-            return
-        self._pinned[lease] = len(alive)
-        for root in alive:
-            weakref.finalize(root, self._view_gone, lease).atexit = False
-        if not alive:
-            self._pinned[lease] = 1
-            self._view_gone(lease)
-
-    def _view_gone(self, lease: int) -> None:
-        """May be called by the garbage collector, in any thread."""
-        self._pinned[lease] -= 1
-        if self._pinned[lease] or self._loop is None or self._loop.is_closed():
-            return
-        del self._pinned[lease]
-        self._unread.append(lease)
-        self._loop.call_soon_threadsafe(self._tell_unread)
-
-    def _tell_unread(self) -> None:
-        if self._closing or not self._unread:
-            return
-        leases, self._unread = self._unread, []
-        task = asyncio.ensure_future(self._unpin(leases))
-        self._background.add(task)
-        task.add_done_callback(self._told_unread)
-
     async def _unpin(self, leases: list[int]) -> None:
-        self._free(await self._call(lambda seq: self.api.unpin(seq, leases)))
+        self._space.free(await self._call(lambda seq: self.api.unpin(seq, leases)))
 
-    def _told_unread(self, task: asyncio.Future[None]) -> None:
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do this in the background."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._was_done)
+
+    def _was_done(self, task: asyncio.Future[None]) -> None:
         self._background.discard(task)
         # Whoever is fenced or cannot be reached is told by its next call; its pins end with the process.
         if not task.cancelled():
@@ -501,12 +485,12 @@ class QueueClient:
         except Refused:
             # It is not worked on any more, and nobody else will say that its memory is not read.
             if roots:
-                self._keep_pinned(lease, roots)
+                self._pins.keep(lease, roots)
             else:
                 await self._unpin([lease])
             raise
         self.leases.discard(lease)
-        self._keep_pinned(lease, roots)
+        self._pins.keep(lease, roots)
         return advice
 
     async def committed(self, step: int, checkpoint: str) -> None:
@@ -544,7 +528,7 @@ class QueueClient:
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             slice_s = min(left, _SLICE_S)
             answer = await self._call(partial(_sliced, send, slice_s))
-            if not answer.waiting_on or left <= _SLICE_S or self._closing:
+            if not answer.waiting_on or left <= _SLICE_S or self._closing or _is_lease(answer):
                 return answer
 
     async def _call(self, send: Callable[[int], Awaitable[T]]) -> T:
@@ -553,41 +537,20 @@ class QueueClient:
             self._renewal.result()
         return await self._calls.call(send)
 
+    async def _collect(self) -> list[Extent]:
+        return await self._call(lambda seq: self.api.put(seq, []))
+
+    async def _offer(self, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
+        return await self._call(lambda seq: self.api.offer(seq, puts, groups, wait_s))
+
     async def _sent(self, puts: list[Put], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
         try:
             freed = await self._call(send)
         except Refused:
             # Only after a refusal is it sure that nobody reads the extents.
-            self._free(extents_in(puts))
+            self._space.free(extents_in(puts))
             raise
-        self._free(freed)
-
-    async def _place_rows(self, rows: Rows) -> _Places:
-        # All rows are taken to be as large as the first: it only decides where the copy runs.
-        return await self._place(
-            lambda: self.arena.put_rows(rows, length_field=self._length_field), _nbytes(rows[0]) * len(rows)
-        )
-
-    async def _place(self, put: Callable[[], _Places], nbytes: int) -> _Places:
-        """Copy into the arena, waiting for freed extents when it is full."""
-        deadline = asyncio.get_running_loop().time() + self._space_wait_s
-        while True:
-            try:
-                placed = put() if nbytes < _THREAD_BYTES else await asyncio.to_thread(put)
-            except OutOfSpace as error:
-                if asyncio.get_running_loop().time() >= deadline:
-                    self._waits("")
-                    raise
-                self._waits(str(error))
-            else:
-                self._waits("")
-                return placed
-            self._free(await self._call(lambda seq: self.api.put(seq, [])))
-            await asyncio.sleep(_SPACE_POLL_S)
-
-    def _free(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            self.arena.free(extent)
+        self._space.free(freed)
 
     # --- leases
 
@@ -620,7 +583,3 @@ def extents_of(batch: Batch) -> list[Extent]:
     """All extents that a batch's blocks and blobs lie in."""
     found = [block.extent for block in batch.blocks if block.extent is not None]
     return found + [blob.extent for blob in batch.blobs]
-
-
-def _nbytes(columns: Mapping[str, Any]) -> int:
-    return sum(int(getattr(value, "nbytes", 0)) for value in columns.values())

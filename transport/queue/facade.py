@@ -24,6 +24,7 @@ from relax_rt.transport.queue.api import Failure, Membership, QueueApi, SampleKe
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Host, Keys, find, read_keys, tasks_of
+from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.watch import node_name, start_time
 
 if TYPE_CHECKING:
@@ -257,21 +258,24 @@ class TransferQueue:
         *,
         group: bool = False,
         priorities: Sequence[float] | None = None,
+        wait_s: float = OFFER_WAIT_S,
     ) -> list[SampleKey]:
         """Put samples; answers with their keys when the broker has journaled them.
 
         samples: a list of samples, each a mapping from field to value; or columns, a mapping from field to an array
         [samples, …] or a list with a value for each sample, which is faster for many samples of one kind.
         group: they make one group, which tasks may take as a whole; default: each is a group of its own.
+        priorities: one for each sample, for the priority sampler; higher goes first.
 
         Raises:
             Refused: a value is not of its field's dtype or shape, a field is not declared, a sample is too large.
-            OutOfSpace: this process's shared memory stayed full.
+            OutOfSpace: the queue, or this process's shared memory, stayed full for wait_s; nothing was put.
             Unreachable: the broker did not answer for patience_s.
         """
         if isinstance(samples, Mapping):
-            return await self.client.offer_columns(samples, group=group)
-        return await self.client.offer(samples, groups=[len(samples)] if group else None, priorities=priorities)
+            return await self.client.offer_columns(samples, group=group, priorities=priorities, wait_s=wait_s)
+        groups = [len(samples)] if group else None
+        return await self.client.offer(samples, groups=groups, priorities=priorities, wait_s=wait_s)
 
     async def take(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import OutOfSpace, Refused, RelaxError, StaleEpoch
 from relax_rt.transport.queue.api import SampleKey
+from relax_rt.transport.queue.space import Rows, Until
 
 MAX_ROWS = 2048
 """Samples of one message."""
@@ -19,17 +19,17 @@ MAX_BYTES = 4 << 20
 MAX_PENDING = 65_536
 """Samples that wait to be sent; beyond it callers wait here."""
 
-Rows = Sequence[Mapping[str, Any]]
-Send = Callable[[Rows, list[int], Sequence[float]], Awaitable[list[int]]]
+Send = Callable[[Rows, list[int], Sequence[float], Until], Awaitable[list[int]]]
 
 
 class Parcel(msgspec.Struct):
-    """What one caller puts: rows, the sizes of the groups they make, their priorities."""
+    """What one caller puts: rows, the sizes of the groups they make, their priorities, and how long they may wait."""
 
     rows: Rows
     groups: list[int]
     priorities: Sequence[float]
     nbytes: int
+    deadline: float
     answer: asyncio.Future[list[int]]
 
 
@@ -37,7 +37,7 @@ class Outbox:
     """Sends parcels in order, as many together as there are.
 
     Args:
-        send: puts rows and answers with the ids of their groups.
+        send: puts rows and answers with the ids of their groups; OutOfSpace if there was no room in time.
     """
 
     def __init__(self, send: Send) -> None:
@@ -50,12 +50,19 @@ class Outbox:
         self.messages = 0
         self.rows = 0
 
-    async def put(self, rows: Rows, groups: list[int], priorities: Sequence[float], nbytes: int) -> list[SampleKey]:
-        """Send rows that make groups of these sizes, about `nbytes` in all; answers with their keys."""
-        while self._pending >= MAX_PENDING:
-            self._room.clear()
-            await self._room.wait()
-        parcel = Parcel(rows, groups, priorities, nbytes, asyncio.get_running_loop().create_future())
+    async def put(
+        self, rows: Rows, groups: list[int], priorities: Sequence[float], nbytes: int, wait_s: float
+    ) -> list[SampleKey]:
+        """Send rows that make groups of these sizes, about `nbytes` in all; answers with their keys.
+
+        Raises:
+            OutOfSpace: there was no room for wait_s; they were not put.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        if self._pending >= MAX_PENDING:
+            await self._wait_for_room(deadline)
+        parcel = Parcel(rows, groups, priorities, nbytes, deadline, loop.create_future())
         self._parcels.append(parcel)
         self._pending += len(rows)
         if self._task is None or self._task.done():
@@ -64,6 +71,15 @@ class Outbox:
         # A caller that is cancelled gives up the answer; its samples go their way.
         ids = await asyncio.shield(parcel.answer)
         return [SampleKey(id_, member) for id_, size in zip(ids, groups, strict=True) for member in range(size)]
+
+    async def _wait_for_room(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self._pending >= MAX_PENDING:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            raise OutOfSpace("offer", why=f"{self._pending} samples of this process wait to be sent already") from None
 
     async def _run(self) -> None:
         while True:
@@ -74,12 +90,20 @@ class Outbox:
             try:
                 await self._deliver(parcels)
             finally:
-                self._pending -= sum(len(parcel.rows) for parcel in parcels)
-                self._room.set()
-                for parcel in parcels:
-                    # Only when this task is cancelled: close() is under way.
-                    if not parcel.answer.done():
-                        parcel.answer.cancel()
+                self._settle(parcels)
+
+    async def _deliver(self, parcels: list[Parcel]) -> None:
+        while parcels:
+            parcels = await self._sent(parcels)
+
+    def _settle(self, parcels: list[Parcel]) -> None:
+        """These are under way no more."""
+        self._pending -= sum(len(parcel.rows) for parcel in parcels)
+        self._room.set()
+        for parcel in parcels:
+            # Only when this task is cancelled: close() is under way.
+            if not parcel.answer.done():
+                parcel.answer.cancel()
 
     def _next(self) -> list[Parcel]:
         parcels = [self._parcels.popleft()]
@@ -91,27 +115,43 @@ class Outbox:
             parcels.append(self._parcels.popleft())
         return parcels
 
-    async def _deliver(self, parcels: list[Parcel]) -> None:
+    async def _sent(self, parcels: list[Parcel]) -> list[Parcel]:
+        """Those of them that are to be sent once more."""
         rows = [row for parcel in parcels for row in parcel.rows]
         groups = [size for parcel in parcels for size in parcel.groups]
         priorities = [priority for parcel in parcels for priority in parcel.priorities]
         self.messages += 1
-        self.rows += len(rows)
-        (ids,) = await asyncio.gather(self._send(rows, groups, priorities), return_exceptions=True)
-        if isinstance(ids, Refused) and len(parcels) > 1:
-            # One of them is at fault, and only its own caller should hear of it.
+        until = self._until(parcels)
+        (ids,) = await asyncio.gather(self._send(rows, groups, priorities, until), return_exceptions=True)
+        if not isinstance(ids, BaseException):
+            self.rows += len(rows)
+            _answer(parcels, ids)
+        elif isinstance(ids, OutOfSpace):
+            return self._without_the_late(parcels, ids)
+        elif len(parcels) > 1 and _of_one(ids):
+            # Only its own caller should hear of it.
             for parcel in parcels:
                 await self._deliver([parcel])
-            return
-        if isinstance(ids, BaseException):
-            for parcel in parcels:
-                _fail(parcel, ids)
-            return
-        at = 0
-        for parcel in parcels:
-            if not parcel.answer.done():
-                parcel.answer.set_result(ids[at : at + len(parcel.groups)])
-            at += len(parcel.groups)
+        else:
+            _fail(parcels, ids)
+        return []
+
+    def _until(self, parcels: list[Parcel]) -> Until:
+        # Those behind them wait for the same room.
+        return lambda: min(parcel.deadline for queue in (parcels, self._parcels) for parcel in queue)
+
+    def _without_the_late(self, parcels: list[Parcel], error: OutOfSpace) -> list[Parcel]:
+        """There was no room: those who cannot wait longer are told, the others go on."""
+        now = asyncio.get_running_loop().time()
+        behind = [parcel for parcel in self._parcels if parcel.deadline <= now]
+        self._parcels = deque(parcel for parcel in self._parcels if parcel.deadline > now)
+        late = [parcel for parcel in parcels if parcel.deadline <= now]
+        if not behind and not late:
+            # It is not that they waited too long.
+            late = parcels
+        _fail([*late, *behind], error)
+        self._settle(behind)
+        return [parcel for parcel in parcels if not parcel.answer.done()]
 
     async def close(self) -> None:
         """Stop; what was not sent is given up."""
@@ -123,8 +163,24 @@ class Outbox:
         self._parcels.clear()
 
 
-def _fail(parcel: Parcel, error: BaseException) -> None:
-    if not parcel.answer.done():
-        parcel.answer.set_exception(error)
-        # Also read when its caller has gone.
-        parcel.answer.exception()
+def _of_one(error: BaseException) -> bool:
+    """Whether one of several parcels is at fault. What is no RelaxError came of a value, before anything was sent."""
+    if isinstance(error, RelaxError):
+        return isinstance(error, Refused) and not isinstance(error, StaleEpoch)
+    return isinstance(error, Exception)
+
+
+def _answer(parcels: list[Parcel], ids: list[int]) -> None:
+    at = 0
+    for parcel in parcels:
+        if not parcel.answer.done():
+            parcel.answer.set_result(ids[at : at + len(parcel.groups)])
+        at += len(parcel.groups)
+
+
+def _fail(parcels: list[Parcel], error: BaseException) -> None:
+    for parcel in parcels:
+        if not parcel.answer.done():
+            parcel.answer.set_exception(error)
+            # Also read when its caller has gone.
+            parcel.answer.exception()

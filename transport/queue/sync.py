@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -35,7 +36,7 @@ def run_blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, 
         raise Refused("blocking call of the queue", why="it was made on the event loop", hint="use the async methods")
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
-        return future.result(timeout_s)
+        return future.result(min(timeout_s, threading.TIMEOUT_MAX))
     except FutureTimeout as error:
         if future.done():
             raise

@@ -1,0 +1,113 @@
+"""Puts of samples that no ticket was drawn for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from relax_rt.transport.errors import OutOfSpace, Refused
+from relax_rt.transport.fields import Field, check_columns, check_row
+from relax_rt.transport.ledger.blocks import extents_in
+from relax_rt.transport.queue.api import Offered, Put, RowPut, SampleKey
+from relax_rt.transport.queue.outbox import Outbox
+from relax_rt.transport.queue.space import Rows, Space, Until, nbytes_of
+
+OFFER_WAIT_S = 600.0
+"""How long an offer waits for room, unless its caller says otherwise."""
+_SLICE_S = 1.0
+
+Call = Callable[[list[Put], list[int], float], Awaitable[Offered]]
+"""Puts, the sizes of their groups, and how long the broker may wait for room."""
+
+
+class Offers:
+    """One client's offers.
+
+    Args:
+        call: offers to the broker.
+        space: where payload goes.
+        fields: declared columns; none: any.
+        on_wait: gets the reason of a wait, and an empty string when it ends.
+    """
+
+    def __init__(self, call: Call, space: Space, fields: Mapping[str, Field], on_wait: Callable[[str], None]) -> None:
+        self._call, self._space, self._fields, self._on_wait = call, space, fields, on_wait
+        self.outbox = Outbox(self._put_rows)
+
+    async def rows(
+        self, rows: Rows, groups: list[int] | None, priorities: Sequence[float] | None, wait_s: float
+    ) -> list[SampleKey]:
+        """See QueueClient.offer."""
+        sizes = groups or [1] * len(rows)
+        if sum(sizes) != len(rows) or not rows:
+            raise Refused(f"offer of {len(rows)} samples", why=f"its groups have {sum(sizes)} members")
+        for row in rows:
+            if type(row) is not dict and not isinstance(row, Mapping):
+                raise Refused(
+                    f"offer of {len(rows)} samples",
+                    why=f"one is a {type(row).__name__}",
+                    hint="a sample is a mapping from field to value",
+                )
+        _check_priorities(len(rows), priorities)
+        if self._fields:
+            for row in rows:
+                check_row(self._fields, row)
+        nbytes = nbytes_of(rows[0]) * len(rows)
+        return await self.outbox.put(rows, sizes, priorities or [0.0] * len(rows), nbytes, wait_s)
+
+    async def _put_rows(self, rows: Rows, groups: list[int], priorities: Sequence[float], until: Until) -> list[int]:
+        placed = await self._space.rows(rows, until)
+        keys = [SampleKey(n, member) for n, size in enumerate(groups) for member in range(size)]
+        puts = [
+            Put(
+                one.block,
+                [RowPut(keys[i], row, one.lengths[row], [], priorities[i]) for row, i in enumerate(indices)],
+                one.blobs,
+            )
+            for one, indices in placed
+        ]
+        return await self._offer(puts, groups, until)
+
+    async def columns(
+        self, columns: Mapping[str, Any], group: bool, priorities: Sequence[float] | None, wait_s: float
+    ) -> list[SampleKey]:
+        """See QueueClient.offer_columns."""
+        if self._fields:
+            check_columns(self._fields, columns)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        placed = await self._space.columns(columns, lambda: deadline)
+        n, lengths = placed.block.rows, placed.lengths
+        put = Put(placed.block, [], placed.blobs, lengths=lengths if max(lengths) >= 0 else [])
+        if priorities is not None:
+            try:
+                _check_priorities(n, priorities)
+            except Refused:
+                self._space.free(placed.extents())
+                raise
+            keys = [SampleKey(0, i) if group else SampleKey(i, 0) for i in range(n)]
+            put = Put(placed.block, [RowPut(keys[i], i, lengths[i], [], priorities[i]) for i in range(n)], placed.blobs)
+        ids = await self._offer([put], [n] if group else [1] * n, lambda: deadline)
+        return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
+
+    async def _offer(self, puts: list[Put], groups: list[int], until: Until) -> list[int]:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                answer = await self._call(puts, groups, min(max(until() - loop.time(), 0.0), _SLICE_S))
+                self._on_wait(answer.waiting_on)
+                if not answer.waiting_on:
+                    self._space.free(answer.freed)
+                    return answer.groups
+                if loop.time() >= until():
+                    self._on_wait("")
+                    raise OutOfSpace(f"offer of {sum(groups)} samples", why=answer.waiting_on)
+        except (Refused, OutOfSpace):
+            # Only after such an answer is it sure that nobody reads the extents.
+            self._space.free(extents_in(puts))
+            raise
+
+
+def _check_priorities(n: int, priorities: Sequence[float] | None) -> None:
+    if priorities is not None and len(priorities) != n:
+        raise Refused(f"offer of {n} samples", why=f"it comes with {len(priorities)} priorities")

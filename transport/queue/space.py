@@ -1,0 +1,91 @@
+"""Room for what a client puts: copies go into its arena as soon as what others read there comes free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from relax_rt.transport.arena import Placed, Writer
+from relax_rt.transport.errors import OutOfSpace
+from relax_rt.transport.queue.api import Extent
+
+_POLL_S = 0.1
+_THREAD_BYTES = 8 << 20
+"""A copy of more than this leaves the event loop."""
+
+Rows = Sequence[Mapping[str, Any]]
+Until = Callable[[], float]
+"""Time of the event loop until which to wait; it may change on the way."""
+Places = list[tuple[Placed, list[int]]]
+"""Blocks, and which of the rows put lie in each."""
+
+
+class Space:
+    """Copies into an arena, waiting when it is full.
+
+    Args:
+        arena: of this incarnation.
+        collect: asks the broker for extents that came free.
+        on_wait: gets the reason of a wait, and an empty string when it ends.
+        wait_s: how long to wait where nothing else is said.
+        length_field: the column whose length counts as a sample's tokens.
+    """
+
+    def __init__(
+        self,
+        arena: Writer,
+        collect: Callable[[], Awaitable[list[Extent]]],
+        on_wait: Callable[[str], None],
+        wait_s: float,
+        length_field: str,
+    ) -> None:
+        self._arena, self._collect, self._on_wait = arena, collect, on_wait
+        self._wait_s, self._length_field = wait_s, length_field
+
+    async def rows(self, rows: Rows, until: Until | None = None) -> Places:
+        """Copy rows.
+
+        Raises:
+            OutOfSpace: there was no room in time; nothing was put.
+            Refused: a value cannot be put, or the arena could never hold them.
+        """
+        # All rows are taken to be as large as the first: it only decides where the copy runs.
+        nbytes = nbytes_of(rows[0]) * len(rows)
+        return await self._place(lambda: self._arena.put_rows(rows, length_field=self._length_field), nbytes, until)
+
+    async def columns(self, columns: Mapping[str, Any], until: Until) -> Placed:
+        """Copy whole columns; raises as `rows` does."""
+
+        def put() -> Places:
+            return [(self._arena.put_columns(columns, length_field=self._length_field), [])]
+
+        ((placed, _),) = await self._place(put, nbytes_of(columns), until)
+        return placed
+
+    async def _place(self, put: Callable[[], Places], nbytes: int, until: Until | None) -> Places:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_s
+        while True:
+            try:
+                placed = put() if nbytes < _THREAD_BYTES else await asyncio.to_thread(put)
+            except OutOfSpace as error:
+                if loop.time() >= (deadline if until is None else until()):
+                    self._on_wait("")
+                    raise
+                self._on_wait(str(error))
+            else:
+                self._on_wait("")
+                return placed
+            self.free(await self._collect())
+            await asyncio.sleep(_POLL_S)
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Nobody reads these any more."""
+        for extent in extents:
+            self._arena.free(extent)
+
+
+def nbytes_of(columns: Mapping[str, Any]) -> int:
+    """About how large they are: what says so itself."""
+    return sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
