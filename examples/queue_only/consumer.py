@@ -1,4 +1,4 @@
-"""Takes scored samples from the queue of the folder ./queue until 160 have come. Kill it and start it again: none is lost."""
+"""Takes scored samples from the queue of the folder ./queue until 160 have come. Kill it: what it had is offered again."""
 
 from relax_rt.transport import TransferQueue
 
