@@ -94,14 +94,17 @@ class Callers(msgspec.Struct):
         self.homes = {owner: home for owner, home in self.homes.items() if owner in keep}
 
     def remote(self, who: Incarnation, owners: Iterable[str]) -> dict[str, str]:
-        """Payload servers of those owners whose slabs are not on the caller's node."""
-        here = self.node_of(owner_key(who))
-        found: dict[str, str] = {}
-        for owner in owners:
-            if self.node_of(owner) != here:
-                home = self.homes.get(owner)
-                found[owner] = home.payloads if home is not None and home.payloads else self.payloads
-        return found
+        """Payload servers of those owners whose slabs are not where the caller's are."""
+        here = self._memory_of(owner_key(who))
+        places = {owner: self._memory_of(owner) for owner in owners}
+        return {owner: place[1] for owner, place in places.items() if place != here}
+
+    def _memory_of(self, owner: str) -> tuple[str, str]:
+        """Node and payload server of an owner's slabs. Processes that serve their own do not share memory."""
+        home = self.homes.get(owner)
+        if home is None or not home.payloads or owner.startswith(SPILL + "-"):
+            return self.node_of(owner), self.payloads
+        return home.node, home.payloads
 
     def node_of(self, owner: str) -> str:
         """The node of a slab's owner; one that did not say, and spilled blocks, are on the broker's."""

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
-import shutil
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from relax_rt.transport import rpc
-from relax_rt.transport.address import parse_address
-from relax_rt.transport.errors import DeadlineExceeded, Refused
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits, SamplerSpec
-from relax_rt.transport.payload import Fetcher, PayloadServer
-from relax_rt.transport.queue.api import Failure, Membership, QueueApi, SampleKey, Want
+from relax_rt.transport.payload import Fetcher
+from relax_rt.transport.queue.api import Failure, Membership, SampleKey, Want
 from relax_rt.transport.queue.batch import LeasedBatch
 from relax_rt.transport.queue.client import QueueClient
-from relax_rt.transport.queue.hosting import RUN_ID, SHM_PREFIX, SHM_ROOT, Host, Keys, find, read_keys, tasks_of
+from relax_rt.transport.queue.hosting import Host, Keys, tasks_of
+from relax_rt.transport.queue.joining import CALL_TIMEOUT_S, Address, bind, join, keys_for
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
-from relax_rt.transport.queue.watch import node_name, start_time
 
 if TYPE_CHECKING:
     from relax_rt.transport.queue.blocking import BlockingQueue
-
-CALL_TIMEOUT_S = 15.0
-"""Deadline of one message to the broker; a call is sent again until patience_s is over."""
-_FIND_POLL_S = 0.05
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -165,13 +154,12 @@ class TransferQueue:
         return queue
 
     async def _connect(self, stack: contextlib.AsyncExitStack, where: str, ends: Ends) -> QueueClient:
-        curve = await asyncio.to_thread(_keys, where, ends.keys)
-        address = _Address(where, ends.patience_s)
-        await address.find()
-        membership, payloads = await self._join(stack, where, ends.name, curve, address)
-        self.membership = membership
-        api = await self._bind(stack, membership.who, address, curve)
-        here = membership.node == node_name()
+        curve = await asyncio.to_thread(keys_for, where, ends.keys)
+        address = Address(where, ends.patience_s)
+        joined = await join(stack, ends.name, address, curve, ends.patience_s)
+        membership = self.membership = joined.membership
+        api = bind(stack, membership.who, address, curve, CALL_TIMEOUT_S)
+        here = joined.memory is None
         fetcher: Fetcher | None = None
         if curve is not None:
             fetcher = Fetcher(curve)
@@ -179,7 +167,7 @@ class TransferQueue:
         client = QueueClient(
             api,
             membership.who,
-            Path(membership.shm_dir) if here else payloads,
+            joined.memory or Path(membership.shm_dir),
             spill_dir=Path(membership.spill_dir) if here else None,
             slab_bytes=min(ends.slab_bytes, ends.capacity_bytes),
             capacity_bytes=ends.capacity_bytes,
@@ -192,37 +180,6 @@ class TransferQueue:
         if ends.warm_bytes:
             await client.warm(ends.warm_bytes)
         return await stack.enter_async_context(client)
-
-    async def _join(
-        self,
-        stack: contextlib.AsyncExitStack,
-        where: str,
-        name: str,
-        curve: rpc.CurveKeys | None,
-        address: _Address,
-    ) -> tuple[Membership, Path]:
-        """Get an epoch, and on another node than the broker's a memory of our own with a server for it."""
-        slot = name or f"client-{os.getpid()}-{secrets.token_hex(3)}/0"
-        guest = await self._bind(stack, Incarnation(slot, 0), address, curve)
-        node, memory, payloads = node_name(), Path(), ""
-        if curve is not None:
-            memory = await asyncio.to_thread(_make_memory)
-            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, memory, ignore_errors=True)
-            server = PayloadServer(memory, keys=curve)
-            payloads = await server.listen(f"tcp://{_own_address(where)}:0")
-            stack.push_async_callback(server.close)
-        return await guest.join(slot, node, os.getpid(), payloads), memory
-
-    async def _bind(
-        self,
-        stack: contextlib.AsyncExitStack,
-        who: Incarnation,
-        address: _Address,
-        curve: rpc.CurveKeys | None,
-    ) -> QueueApi:
-        client = rpc.Client(address.find, rpc.make_hello(RUN_ID, who), curve=curve)
-        stack.push_async_callback(client.close)
-        return client.bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
         if self._client is not None:
@@ -321,71 +278,6 @@ class TransferQueue:
     async def statistics(self) -> dict[str, Any]:
         """Numbers of the broker (`broker`), and of this process's end (`client`)."""
         return {"broker": await self.client.api.statistics(), "client": self.client.statistics()}
-
-
-class _Address:
-    """Finds the broker's address, also after it was started again."""
-
-    def __init__(self, where: str, patience_s: float) -> None:
-        self._where, self._patience_s = where, patience_s
-        self._known = False
-
-    async def find(self) -> str:
-        """Waits for a broker that is not there yet, at the first time only: later the caller's own deadline counts.
-
-        Raises:
-            Refused: no broker came.
-        """
-        if "://" in self._where:
-            parse_address(self._where)
-            return self._where
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
-        while True:
-            try:
-                place = await asyncio.to_thread(find, Path(self._where))
-            except Refused:
-                if self._known:
-                    raise DeadlineExceeded(f"queue {self._where}", why="no broker serves it at the moment") from None
-                if loop.time() >= deadline:
-                    raise
-                await asyncio.sleep(_FIND_POLL_S)
-                continue
-            self._known = True
-            return place.addresses[0]
-
-
-def _keys(where: str, keys: str | Path | None) -> rpc.CurveKeys | None:
-    """The queue's keys: given for tcp, found in the folder when the broker listens to other nodes."""
-    path = Path(keys) if keys is not None else Path(where) / "keys.json"
-    if "://" not in where or keys is not None:
-        return read_keys(path).curve() if keys is not None or path.exists() else None
-    if parse_address(where).loopback:
-        return None
-    raise Refused(f"connecting to {where}", why="no keys were given", hint="keys='…/keys.json' of the queue's folder")
-
-
-def _own_address(where: str) -> str:
-    """The address of ours that the broker's node reaches us at."""
-    if "://" not in where:
-        return "127.0.0.1"
-    target = parse_address(where)
-    family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target.host, target.port))
-        host: str = probe.getsockname()[0]
-    return f"[{host}]" if ":" in host else host
-
-
-def _make_memory() -> Path:
-    """A directory in shared memory for this process alone; those of dead processes are removed."""
-    for other in SHM_ROOT.glob(f"{SHM_PREFIX}p*-*-*"):
-        pid, _, rest = other.name.removeprefix(f"{SHM_PREFIX}p").partition("-")
-        if pid.isdigit() and other.stat().st_uid == os.getuid() and start_time(int(pid)) != int(rest.split("-")[0]):
-            shutil.rmtree(other, ignore_errors=True)
-    path = SHM_ROOT / f"{SHM_PREFIX}p{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(3)}"
-    path.mkdir(mode=0o700)
-    return path
 
 
 __all__ = ["Keys", "TransferQueue"]

@@ -8,6 +8,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -216,6 +217,9 @@ def socket_path(folder: Path) -> Path:
     digest = hashlib.blake2b(os.fsencode(folder), digest_size=8).hexdigest()
     private = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / f"relax-{os.getuid()}"
     private.mkdir(mode=0o700, exist_ok=True)
+    found = private.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Refused(f"sockets in {private}", why="it is not a folder that only you can use", hint="remove it")
     return private / f"{digest}.sock"
 
 
@@ -224,10 +228,13 @@ def find(folder: Path) -> Place:
 
     Raises:
         Refused: no broker serves it (yet).
+        Corrupt: what it left there cannot be read.
     """
     try:
         return msgspec.json.decode((folder / PLACE).read_bytes(), type=Place)
-    except FileNotFoundError as error:
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"{folder / PLACE}", why=str(error)) from error
+    except OSError as error:
         raise Refused(
             f"queue {folder}",
             why="no broker serves it",
