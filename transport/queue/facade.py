@@ -84,7 +84,8 @@ class TransferQueue:
         """Host the queue of a folder in this process, and be a client of it. Ends with the context.
 
         Args:
-            folder: made if it is not there. What the queue held before is still in it.
+            folder: made if it is not there. What the queue held is in it again if its host was killed, or if payloads
+                are durable; those in shared memory end with this context.
             tasks: the fields that each consumer task needs.
             fields: declared columns, as ``{"tokens": "int32[*]"}``; others are refused. Default: anything may be put.
             samplers: who chooses for a task, by short name or import path (see transport/samplers).
@@ -118,6 +119,8 @@ class TransferQueue:
     ) -> QueueClient:
         await host.open()
         stack.push_async_callback(host.close)
+        keeper = asyncio.create_task(host.keep())
+        stack.push_async_callback(_cancelled, keeper)
         self.host = host
         ends = Ends(capacity_bytes=memory_bytes, length_field=length_field)
         return await self._connect(stack, str(host.folder), ends)
@@ -278,6 +281,11 @@ class TransferQueue:
     async def statistics(self) -> dict[str, Any]:
         """Numbers of the broker (`broker`), and of this process's end (`client`)."""
         return {"broker": await self.client.api.statistics(), "client": self.client.statistics()}
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 __all__ = ["Keys", "TransferQueue"]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from relax_rt.transport import rpc
 from relax_rt.transport.address import UNIX_PATH_MAX_BYTES
-from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.fields import parse_fields
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.payload import PayloadServer
@@ -31,6 +34,10 @@ SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlxq-"
 BROKER = "broker/0"
 LOCK, PLACE, KEYS = "lock", "queue.json", "keys.json"
+_DISK = "disk"
+_REOPEN_S, _REOPEN_MAX_S = 0.2, 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -116,6 +123,7 @@ class Host:
         self.folder, self._policy, self._limits, self._listen = folder.absolute(), policy, limits, listen
         self._fsync_every_s, self._segment_bytes = fsync_every_s, segment_bytes
         self._lock = -1
+        self._shm_dir: Path | None = None
         self._server: rpc.Server | None = None
         self._payload_server: PayloadServer | None = None
         self.broker: Broker | None = None
@@ -125,10 +133,12 @@ class Host:
         """Recover the ledger and listen.
 
         Raises:
-            Refused: another process hosts the queue, or the policy cannot work.
-            Corrupt: the journal is damaged.
+            Refused: another process hosts the queue, the policy cannot work, or payloads that lie in memory are to be
+                durable (or the other way round).
+            Corrupt: the journal is damaged, or written by another version.
         """
         self._policy.check()
+        parse_fields(self._policy.fields)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take_lock()
         try:
@@ -139,6 +149,7 @@ class Host:
 
     async def _open(self) -> Place:
         world, shm_dir = self._memory()
+        self._shm_dir = shm_dir
         shm_dir.mkdir(mode=0o700, exist_ok=True)
         spill_dir, node = self.folder / "spill", node_name()
         payloads, curve = "", None
@@ -167,6 +178,8 @@ class Host:
         addresses = [await self._server.listen(f"unix://{socket_path(self.folder)}")]
         if self._listen:
             addresses.append(await self._server.listen(self._listen))
+            # Whoever knows the address finds us there again.
+            self._listen = addresses[-1]
         self.place = Place(addresses, payloads, node, os.getpid(), str(shm_dir))
         _write(self.folder / PLACE, msgspec.json.encode(self.place))
         return self.place
@@ -184,29 +197,72 @@ class Host:
 
     def _memory(self) -> tuple[str, Path]:
         """Name and directory of the payloads' memory: that of a broker before us, if it is still there."""
-        if self._limits.durable:
-            return "disk", self.folder / "payloads"
-        known = self.folder / "memory"
-        name = known.read_text().strip() if known.exists() else ""
-        if not name or not (SHM_ROOT / f"{SHM_PREFIX}{name}").is_dir():
+        known, durable = self.folder / "memory", self._limits.durable
+        before = known.read_text().strip() if known.exists() else ""
+        if before and (before == _DISK) != durable:
+            raise Refused(
+                f"hosting the queue in {self.folder} with durable={durable}",
+                why=f"its payloads lie in {'files' if before == _DISK else 'shared memory'}",
+                hint="begin in a new folder",
+            )
+        name = _DISK if durable else before
+        if not name or not (durable or (SHM_ROOT / f"{SHM_PREFIX}{name}").is_dir()):
             name = secrets.token_hex(4)
+        if name != before:
             _write(known, name.encode())
-        return name, SHM_ROOT / f"{SHM_PREFIX}{name}"
+        return name, self.folder / "payloads" if durable else SHM_ROOT / f"{SHM_PREFIX}{name}"
 
-    async def close(self, *, keep_memory: bool = False) -> None:
-        """Stop. Without keep_memory the payloads in shared memory end as well, unless they are durable."""
+    async def keep(self) -> None:
+        """Begin again from the journal whenever the broker fails (its disk was full, say), until cancelled.
+
+        Raises:
+            Corrupt: the journal is damaged.
+        """
+        while True:
+            assert self.broker is not None
+            # Whatever stopped it: what was acknowledged is in the journal.
+            (error,) = await asyncio.gather(self.broker.run(), return_exceptions=True)
+            log.error("queue %s: its broker failed and begins again: %s", self.folder, error)
+            delay_s = _REOPEN_S
+            await asyncio.sleep(delay_s)
+            while not await self._opened_again():
+                delay_s = min(2 * delay_s, _REOPEN_MAX_S)
+                await asyncio.sleep(delay_s)
+
+    async def _opened_again(self) -> bool:
+        await self._stop()
+        try:
+            await self._open()
+        except (OutOfSpace, Unreachable, OSError) as error:
+            log.error("queue %s: its broker cannot begin again: %s", self.folder, error)
+            return False
+        return True
+
+    async def _stop(self) -> None:
         if self._server is not None:
             await self._server.close()
         if self.broker is not None:
             await self.broker.close()
         if self._payload_server is not None:
             await self._payload_server.close()
-        if self._lock >= 0:
+        self._server = self._payload_server = None
+
+    async def close(self, *, keep_memory: bool = False) -> None:
+        """Stop. Without keep_memory the payloads in shared memory end as well, unless they are durable."""
+        await self._stop()
+        if self._lock < 0:
+            return
+        if self.place is None:
+            # It never began: payloads of a broker before us stay.
+            with suppress(OSError):
+                if self._shm_dir is not None:
+                    self._shm_dir.rmdir()
+        else:
             (self.folder / PLACE).unlink(missing_ok=True)
-            if not keep_memory and not self._limits.durable and self.place is not None:
+            if not keep_memory and not self._limits.durable:
                 await asyncio.to_thread(shutil.rmtree, self.place.shm_dir, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        os.close(self._lock)
+        self._lock = -1
 
 
 def socket_path(folder: Path) -> Path:
