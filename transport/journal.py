@@ -19,7 +19,8 @@ import msgspec
 from relax_rt.transport.errors import Corrupt, OutOfSpace
 
 MAGIC = b"RLXJ\x00\x00\x00\x01"
-MAX_RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 256 << 20
+"""More than the largest message can become when its defaults are written out."""
 _HEADER = struct.Struct("<II")
 
 
@@ -88,7 +89,8 @@ class Journal:
     @property
     def wants_snapshot(self) -> bool:
         """The segment has grown past its bound, and no rotation is under way."""
-        return self._size >= self._segment_bytes and not self._rotating
+        # A snapshot is written for at least as much journal, so that a large state is not written over and over.
+        return self._size >= max(self._segment_bytes, self.snapshot_bytes) and not self._rotating
 
     def recover(self) -> Recovered:
         """Read everything back, cut off a torn tail, and be ready to append.
@@ -195,8 +197,7 @@ class Journal:
         The returned half writes the snapshot and then removes what it replaces. It blocks: run it in a thread.
         Until it is done, recovery uses the older snapshot and all segments since.
         """
-        n, old = self._n, os.dup(self._fd)
-        os.close(self._fd)
+        n, old = self._n, self._fd
         self._open(self._segment_path(n + 1))
         self._rotating = True
 

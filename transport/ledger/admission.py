@@ -12,7 +12,8 @@ from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
 from relax_rt.transport.ledger.state import Group, Part, Sample
 from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
 
-MAX_GROUP = 65_536
+MAX_SAMPLES = 65_536
+"""Samples of one call."""
 
 
 def outstanding(core: Core) -> int:
@@ -31,8 +32,8 @@ def surplus(core: Core) -> int:
     return core.policy.over_provision * core.policy.group_size
 
 
-def crowded(core: Core) -> str:
-    """Why nothing more fits into the queue; empty if something does."""
+def crowded(core: Core, more: int = 1) -> str:
+    """Why `more` samples do not fit into the queue; empty if something does."""
     state = core.state
     used, limit = core.blocks.payload_bytes, state.limits.capacity_bytes
     if used >= limit:
@@ -40,7 +41,7 @@ def crowded(core: Core) -> str:
         waits = f", {held} samples wait for a checkpoint" if held else ""
         spill = ", the disk for spilled payloads is full" if state.limits.spill_bytes else ""
         return f"payloads fill the capacity: {used} of {limit} bytes{waits}{spill}"
-    if core.held >= state.limits.capacity_samples:
+    if core.held + more > state.limits.capacity_samples:
         return f"{core.held} samples are in the queue, {state.limits.capacity_samples} allowed"
     return ""
 
@@ -76,10 +77,11 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
     if event.engine_version not in core.tree:
         return Admission([], f"engine version {event.engine_version} is not known to the queue yet")
     tickets: list[Ticket] = []
+    wanted = min(event.groups, MAX_SAMPLES // core.policy.group_size or 1)
     for id_ in list(core.state.reopened):
-        if len(tickets) < event.groups and core.lag(event.engine_version) <= core.policy.max_staleness:
+        if len(tickets) < wanted and core.lag(event.engine_version) <= core.policy.max_staleness:
             tickets.append(_reissue(core, who, core.state.groups[id_], event.engine_version))
-    while len(tickets) < event.groups:
+    while len(tickets) < wanted:
         waiting_on = obstacle(core, event.engine_version)
         if waiting_on:
             return Admission(tickets, "" if tickets else waiting_on)
@@ -257,9 +259,15 @@ def check_fields(core: Core, who: Incarnation, puts: list[Put]) -> None:
                         f"field '{name}' put by {who}", why=f"the declared fields are {', '.join(sorted(declared))}"
                     )
         nbytes = item.block.extent.nbytes if item.block.extent is not None else len(item.block.inline)
-        each = nbytes // max(item.block.rows, 1)
+        each = max([nbytes // max(item.block.rows, 1), *(blob.extent.nbytes for blob in item.blobs)])
         if each > limit:
             raise Refused(f"put by {who}", why=f"a sample has {each} bytes, max_sample_bytes is {limit}")
+        if nbytes > core.state.limits.capacity_bytes:
+            raise Refused(
+                f"put by {who}",
+                why=f"a block has {nbytes} bytes, the queue's capacity is {core.state.limits.capacity_bytes}",
+                hint="put fewer samples at once",
+            )
 
 
 def _check_new(core: Core, who: Incarnation, puts: list[Put]) -> None:
@@ -287,7 +295,7 @@ def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
     if core.policy.group_size:
         raise Refused(what, why="this queue admits groups of prompts", hint="ask for tickets with admit, then put")
     _check_offer(core, who, event)
-    full = crowded(core)
+    full = crowded(core, sum(event.groups))
     if full:
         return Offered([], waiting_on=full)
     samples = _offered_by_key(core, event) if event.puts[0].rows else _offered_in_order(core, event)
@@ -331,8 +339,11 @@ def _offered_by_key(core: Core, event: Offer) -> list[Sample]:
 
 def _check_offer(core: Core, who: Incarnation, event: Offer) -> None:
     what = f"offer by {who}"
-    if not event.groups or min(event.groups) < 1 or max(event.groups) > MAX_GROUP:
-        raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs 1 to {MAX_GROUP}")
+    if not event.groups or min(event.groups) < 1:
+        raise Refused(what, why=f"its groups have {event.groups[:8]} members; each needs at least 1")
+    samples, limit = sum(event.groups), min(MAX_SAMPLES, core.state.limits.capacity_samples)
+    if samples > limit:
+        raise Refused(what, why=f"it has {samples} samples, {limit} are allowed at once")
     check_fields(core, who, event.puts)
     _check_new(core, who, event.puts)
     if len(event.puts) == 1 and not event.puts[0].rows:

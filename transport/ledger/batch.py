@@ -44,7 +44,8 @@ def hold_for_stragglers(core: Core) -> str:
     for group in beyond:
         core.end(group, "dropped(surplus)")
         core.changed = True
-    late = [group for group in late if group not in beyond]
+    ended = {group.id for group in beyond}
+    late = [group for group in late if group.id not in ended]
     if late:
         since = core.now if core.state.blocked_since is None else core.state.blocked_since
         patience_s = core.policy.straggler_wait_s if core.policy.on_straggler == "wait" else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -12,6 +13,7 @@ from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
 
 AliveTest = Callable[[str], bool]
 """Whether the owner with this key can still be told."""
+SLAB_NAME = re.compile(r"[A-Za-z0-9_.-]+-\d+-\d+\.slab")
 SPILL = "spill"
 """Owner in the names of slabs that are files on the broker's disk."""
 
@@ -110,8 +112,8 @@ class BlockTable(msgspec.Struct):
             if at in seen:
                 raise Refused(f"put by {who}", why=f"extent {extent.slab}+{extent.offset} is twice in the same call")
             seen.add(at)
-            if owner_of(extent.slab) != mine:
-                raise Refused(f"put by {who}", why=f"slab {extent.slab} is not its own")
+            if owner_of(extent.slab) != mine or not SLAB_NAME.fullmatch(extent.slab):
+                raise Refused(f"put by {who}", why=f"slab {extent.slab!r} is not its own")
             if extent.offset in self.live.get(extent.slab, ()):
                 raise Refused(f"put by {who}", why=f"extent {extent.slab}+{extent.offset} is in use")
             if extent.offset < 0 or extent.nbytes < 1:

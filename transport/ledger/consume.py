@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.admission import check_fields, return_extents
+from relax_rt.transport.ledger.admission import MAX_SAMPLES, check_fields, return_extents
 from relax_rt.transport.ledger.blocks import owner_of
 from relax_rt.transport.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.ledger.core import Core
@@ -45,12 +45,24 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
 
 def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
     try:
-        return choose(core, samplers, task, want)
+        keys, waiting_on = choose(core, samplers, task, want)
+        return _suspect_alone(core, task, keys, want), waiting_on
     except Refused as error:
         if not core.changed:
             raise
         # What was settled before must be journaled; the sampler says it again when it is asked again.
         return [], str(error)
+
+
+def _suspect_alone(core: Core, task: str, keys: list[SampleKey], want: Want) -> list[SampleKey]:
+    """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
+    last = core.state.limits.quarantine_after - 1
+    if task == core.policy.step_task or want.groups or last < 1 or len(keys) < 2:
+        return keys
+    for key in keys:
+        if core.state.groups[key.group].samples[key.member].deaths >= last:
+            return [key]
+    return keys
 
 
 def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
@@ -61,6 +73,8 @@ def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
         raise Refused(what, why="neither samples nor groups nor tokens were asked for")
     if task == core.policy.step_task and (want.groups < 1 or want.tokens):
         raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
+    if want.samples > MAX_SAMPLES or want.groups > MAX_SAMPLES:
+        raise Refused(what, why=f"{max(want.samples, want.groups)} are asked for, {MAX_SAMPLES} may be at once")
     if not 1 <= want.readers <= MAX_READERS or want.index < 0 or want.tokens < 0:
         raise Refused(what, why=f"readers {want.readers}, index {want.index} or tokens {want.tokens} cannot be")
 
@@ -87,6 +101,10 @@ def _shared(core: Core, who: Incarnation, task: str, want: Want) -> Batch | None
             why=f"it ended, and its samples were finished or offered again; the next is {stream.next_index}",
             hint="all ranks go on with the next index",
         )
+    if want.index and name not in core.state.streams:
+        raise Refused(
+            f"batch {want.index} of stream '{name}' for {who}", why="there is no such stream", hint="it begins with 0"
+        )
     if want.index > stream.next_index:
         return Batch(0, [], waiting_on=f"batch {stream.next_index} of stream '{name}' was not taken yet")
     return None
@@ -100,6 +118,9 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
     core.state.leases[lease.id] = lease
     core.hold(lease.id, who if want.stream else None)
     if want.stream:
+        name = f"{task}:{want.stream}"
+        # The order of the table is that of use, so that only streams of gangs that are no more are forgotten.
+        core.state.streams[name] = core.state.streams.pop(name, Stream())
         _forget_streams(core)
         stream = core.state.streams.setdefault(f"{task}:{want.stream}", Stream())
         stream.live[want.index] = lease.id

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Container
 
 import msgspec
 
@@ -13,6 +14,7 @@ from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.blocks import SPILL, owner_key, owner_of
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
+from relax_rt.transport.ledger.configure import configure
 from relax_rt.transport.ledger.core import Core, Notice
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import State
@@ -21,6 +23,10 @@ from relax_rt.transport.samplers import load_sampler
 from relax_rt.transport.store.api import Fetched, Found, Stored
 
 Answer = Admission | Offered | Batch | Advice | list[Extent] | keyed.Answer | None
+
+
+SLOT = re.compile(r"[A-Za-z0-9_.-]{1,100}/\d{1,9}")
+"""With it no two incarnations have the same key in slab names."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -41,8 +47,12 @@ class Outcome(msgspec.Struct, frozen=True):
     touched: frozenset[str] = frozenset()
 
 
-def _samplers(policy: LedgerPolicy) -> Samplers:
-    """Of those tasks that have another one than first in, first out."""
+def load_samplers(policy: LedgerPolicy) -> Samplers:
+    """Of those tasks that have another one than first in, first out.
+
+    Raises:
+        Refused: one cannot be loaded.
+    """
     specs = policy.samplers.items()
     return {task: load_sampler(spec.path, spec.options) for task, spec in specs if spec.path != "fifo"}
 
@@ -56,7 +66,19 @@ class Ledger:
     def __init__(self, snapshot: bytes = b"") -> None:
         state = msgspec.msgpack.decode(snapshot, type=State) if snapshot else State()
         self.core = Core(state)
-        self.samplers: Samplers = _samplers(state.policy) if state.policy is not None else {}
+        self._samplers: Samplers | None = None
+
+    @property
+    def samplers(self) -> Samplers:
+        """Those of the policy in force, loaded when they are first asked: a replay grants what was chosen then.
+
+        Raises:
+            Refused: one cannot be loaded.
+        """
+        if self._samplers is None:
+            policy = self.core.state.policy
+            self._samplers = load_samplers(policy) if policy is not None else {}
+        return self._samplers
 
     @property
     def n(self) -> int:
@@ -107,7 +129,7 @@ class Ledger:
                     core.state.n = entry.n
                 return Outcome(answer, core.changed, event=event)
             if isinstance(event, ev.Take):
-                answer, keys = consume.take(core, who, event, self.samplers)
+                answer, keys = consume.take(core, who, event, self.samplers if event.keys is None else {})
                 event = ev.Take(event.task, event.want, keys)
             else:
                 answer = self._called(who, event)
@@ -122,11 +144,8 @@ class Ledger:
         core = self.core
         match event:
             case ev.Configure(policy, limits):
-                policy.check()
-                self.samplers = _samplers(policy)
-                core.changed = (policy, limits) != (core.state.policy, core.state.limits)
-                core.state.policy, core.state.limits = policy, limits
-                core.reindex()
+                configure(core, policy, limits)
+                self._samplers = None
             case ev.Open():
                 self._open(event)
             case ev.Spilled():
@@ -239,6 +258,8 @@ class Ledger:
         """The slot has a newer incarnation: the older ones can finish nothing more, though they may still read."""
         core, callers = self.core, self.core.state.callers
         callers.check(who)
+        if not SLOT.fullmatch(who.slot):
+            raise Refused(f"joining as '{who.slot}'", why="a slot's name is letters, digits, _ . - then / and a number")
         if callers.knows(who):
             return
         if owner_key(who).startswith(SPILL + "-"):
@@ -328,9 +349,9 @@ class Ledger:
         since = self.core.state.blocked_since
         return None if since is None else since + self.core.policy.straggler_wait_s
 
-    def to_spill(self) -> list[tuple[int, Extent]]:
-        """Blocks to copy to disk now (see spill.wanted)."""
-        return spill.wanted(self.core)
+    def to_spill(self, skip: Container[int] = ()) -> list[tuple[int, Extent]]:
+        """Blocks to copy to disk now, without those in `skip` (see spill.wanted)."""
+        return spill.wanted(self.core, skip)
 
     def account(self) -> dict[str, int]:
         """Counts since the run began (see account.account)."""

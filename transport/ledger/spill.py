@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
-from relax_rt.transport.ledger.blocks import Block, is_spilled
+from relax_rt.transport.ledger.blocks import Block, is_spilled, owner_of
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Spilled
 from relax_rt.transport.queue.api import Extent
@@ -13,12 +13,13 @@ MOVE_BYTES = 64 << 20
 """Payload of one round of moves, so that memory comes free in steps."""
 
 
-def wanted(core: Core) -> list[tuple[int, Extent]]:
+def wanted(core: Core, skip: Container[int] = ()) -> list[tuple[int, Extent]]:
     """Blocks to copy to disk now, coldest first: trained ones, which only wait for a checkpoint, then the oldest.
 
-    Blobs stay: several blocks share them. What is on lease stays: it is about to be read, and its memory with it.
+    Blobs stay: several blocks share them. What is on lease stays: it is about to be read, and its memory with it. So
+    does what lies on another node, and what could not be copied before (`skip`).
     """
-    limits = core.state.limits
+    limits, callers = core.state.limits, core.state.callers
     over = core.blocks.payload_bytes - int(limits.high_water * limits.capacity_bytes)
     room = min(limits.spill_bytes - core.blocks.spilled_bytes, MOVE_BYTES)
     if over <= 0 or room <= 0:
@@ -28,7 +29,9 @@ def wanted(core: Core) -> list[tuple[int, Extent]]:
         extent = block.ref.extent
         if over <= 0:
             break
-        if extent is None or is_spilled(extent) or extent.nbytes > room or _is_read(core, extent):
+        if extent is None or is_spilled(extent) or extent.nbytes > room or _is_read(core, extent) or id_ in skip:
+            continue
+        if callers.homes and callers.node_of(owner_of(extent.slab)) != callers.node:
             continue
         found.append((id_, extent))
         over -= extent.nbytes

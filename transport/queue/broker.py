@@ -17,11 +17,10 @@ from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission
-from relax_rt.transport.ledger import account as ledger_account
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.blocks import owner_key
 from relax_rt.transport.ledger.core import ROOM
-from relax_rt.transport.ledger.machine import Answer
+from relax_rt.transport.ledger.machine import Answer, load_samplers
 from relax_rt.transport.queue.api import (
     Admission,
     Advice,
@@ -35,7 +34,7 @@ from relax_rt.transport.queue.api import (
     Want,
 )
 from relax_rt.transport.queue.disk import Disk, dead_slabs
-from relax_rt.transport.queue.statistics import broker_statistics
+from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.queue.waits import Waits
 from relax_rt.transport.queue.watch import Watch, start_time
 from relax_rt.transport.store.api import Found
@@ -115,6 +114,7 @@ class Broker:
         self._disk = Disk(shm_dir, self.spill_dir, 0)
         self._watch = Watch(self._process_ended)
         self._waits = Waits(clock)
+        self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
         self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch | Found] = {}
@@ -122,6 +122,7 @@ class Broker:
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
         self._straggler_at: float | None = None
+        self._unspillable: set[int] = set()
         self.syncs = 0
         """Rounds of the disk task: the proof that loop and disk both get on."""
 
@@ -135,7 +136,10 @@ class Broker:
         """
         self._failed = asyncio.get_running_loop().create_future()
         recovered = await asyncio.to_thread(self._journal.recover)
-        self._ledger = Ledger(recovered.snapshot)
+        try:
+            self._ledger = Ledger(recovered.snapshot)
+        except msgspec.DecodeError as error:
+            raise Corrupt(f"journal snapshot {recovered.n}", why=str(error), hint=_OTHER_VERSION) from error
         decode = msgspec.msgpack.Decoder(Entry).decode
         for n, payload in recovered.records:
             try:
@@ -146,6 +150,8 @@ class Broker:
                 raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
+        # A sampler that cannot be loaded is told of before anything changes.
+        load_samplers(self._policy)
         self._apply(ev.Configure(self._policy, self._limits))
         self._apply(ev.Open(self._run_id, self._node, self._payloads))
         # Every broker journals something before it spills, so no two of them have the same number.
@@ -158,6 +164,7 @@ class Broker:
         self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
+        self._after_change(frozenset())
 
     async def run(self) -> None:
         """Until the broker cannot go on.
@@ -196,7 +203,8 @@ class Broker:
     def _check_alive(self) -> None:
         if self._failed is not None and self._failed.done():
             # Not the caller's fault: it asks the next incarnation again.
-            raise Unreachable("the queue's broker", why="it failed and restarts from its journal")
+            error = self._failed.exception() if not self._failed.cancelled() else None
+            raise Unreachable("the queue's broker", why=f"it failed ({error}) and is to be started again")
 
     # --- events
 
@@ -372,7 +380,7 @@ class Broker:
         core, state = self._ledger.core, self._ledger.state
         announced = state.trainer_version
         return QueueStats(
-            by_state=ledger_account.by_state(core),
+            by_state=self._states.of(self._ledger),
             outstanding=admission.outstanding(core),
             bound=admission.bound(core, announced) if announced is not None and self._policy.group_size else 0.0,
             trainer_version=announced or 0,
@@ -387,7 +395,7 @@ class Broker:
 
     async def statistics(self) -> dict[str, Any]:
         """See QueueApi."""
-        return broker_statistics(self._ledger, self._journal, self._waits)
+        return broker_statistics(self._ledger, self._journal, self._waits, self._states)
 
     async def account(self) -> dict[str, int]:
         """See QueueApi."""
@@ -444,9 +452,9 @@ class Broker:
         while True:
             await self._tight.wait()
             self._tight.clear()
-            while moves := self._ledger.to_spill():
+            while moves := self._ledger.to_spill(self._unspillable):
                 try:
-                    copied = await asyncio.to_thread(self._disk.spill, moves)
+                    copied, unread = await asyncio.to_thread(self._disk.spill, moves)
                 except OutOfSpace as error:
                     # Producers wait meanwhile, and are told that memory is full.
                     self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
@@ -454,3 +462,7 @@ class Broker:
                     continue
                 self._apply(ev.Spilled(copied))
                 self._disk.written()
+                for id_, why in unread.items():
+                    self._notify("queue_block_unreadable", {"block": id_, "why": why, "n": self._ledger.n})
+                self._unspillable = {id_ for id_ in self._unspillable if id_ in self._ledger.state.blocks.blocks}
+                self._unspillable |= unread.keys()

@@ -28,8 +28,8 @@ class Disk:
         self._made = 0
         self._writing = ""
 
-    def spill(self, moves: Sequence[tuple[int, Extent]]) -> Moves:
-        """Copy blocks from their slabs into a new file; answers with where each is now.
+    def spill(self, moves: Sequence[tuple[int, Extent]]) -> tuple[Moves, dict[int, str]]:
+        """Copy blocks from their slabs into a new file; answers with where each is now, and which could not be read.
 
         Raises:
             OutOfSpace: the file could not be written.
@@ -42,7 +42,7 @@ class Disk:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                return [(id_, Extent(name, self._copy(fd, extent), extent.nbytes)) for id_, extent in moves]
+                return self._copy_all(fd, name, moves)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -51,18 +51,33 @@ class Disk:
                 f"spilling {len(moves)} blocks to {path}", why=str(error), hint="make room on its disk"
             ) from error
 
-    def _copy(self, target: int, extent: Extent) -> int:
+    def _copy_all(self, fd: int, name: str, moves: Sequence[tuple[int, Extent]]) -> tuple[Moves, dict[int, str]]:
+        copied: Moves = []
+        unread: dict[int, str] = {}
+        for id_, extent in moves:
+            try:
+                source = os.open(self._shm_dir / extent.slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except (OSError, ValueError) as error:
+                unread[id_] = str(error)
+                continue
+            try:
+                if os.fstat(source).st_size < extent.offset + extent.nbytes:
+                    unread[id_] = f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}"
+                    continue
+                copied.append((id_, Extent(name, self._copy(fd, source, extent), extent.nbytes)))
+            finally:
+                os.close(source)
+        return copied, unread
+
+    @staticmethod
+    def _copy(target: int, source: int, extent: Extent) -> int:
         at = os.lseek(target, 0, os.SEEK_CUR)
-        source = os.open(self._shm_dir / extent.slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            done = 0
-            while done < extent.nbytes:
-                n = os.sendfile(target, source, extent.offset + done, extent.nbytes - done)
-                if n == 0:
-                    raise OSError(f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}")
-                done += n
-        finally:
-            os.close(source)
+        done = 0
+        while done < extent.nbytes:
+            n = os.sendfile(target, source, extent.offset + done, extent.nbytes - done)
+            if n == 0:
+                raise OSError(f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}")
+            done += n
         return at
 
     def written(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,8 +12,28 @@ from relax_rt.transport.ledger import account as ledger_account
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.queue.waits import Waits
 
+CHEAP_S = 0.001
+"""A count that takes longer is not made anew before twenty times as long has passed."""
 
-def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits) -> dict[str, Any]:
+
+class States:
+    """Samples by state. Counting looks at every sample, so a large queue is not counted all the time."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._again_at = 0.0
+
+    def of(self, ledger: Ledger) -> dict[str, int]:
+        """The counts of now, or of a moment ago."""
+        began = time.perf_counter()
+        if began >= self._again_at:
+            self._counts = ledger_account.by_state(ledger.core)
+            took = time.perf_counter() - began
+            self._again_at = began + (20 * took if took > CHEAP_S else 0.0)
+        return dict(self._counts)
+
+
+def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits, states: States) -> dict[str, Any]:
     """Numbers by part: `samples`, `memory`, `leases`, `store`, `staleness`, `waits`, `journal`, `tallies`.
 
     Counts are samples unless named otherwise. `lengths` has ten counts for each way in which samples ended, shortest
@@ -20,7 +41,7 @@ def broker_statistics(ledger: Ledger, journal: Journal, waits: Waits) -> dict[st
     """
     core = ledger.core
     return {
-        "samples": ledger_account.by_state(core),
+        "samples": states.of(ledger),
         "memory": _memory(core),
         "leases": _leases(core),
         "store": core.store.statistics(),

@@ -8,9 +8,8 @@ from contextlib import suppress
 
 import msgspec
 
-from relax_rt.transport.errors import OutOfSpace
-
-MAX_WAITERS = 4096
+MAX_WAITERS = 65_536
+POLL_S = 0.25
 
 
 class Waiting(msgspec.Struct):
@@ -44,19 +43,18 @@ class Waits:
         self._token = 0
 
     def enter(self, who: str, topic: str) -> int:
-        """A call may wait on a topic from now on; answers with its token.
-
-        Raises:
-            OutOfSpace: too many wait already.
-        """
+        """A call may wait on a topic from now on; answers with its token, 0 when too many wait to remember one more."""
         if len(self._waiting) >= MAX_WAITERS:
-            raise OutOfSpace(f"waiting calls of the queue, {who}", why=f"{MAX_WAITERS} wait already")
+            return 0
         self._token += 1
         self._waiting[self._token] = Waiting(who, topic, "", self._clock())
         return self._token
 
     async def wait(self, token: int, reason: str, limit_s: float) -> None:
-        """Until the topic is touched, or for limit_s."""
+        """Until the topic is touched, or for limit_s. A call that is not remembered is not woken either."""
+        if not token:
+            await asyncio.sleep(min(limit_s, POLL_S))
+            return
         one = self._waiting[token]
         one.reason = reason
         event = self._events.setdefault(one.topic, asyncio.Event())
@@ -66,8 +64,8 @@ class Waits:
 
     def leave(self, token: int) -> None:
         """The call is answered or given up."""
-        one = self._waiting.pop(token)
-        if one.reason:
+        one = self._waiting.pop(token, None)
+        if one is not None and one.reason:
             count = self._over.setdefault(one.topic, WaitCount())
             count.n += 1
             count.total_s += self._clock() - one.since

@@ -442,7 +442,10 @@ def test_one_sample_that_kills_its_consumers_does_not_taint_the_others_of_its_le
         assert len(d.take(judge, "reward", samples=4).samples) == 4
         d.gone(judge)
     judge = Incarnation("reward/0", 22)
-    d.reward(judge, d.take(judge, "reward", samples=3))
+    for _ in range(3):
+        batch = d.take(judge, "reward", samples=4)
+        assert len(batch.samples) == 1, "a suspect is leased by itself"
+        d.reward(judge, batch)
     assert keys(d.take(judge, "reward", samples=4)) == [SampleKey(second.group, 1)]
     d.gone(judge)
     account = d.ledger.account()

@@ -26,6 +26,7 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import Entry, LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.ledger.machine import load_samplers
 from relax_rt.transport.queue.api import Batch, Offered, RowPut, SampleKey, Want
 from relax_rt.transport.samplers import Choice, Unit
 
@@ -77,8 +78,11 @@ def test_offered_samples_are_finished_when_all_tasks_are_done() -> None:
 def test_offers_wait_while_the_queue_is_full() -> None:
     d = free(QueueLimits(capacity_samples=4, capacity_bytes=100 * ROW_BYTES))
     d.offer(ENGINE, 3)
-    assert d.offer(ENGINE, 2).groups  # one may pass the mark
-    assert "5 samples are in the queue, 4 allowed" in d.offer(ENGINE, 1).waiting_on
+    assert "3 samples are in the queue, 4 allowed" in d.offer(ENGINE, 2).waiting_on
+    assert d.offer(ENGINE, 1).groups
+    assert "4 samples are in the queue, 4 allowed" in d.offer(ENGINE, 1).waiting_on
+    with pytest.raises(Refused, match="5 samples, 4 are allowed at once"):
+        d.offer(ENGINE, 5)
     d.complete(READER, "a", batch := d.take(READER, "a", samples=5), *d.columns(batch, "label"))
     d.complete(READER, "b", d.take(READER, "b", samples=5))
     assert d.offer(ENGINE, 1).groups
@@ -101,9 +105,9 @@ def test_an_offer_that_came_twice_is_taken_once() -> None:
 def test_senseless_offers_are_refused() -> None:
     d = free()
     for sizes, keys, why in (
-        ([], [], "each needs 1"),
-        ([0], [], "each needs 1"),
-        ([70_000], [SampleKey(0, 0)], "each needs 1 to 65536"),
+        ([], [], "each needs at least 1"),
+        ([0], [], "each needs at least 1"),
+        ([70_000], [SampleKey(0, 0)], "70000 samples, 65536 are allowed"),
         ([1], [SampleKey(1, 0)], "none of its groups"),
         ([2], [SampleKey(0, 0)], "1 rows for 2 samples"),
         ([2], [SampleKey(0, 0), SampleKey(0, 0)], "2 rows for 2 samples"),
@@ -199,10 +203,9 @@ def test_what_was_settled_before_a_sampler_failed_is_not_forgotten() -> None:
         d.take(TRAINER, "train", groups=1)
 
 
-def test_an_unknown_sampler_is_refused_and_changes_nothing() -> None:
-    d = free()
+def test_an_unknown_sampler_is_refused() -> None:
     with pytest.raises(Refused, match="fifo"):
-        d.own(ev.Configure(free_policy(samplers={"a": SamplerSpec("fifa")}), QueueLimits()))
+        load_samplers(free_policy(samplers={"a": SamplerSpec("fifa")}))
 
 
 def test_what_lapsed_is_offered_first_again_to_its_task() -> None:
@@ -396,3 +399,48 @@ def test_a_policy_is_what_it_was_when_an_event_was_judged() -> None:
     assert len(d.admit(ENGINE, v1, 100).tickets) == 10
     d.check_replay()
     assert isinstance(d.ledger.state.policy, LedgerPolicy)
+
+
+# --- another policy at the next start
+
+
+def test_a_task_that_is_no_more_is_forgotten_and_a_new_one_sees_what_is_there() -> None:
+    d = free(tasks={"a": ("tokens",), "b": ("tokens",)})
+    d.offer(ENGINE, 1, 1)
+    d.complete(READER, "a", d.take(READER, "a", samples=1))
+    held = d.take(READER, "b", samples=1)
+    d.own(ev.Configure(free_policy(tasks={"a": ("tokens",), "c": ("tokens",)}), d.ledger.state.limits))
+    assert d.ledger.audit() == []
+    assert len(d.take(READER, "c", samples=5).infos()) == 2, "done with a is not done with c"
+    d.complete(READER, "b", held)
+    assert d.ledger.audit() == []
+    d.own(ev.Configure(free_policy(tasks={"a": ("tokens",)}), d.ledger.state.limits))
+    assert d.ledger.account()["finished"] == 1, "the sample that only a had to do with"
+    assert d.ledger.audit() == []
+
+
+def test_a_queue_with_samples_does_not_become_one_of_steps() -> None:
+    d = free()
+    d.offer(ENGINE, 1)
+    with pytest.raises(Refused, match="step_task"):
+        d.own(ev.Configure(policy(), d.ledger.state.limits))
+
+
+def test_a_replay_needs_no_sampler() -> None:
+    d = free(samplers={"a": SamplerSpec("no_such_file.py:Sampler")})
+    d.offer(ENGINE, 1)
+    with pytest.raises(Refused, match="no_such_file"):
+        d.take(READER, "a", samples=1)
+    d.restart()
+    assert d.ledger.audit() == []
+
+
+def test_a_stream_in_use_is_remembered_and_one_that_is_not_there_begins_with_0() -> None:
+    d = free()
+    d.offer(ENGINE, 2)
+    want = Want(samples=1, stream="main", index=0)
+    first = d.call(READER, ev.Take("a", want))
+    assert isinstance(first, Batch)
+    d.complete(READER, "a", first)
+    with pytest.raises(Refused, match="begins with 0"):
+        d.call(READER, ev.Take("a", Want(samples=1, stream="other", index=3)))

@@ -23,6 +23,7 @@ class Context:
     def __init__(self, folder: Path) -> None:
         self.config = SimpleNamespace(queue=QueueTable(fsync_every_s=0.02), run=SimpleNamespace(job="rl"))
         self.run_dir, self.shm_dir, self.run_id = folder, folder, "run-1"
+        self.payload_dir, self.spill_dir = folder, folder / "spill"
         self.stopping = asyncio.Event()
         self.events: list[str] = []
         self.served: dict[type, Any] = {}
