@@ -250,10 +250,14 @@ def test_the_checker_finds_what_is_wrong(name: str, spoil: Callable[[checking.Ev
     assert name in {violation.check for violation in checking.check(spoiled)}
 
 
-def test_a_deliberate_fall_back_may_lose_what_its_checkpoint_freed() -> None:
+@pytest.mark.parametrize("skipped", [False, True])
+def test_an_undone_step_may_lose_what_it_or_its_checkpoint_freed(skipped: bool) -> None:
     e = evidence()
-    e.lives[1].records.append(Weights(4, 4, 2, changed=False))
-    e.lives[1].records.append(Fallback(4, 4, 1, 4, deliberate=True))
+    trainer = e.lives[1]
+    if skipped:
+        trainer.records.pop()
+        last(trainer, Step).skipped = True
+    trainer.records += [Weights(4, 4, 2, changed=False), Fallback(4, 4, 1, 4, deliberate=not skipped)]
     for content in e.story.contents[2:4]:
         content.fate = LOST
     e.story.path = {1: [1]}

@@ -225,14 +225,17 @@ def _refused(case: Case) -> Iterator[str]:
         farthest = max((case.tree.distance(refusal.trainer_version, one) for one in refusal.versions), default=0)
         if farthest <= case.evidence.max_staleness:
             yield f"group {refusal.group} was refused at staleness {farthest}, version {refusal.trainer_version}"
-    given_up = _given_up_groups(case)
+    freed = _freed_and_undone(case)
     for content in case.story.contents:
-        if content.fate == LOST and content.key.group not in given_up:
-            yield f"sample {content.key} is lost, and no checkpoint that was given up covered it"
+        if content.fate == LOST and content.key.group not in freed:
+            yield f"sample {content.key} is lost, though its memory had no reason to be freed"
 
 
-def _given_up_groups(case: Case) -> set[int]:
-    """Groups of steps that a checkpoint covered, before a deliberate fall-back gave it up."""
+def _freed_and_undone(case: Case) -> set[int]:
+    """Groups whose memory was freed before their step was undone.
+
+    Its checkpoint was there and was given up deliberately, or the step had been skipped.
+    """
     found: set[int] = set()
     path: dict[int, Step] = {}
     covered = 0
@@ -243,10 +246,9 @@ def _given_up_groups(case: Case) -> set[int]:
             elif isinstance(record, Checkpoint):
                 covered = record.step
             elif isinstance(record, Fallback):
-                for step in [step for step in path if step > record.step]:
-                    lease = path.pop(step).lease
-                    if step <= covered and lease in case.reads:
-                        found.update(one.key.group for one in case.reads[lease][1].samples)
+                for undone in [path.pop(step) for step in list(path) if step > record.step]:
+                    if (undone.step <= covered or undone.skipped) and undone.lease in case.reads:
+                        found.update(one.key.group for one in case.reads[undone.lease][1].samples)
                 # That checkpoint is in place, also when its process died before it wrote so down.
                 covered = record.step
     return found
