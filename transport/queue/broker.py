@@ -16,9 +16,10 @@ from relax_rt.transport.arena.slab import is_slab_name, slab_name
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission
+from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.blocks import owner_key
+from relax_rt.transport.ledger.callers import Home
 from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Answer, load_samplers
 from relax_rt.transport.queue.api import (
@@ -37,16 +38,20 @@ from relax_rt.transport.queue.disk import Disk, dead_slabs
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.queue.waits import Waits
 from relax_rt.transport.queue.watch import Watch, start_time
-from relax_rt.transport.store.api import Found
+from relax_rt.transport.store import state as sv
+from relax_rt.transport.store.api import Found, Stored
 from relax_rt.transport.store.desk import StoreDesk
 from relax_rt.transport.versions import VersionRecord
 
 MAX_WAIT_S = 60.0
 _EMPTY_KEPT = 1024
 _SPILL_RETRY_S = 5.0
+FAR_SILENT_S = 600.0
+"""A process on another node, whose death nobody sees, is taken for dead when it was not heard of for so long."""
 _OTHER_VERSION = "was it written by another version of relax-rt?"
 
-T = TypeVar("T", Admission, Offered, Batch, Found)
+T = TypeVar("T", Admission, Offered, Batch, Found, Stored)
+W = TypeVar("W", Found, Stored)
 A = TypeVar("A")
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -117,12 +122,13 @@ class Broker:
         self._states = States()
         self._rearm = asyncio.Event()
         self._tight = asyncio.Event()
-        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch | Found] = {}
+        self._empty: dict[tuple[Incarnation, int], Admission | Offered | Batch | Found | Stored] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._sweep_wanted = True
         self._straggler_at: float | None = None
         self._unspillable: set[int] = set()
+        self._far: dict[Incarnation, float] = {}
         self.syncs = 0
         """Rounds of the disk task: the proof that loop and disk both get on."""
 
@@ -160,7 +166,7 @@ class Broker:
         self._notify("queue_recovered", {"n": self._ledger.n, "records": len(recovered.records)})
         for home in list(self._ledger.state.callers.homes.values()):
             if self._ledger.concerned(home.who):
-                self._watch.add(home)
+                self._know(home)
         self._tasks = [asyncio.create_task(work()) for work in (self._keep_time, self._keep_disk, self._keep_room)]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -287,11 +293,18 @@ class Broker:
             raise Refused(f"joining as {name[:200]!r}", why="no slab can have that name", hint="use one as reader/0")
         # A caller on this node puts into this node's slabs, which its own payload server gives out.
         self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
-        self._watch.add(callers.homes[owner_key(who)])
+        self._know(callers.homes[owner_key(who)])
         self._sweep_wanted = True
         shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
         lease_s = self._limits.lease_s
         return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, self._policy.fields)
+
+    def _know(self, home: Home) -> None:
+        """Notice the end of a process that joined."""
+        if home.node == self._node:
+            self._watch.add(home)
+        else:
+            self._far[home.who] = self._clock()
 
     def _process_ended(self, who: Incarnation, reason: str) -> None:
         """A watched process is dead. May come after the broker's own failure, when there is nothing left to say."""
@@ -322,6 +335,8 @@ class Broker:
         self._check_alive()
         who = self._identify()
         self._ledger.knows(who)
+        if who in self._far:
+            self._far[who] = self._clock()
         return self._ledger.renew(who, [*groups, *leases], self._clock())
 
     async def take(self, seq: int, task: str, want: Want, wait_s: float) -> Batch:
@@ -365,6 +380,8 @@ class Broker:
     async def gone(self, seq: int, who: Incarnation, reason: str) -> None:
         """See QueueApi."""
         self._apply(ev.Gone(who, reason), self._identify(), seq)
+        self._watch.remove(who)
+        self._far.pop(who, None)
         self._sweep_wanted = True
 
     def store_desk(self) -> StoreDesk:
@@ -372,8 +389,11 @@ class Broker:
         return StoreDesk(
             lambda: self._ledger.core.store,
             lambda event, seq: self._apply(ev.StoreCall(event), self._identify(), seq),
-            lambda event, topic, seq, wait_s: self._wait_for(ev.StoreCall(event), topic, seq, wait_s, Found),
+            self._wait_store,
         )
+
+    async def _wait_store(self, event: sv.StoreEvent, seq: int, wait_s: float, kind: type[W]) -> W:
+        return await self._wait_for(ev.StoreCall(event), keyed.topic(event), seq, wait_s, kind)
 
     async def stats(self) -> QueueStats:
         """See QueueApi."""
@@ -420,6 +440,9 @@ class Broker:
                 # This process was paused: renewals that wait in its sockets come before any lapse.
                 self._ledger.restart_deadlines(now)
                 continue
+            for who in [who for who, at in self._far.items() if now - at > FAR_SILENT_S]:
+                del self._far[who]
+                self._process_ended(who, f"it was not heard of for {FAR_SILENT_S:.0f} s")
             if (lapse := self._ledger.due(now)) is not None:
                 self._apply(lapse)
                 continue

@@ -45,6 +45,11 @@ class Calls:
         self._unanswered: set[int] = set()
         self._answered = asyncio.Event()
 
+    def next_number(self) -> int:
+        """The number of a call that is sent once, after all others."""
+        self._seq += 1
+        return self._seq
+
     async def call(self, send: Callable[[int], Awaitable[T]]) -> T:
         """Send a changing call, again and again with the same number until it is answered or patience ends.
 

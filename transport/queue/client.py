@@ -42,6 +42,8 @@ from relax_rt.transport.versions import VersionRecord
 __all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
 
 _SLICE_S = 1.0
+HEARTBEAT_S = 60.0
+"""An idle client says something this often, so that the broker knows of it on another node."""
 """Long waits are made of calls of this length, so that none holds the window of calls for long."""
 
 T = TypeVar("T")
@@ -154,7 +156,10 @@ class QueueClient:
         await self.close()
 
     async def close(self) -> None:
-        """Stop renewing; finish what is under way. Leases still held lapse, or end with `gone`."""
+        """Stop renewing; finish what is under way, and leave the queue.
+
+        Leases still held lapse, or end with the process; so does memory over which arrays are still looked at.
+        """
         self._closing = True
         await self._offers.outbox.close()
         if self._background:
@@ -163,8 +168,19 @@ class QueueClient:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+        await self._leave()
         self.arena.close()
         self.reader.close()
+
+    async def _leave(self) -> None:
+        """What this incarnation has in the broker goes: its answers, and slabs in which nothing is left."""
+        if self.groups or self.leases or len(self._pins):
+            return
+        left = self.api.gone(self._calls.next_number(), self.who, "it left")
+        # A broker that is away, or knows of a newer incarnation, hears of the process's end.
+        with suppress(RelaxError, TimeoutError):
+            async with asyncio.timeout(_SLICE_S):
+                await left
 
     def statistics(self) -> ClientStatistics:
         """Numbers for people and metrics."""
@@ -559,15 +575,16 @@ class QueueClient:
         self._held.set()
 
     async def _keep_leases(self) -> None:
-        """Renew three times within a lease; forget what is no longer ours, and say so."""
+        """Renew three times within a lease; forget what is no longer ours, and say so. Idle, be heard now and then."""
         while True:
             if not self.groups and not self.leases:
                 self._held.clear()
-                await self._held.wait()
-            await asyncio.sleep(self._lease_s / 3)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self._held.wait()
+            if self.groups or self.leases:
+                await asyncio.sleep(self._lease_s / 3)
             groups, leases = list(self.groups), sorted(self.leases)
-            if not groups and not leases:
-                continue
             try:
                 lost = await self.api.renew(groups, leases)
             except (Unreachable, DeadlineExceeded):
