@@ -6,15 +6,22 @@ from collections.abc import Iterable
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import admission
 from relax_rt.transport.ledger.callers import Kept
-from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.queue.api import Extent
 from relax_rt.transport.queue.api import Put as QueuePut
 from relax_rt.transport.store import state as ev
 from relax_rt.transport.store.api import Fetched, Found, StoreConfig, Stored
-from relax_rt.transport.store.desk import TOPIC
 
 Answer = StoreConfig | Stored | Found | Fetched | list[Extent] | bool
+TOPIC = "store"
+"""What those who sample wait for."""
+
+
+def topic(event: ev.StoreEvent) -> str:
+    """What a call that cannot be answered yet waits for."""
+    return ROOM if isinstance(event, ev.Put) else TOPIC
 
 
 def apply(core: Core, who: Incarnation, event: ev.StoreEvent) -> Answer:
@@ -25,8 +32,11 @@ def apply(core: Core, who: Incarnation, event: ev.StoreEvent) -> Answer:
     """
     store = core.store
     store.changed = False
+    rows, nbytes = len(store), core.blocks.payload_bytes
     answer = _applied(core, who, event)
     core.changed = core.changed or store.changed
+    if len(store) < rows or core.blocks.payload_bytes < nbytes:
+        core.touched.add(ROOM)
     return answer
 
 
@@ -58,16 +68,29 @@ def _put(core: Core, who: Incarnation, event: ev.Put) -> Stored:
     if event.block is not None:
         put = QueuePut(event.block, [], event.blobs)
         core.blocks.check_extents([put], who)
-        if event.block.extent is not None and event.block.extent.nbytes > core.state.limits.max_sample_bytes * max(
-            1, event.block.rows
-        ):
-            raise Refused(
-                f"put of {event.block.extent.nbytes} bytes by {who}",
-                why=f"a sample may have {core.state.limits.max_sample_bytes} bytes",
-            )
+        admission.check_fields(core, who, [put])
+    if full := _obstacle(core, event):
+        return Stored([], [], [], waiting_on=full)
     stored = core.store.put(event)
     core.touched.add(TOPIC)
     return Stored(stored.indexes, stored.fields, stored.tags, _collect(core, who))
+
+
+def _obstacle(core: Core, event: ev.Put) -> str:
+    """Why there is no room for what the put brings; empty if there is.
+
+    Columns for rows that have some already never wait: they come from those whom others wait for.
+
+    Raises:
+        Refused: there will never be room for that many rows.
+    """
+    more, limit = core.store.new_rows(event), core.state.limits.capacity_samples
+    if more > limit:
+        raise Refused(f"put of {more} new rows", why=f"{limit} are allowed", hint="put fewer at once")
+    there = core.held + len(core.store)
+    if more and there + more > limit:
+        return f"{there} samples and rows are in the queue, {limit} allowed"
+    return admission.crowded(core, 0) if core.store.is_first_payload(event) else ""
 
 
 def _collect(core: Core, who: Incarnation) -> list[Extent]:

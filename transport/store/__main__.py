@@ -23,7 +23,9 @@ UNBOUNDED = 1 << 62
 
 async def serve(folder: Path, *, capacity_bytes: int, spill_bytes: int) -> None:
     """Host the store until standard input ends or SIGTERM comes. A broken broker ends with its error."""
-    limits = QueueLimits(capacity_bytes=capacity_bytes or UNBOUNDED, spill_bytes=spill_bytes)
+    limits = QueueLimits(
+        capacity_bytes=capacity_bytes or UNBOUNDED, capacity_samples=UNBOUNDED, spill_bytes=spill_bytes
+    )
     # The queue beside the store has no consumer; a policy names at least one.
     host = Host(folder, LedgerPolicy(tasks={"none": ("none",)}, step_task=""), limits)
     await host.open()

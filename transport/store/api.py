@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from relax_rt.transport.interface import idempotent
-from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
+from relax_rt.transport.queue.api import BlobRef, BlockRef, Count, Extent
+
+MAX_ROWS = 1 << 20
+"""Rows that one call may name."""
+# Checked by the decoder, as those of the queue.
+RowCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
 
 Tags = dict[str, bytes]
 """Tags of a row by name; the values are encoded by the client, and only samplers look into them."""
@@ -23,8 +29,8 @@ class Sampler(msgspec.Struct, frozen=True):
     """
 
     kind: str = "sequential"
-    group: int = 1
-    ranks: int = 1
+    group: Positive = 1
+    ranks: Positive = 1
 
 
 class StoreConfig(msgspec.Struct, frozen=True):
@@ -38,8 +44,8 @@ class StoreConfig(msgspec.Struct, frozen=True):
     """
 
     sampler: Sampler = Sampler()
-    expected: int = 1
-    max_rows: int = 0
+    expected: RowCount = 1
+    max_rows: Count = 0
     polling: bool = False
 
 
@@ -59,12 +65,14 @@ class Stored(msgspec.Struct, frozen=True):
         fields: that all of these rows have now, sorted.
         tags: of each row now.
         freed: extents that the caller may use again.
+        waiting_on: why nothing was put yet.
     """
 
     indexes: list[int]
     fields: list[str]
     tags: list[Tags]
     freed: list[Extent] = []
+    waiting_on: str = ""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -125,7 +133,7 @@ class StoreApi(Protocol):
     """The keyed store. Calls with `seq` are journaled before they are answered, and idempotent as those of QueueApi."""
 
     @idempotent
-    async def store_configure(self, seq: int, config: StoreConfig) -> StoreConfig:
+    async def store_configure(self, seq: Count, config: StoreConfig) -> StoreConfig:
         """Set the configuration if there is none yet; answers with the one in force."""
 
     @idempotent
@@ -135,18 +143,22 @@ class StoreApi(Protocol):
     @idempotent
     async def store_put(
         self,
-        seq: int,
+        seq: Count,
         rows: Rows,
-        new: int,
+        new: RowCount,
         block: BlockRef | None,
         blobs: list[BlobRef],
         tags: list[Tags],
         replace_tags: bool,
+        wait_s: float,
     ) -> Stored:
         """Put the columns of a block, whose row i belongs to the i-th row named, and tags.
 
         Keys that are not there yet are made. new: that many rows without keys, instead of named ones.
         tags: one each, merged into the row's, or in their stead with replace_tags; empty: none.
+
+        New rows, and the first columns of a row, wait at most wait_s for room; what comes to rows that have columns
+        does not, as who waits for room waits for those who work on them.
         """
 
     @idempotent
@@ -154,15 +166,15 @@ class StoreApi(Protocol):
         """The rows that are there."""
 
     @idempotent
-    async def store_get(self, seq: int, rows: Rows, fields: list[str] | None) -> Fetched:
+    async def store_get(self, seq: Count, rows: Rows, fields: list[str] | None) -> Fetched:
         """Where the fields (all that every row has, if None) of the rows that are there lie."""
 
     @idempotent
-    async def store_unpin(self, seq: int, pins: list[int]) -> list[Extent]:
+    async def store_unpin(self, seq: Count, pins: list[Count]) -> list[Extent]:
         """The caller reads what it was given under these pins no more. Answers with its freed extents."""
 
     @idempotent
-    async def store_clear(self, seq: int, rows: Rows) -> list[Extent]:
+    async def store_clear(self, seq: Count, rows: Rows) -> list[Extent]:
         """Remove rows; a whole partition if neither keys nor indexes are given. Answers with freed extents."""
 
     @idempotent
@@ -176,7 +188,7 @@ class StoreApi(Protocol):
     @idempotent
     async def store_sample(
         self,
-        seq: int,
+        seq: Count,
         partition: str,
         task: str,
         fields: list[str],
@@ -200,5 +212,5 @@ class StoreApi(Protocol):
         """Which of the fields each row has; one flag a field."""
 
     @idempotent
-    async def store_reset(self, seq: int, partition: str, task: str | None) -> bool:
+    async def store_reset(self, seq: Count, partition: str, task: str | None) -> bool:
         """Let a task (None: every task) consume the partition anew; False if there is no such partition."""

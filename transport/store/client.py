@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,8 @@ from relax_rt.transport.store.reading import Reading
 CALL_S = 30.0
 SLICE_S = 10.0
 """Long waits are made of calls of this length."""
+ROOM_SLICE_S = 1.0
+"""Waits for room: what a dead process held comes free without a word."""
 SPACE_POLL_S = 0.02
 UNPIN_AFTER_S = 0.002
 """Unpins that come within this time go out together."""
@@ -40,7 +42,7 @@ class StoreClient:
         membership: what the broker said on joining.
         capacity_bytes: shared memory that this process may put into.
         patience_s: how long a broker that cannot be reached is asked again.
-        space_wait_s: how long a put waits for memory to come free.
+        space_wait_s: how long a put waits for memory to come free, its own and that of the queue.
     """
 
     def __init__(
@@ -126,29 +128,41 @@ class StoreClient:
 
         Raises:
             Refused: a value cannot be put, or rows and columns do not fit together.
-            OutOfSpace: this process's shared memory stayed full for space_wait_s.
+            OutOfSpace: this process's shared memory, or the queue, stayed full for space_wait_s; nothing was put.
         """
         return await self._finished(self._put(rows, columns, new, list(tags), replace_tags))
 
     async def _put(
         self, rows: Rows, columns: Mapping[str, Any] | None, new: int, tags: list[Tags], replace_tags: bool
     ) -> Stored:
-        placed = await self._place(columns) if columns else None
+        deadline = self._loop.time() + self._space_wait_s
+        placed = await self._place(columns, deadline) if columns else None
         block, blobs = (placed.block, placed.blobs) if placed is not None else (None, [])
         try:
-            stored = await self._calls.call(
-                lambda seq: self._api.store_put(seq, rows, new, block, blobs, tags, replace_tags)
+            stored = await self._admitted(
+                lambda seq, slice_s: self._api.store_put(seq, rows, new, block, blobs, tags, replace_tags, slice_s),
+                deadline,
             )
-        except Refused:
-            # Only after a refusal is it sure that nobody reads the extents.
+        except (Refused, OutOfSpace):
+            # Only after such an answer is it sure that nobody reads the extents.
             self._free(placed.extents() if placed is not None else [])
             raise
         self._free(stored.freed)
         return stored
 
-    async def _place(self, columns: Mapping[str, Any]) -> Placed:
+    async def _admitted(self, send: Callable[[int, float], Awaitable[Stored]], deadline: float) -> Stored:
+        while True:
+            slice_s = min(max(deadline - self._loop.time(), 0.0), ROOM_SLICE_S)
+            stored = await self._calls.call(lambda seq, slice_s=slice_s: send(seq, slice_s))  # type: ignore[misc]
+            self._waits(stored.waiting_on)
+            if not stored.waiting_on:
+                return stored
+            if self._loop.time() >= deadline:
+                self._waits("")
+                raise OutOfSpace(f"put to the keyed store by {self.who}", why=stored.waiting_on)
+
+    async def _place(self, columns: Mapping[str, Any], deadline: float) -> Placed:
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in columns.values())
-        deadline = self._loop.time() + self._space_wait_s
         if nbytes >= THREAD_BYTES and self._unread:
             # Memory that comes free by it may be the memory for this put.
             await self._tell(self._taken_unread())

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
 from relax_rt.transport.store import state as ev
-from relax_rt.transport.store.api import Fetched, Found, Rows, Status, StoreConfig, Stored, Tags
+from relax_rt.transport.store.api import MAX_ROWS, Fetched, Found, Rows, Status, StoreConfig, Stored, Tags
 from relax_rt.transport.store.machine import Store
 
 T = TypeVar("T")
-MAX_ROWS = 1 << 20
-"""Rows that one call may name."""
+W = TypeVar("W", Found, Stored)
 
 
-TOPIC = "store"
-"""What those who sample wait for."""
+class Wait(Protocol):
+    """Applies an event again and again until its answer waits on nothing or the time is over."""
+
+    async def __call__(self, event: ev.StoreEvent, seq: int, wait_s: float, kind: type[W]) -> W: ...
 
 
 class StoreDesk:
@@ -26,20 +27,21 @@ class StoreDesk:
     Args:
         store: the store as it is now; only asked.
         apply: applies and journals an event of the caller, with its sequence number; gives the answer.
-        wait: the same for a sample, again and again until there is one or the time is over.
+        wait: the same for a put or a sample, until there is room or a batch.
     """
 
     def __init__(
         self,
         store: Callable[[], Store],
         apply: Callable[[ev.StoreEvent, int], Any],
-        wait: Callable[[ev.Sample, str, int, float], Awaitable[Found]],
+        wait: Wait,
     ) -> None:
         self._store, self._apply, self._wait = store, apply, wait
 
     def _answer(self, event: ev.StoreEvent, seq: int, kind: type[T]) -> T:
         answer = self._apply(event, seq)
-        assert isinstance(answer, kind), answer
+        if not isinstance(answer, kind):
+            raise Refused(f"call {seq}", why="another call had this number", hint="number changing calls anew")
         return answer
 
     async def store_configure(self, seq: int, config: StoreConfig) -> StoreConfig:
@@ -59,11 +61,12 @@ class StoreDesk:
         blobs: list[BlobRef],
         tags: list[Tags],
         replace_tags: bool,
+        wait_s: float,
     ) -> Stored:
         """See StoreApi."""
         if max(new, len(rows.keys), len(rows.indexes)) > MAX_ROWS:
             raise Refused(f"put of over {MAX_ROWS} rows", why="that is the limit of one call", hint="put fewer at once")
-        return self._answer(ev.Put(rows, new, block, blobs, tags, replace_tags), seq, Stored)
+        return await self._wait(ev.Put(rows, new, block, blobs, tags, replace_tags), seq, wait_s, Stored)
 
     async def store_find(self, rows: Rows) -> Found:
         """See StoreApi."""
@@ -101,8 +104,7 @@ class StoreDesk:
         wait_s: float,
     ) -> Found:
         """See StoreApi."""
-        event = ev.Sample(partition, task, fields, batch, rank, batch_index)
-        return await self._wait(event, TOPIC, seq, wait_s)
+        return await self._wait(ev.Sample(partition, task, fields, batch, rank, batch_index), seq, wait_s, Found)
 
     async def store_consumed(self, partition: str, task: str) -> Status:
         """See StoreApi."""

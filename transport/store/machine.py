@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import BlobRef, BlockRef
 from relax_rt.transport.queue.api import Put as QueuePut
 from relax_rt.transport.store import samplers, state
 from relax_rt.transport.store.api import Fetched, Found, Rows, Segment, Status, StoreConfig, Stored, Tags
@@ -36,9 +37,16 @@ class Store:
     def __init__(self, kept: StoreState, blocks: BlockTable, alive: Callable[[str], bool]) -> None:
         self.state, self._blocks, self._alive = kept, blocks, alive
         self._where = {index: name for name, partition in kept.partitions.items() for index in partition.rows}
+        self._batches: dict[int, list[tuple[str, int, int]]] = {}
+        for partition in kept.partitions.values():
+            for task, rank, number, batch in _batches(partition):
+                self._enter_batch(task, rank, number, batch)
         self._ready = ReadyRows()
         self._fields: dict[tuple[int, ...], frozenset[str]] = {}
         self.changed = False
+
+    def __len__(self) -> int:
+        return len(self._where)
 
     @property
     def config(self) -> StoreConfig:
@@ -63,22 +71,20 @@ class Store:
         partition = self.state.partitions.get(name)
         if partition is None:
             partition = self.state.partitions[name] = Partition()
-            partition.expected = self._new_indexes(self.config.expected)
+            partition.expected = (self.state.next_index, self.config.expected)
+            self.state.next_index += self.config.expected
         return partition
-
-    def _new_indexes(self, count: int) -> list[int]:
-        first = self.state.next_index
-        self.state.next_index += count
-        return list(range(first, first + count))
 
     def _make(self, name: str, keys: Sequence[str]) -> list[Named]:
         """New rows, an empty key for none, at the end of the partition."""
         partition = self._partition(name)
-        indexes = partition.expected[: len(keys)]
-        partition.expected = partition.expected[len(indexes) :]
-        indexes += self._new_indexes(len(keys) - len(indexes))
+        first, left = partition.expected
+        old, fresh = min(left, len(keys)), max(len(keys) - left, 0)
+        partition.expected = (first + old, left - old)
+        beyond = self.state.next_index
+        self.state.next_index += fresh
         made: list[Named] = []
-        for key, index in zip(keys, indexes, strict=True):
+        for key, index in zip(keys, (*range(first, first + old), *range(beyond, beyond + fresh)), strict=True):
             row = Row(partition.next_place, key)
             partition.next_place += 1
             partition.rows[index] = row
@@ -92,8 +98,7 @@ class Store:
         """The rows named that are there, in the order of the names."""
         partitions = self.state.partitions
         if rows.indexes:
-            names = [(self._where.get(index), index) for index in rows.indexes]
-            return [(name, index, partitions[name].rows[index]) for name, index in names if name is not None]
+            return self._at(rows.indexes)
         partition = partitions.get(rows.partition)
         if partition is None:
             return []
@@ -101,6 +106,10 @@ class Store:
             return [(rows.partition, index, row) for index, row in partition.rows.items()]
         indexes = [partition.keys.get(key) for key in rows.keys]
         return [(rows.partition, index, partition.rows[index]) for index in indexes if index is not None]
+
+    def _at(self, indexes: Iterable[int]) -> list[Named]:
+        names = [(self._where.get(index), index) for index in indexes]
+        return [(name, index, self.state.partitions[name].rows[index]) for name, index in names if name is not None]
 
     def _to_put(self, event: state.Put) -> list[Named]:
         rows = event.rows
@@ -130,6 +139,10 @@ class Store:
             raise Refused(what, why="a row is named twice")
         if "" in rows.keys:
             raise Refused(what, why="a key is empty")
+        if event.block is None and event.blobs:
+            raise Refused(what, why="blobs came without a block that names them")
+        if event.block is not None and not event.block.fields:
+            raise Refused(what, why="a block has no fields")
         if event.block is not None and event.block.rows != count:
             raise Refused(what, why=f"a block of {event.block.rows} rows came for {count} rows")
         if event.tags and len(event.tags) != count:
@@ -138,31 +151,40 @@ class Store:
         if gone:
             raise Refused(what, why=f"rows {gone[:8]} are not there", hint="they were cleared, or never put")
         limit = self.config.max_rows
-        if limit and not rows.indexes:
-            known = self.state.partitions.get(rows.partition, Partition()).keys
-            more = event.new or sum(key not in known for key in rows.keys)
-            if len(self._where) + more > limit:
-                raise Refused(what, why=f"{len(self._where)} rows are there and {limit} are allowed")
+        if limit and (more := self.new_rows(event)) and len(self) + more > limit:
+            raise Refused(what, why=f"{len(self)} rows are there and {limit} are allowed")
+
+    def new_rows(self, event: state.Put) -> int:
+        """How many rows the put makes."""
+        if event.rows.indexes:
+            return 0
+        known = self.state.partitions.get(event.rows.partition, Partition()).keys
+        return event.new or sum(key not in known for key in event.rows.keys)
+
+    def is_first_payload(self, event: state.Put) -> bool:
+        """Whether the put brings columns to a row that has none."""
+        if event.block is None:
+            return False
+        return self.new_rows(event) > 0 or any(not row.parts for _, _, row in self._known(event.rows))
 
     def put(self, event: state.Put) -> Stored:
         """Enter a block's rows and tags; what is wrong with the call was found by check_put and by the block table."""
         self.changed = True
         named = self._to_put(event)
-        if event.block is not None and event.block.fields:
-            self._enter_block(event, [row for _, _, row in named])
-            self._enter_ready(named)
+        if event.block is not None:
+            self._enter_block(event.block, event.blobs, [row for _, _, row in named])
+        self._enter_ready(named)
         for (_, _, row), tags in zip(named, event.tags, strict=False):
             row.tags = tags if event.replace_tags else {**row.tags, **tags}
         return self.stored([index for _, index, _ in named])
 
     def stored(self, indexes: Iterable[int]) -> Stored:
         """The answer to a put of these rows, as they are now."""
-        named = self._known(Rows(indexes=list(indexes)))
+        named = self._at(indexes)
         return Stored([index for _, index, _ in named], self._common(named), [row.tags for _, _, row in named])
 
-    def _enter_block(self, event: state.Put, rows: list[Row]) -> None:
-        assert event.block is not None
-        id_ = self._blocks.add(QueuePut(event.block, [], event.blobs), len(rows), self._alive)
+    def _enter_block(self, block_ref: BlockRef, blobs: list[BlobRef], rows: list[Row]) -> None:
+        id_ = self._blocks.add(QueuePut(block_ref, [], blobs), len(rows), self._alive)
         stays: dict[tuple[int, ...], list[bool]] = {}
         for number, row in enumerate(rows):
             if row.parts:
@@ -186,13 +208,12 @@ class Store:
         return stays[:0:-1]
 
     def _enter_ready(self, named: list[Named]) -> None:
-        name = named[0][0]
-        for (_, task, fields), view in self._ready.of(name):
-            partition = self.state.partitions[name]
-            given = self._given(partition, task)
-            for _, index, row in named:
-                if index not in given and fields <= self._fields_of(row):
-                    enter(view, index)
+        for name in {name for name, _, _ in named}:
+            for (_, task, fields), view in self._ready.of(name):
+                given = self._given(self.state.partitions[name], task)
+                for of, index, row in named:
+                    if of == name and index not in given and fields <= self._fields_of(row):
+                        enter(view, index)
 
     def _fields_of(self, row: Row) -> frozenset[str]:
         signature = tuple(block for block, _ in row.parts)
@@ -311,9 +332,21 @@ class Store:
             self.changed = True
         for name, indexes in by_partition.items():
             self._ready.cleared(name, indexes)
+            self._trim_batches(self.state.partitions[name], set(indexes))
         if whole and self.state.partitions.pop(rows.partition, None) is not None:
             self._ready.forget(rows.partition)
             self.changed = True
+
+    def _trim_batches(self, partition: Partition, gone: set[int]) -> None:
+        for task, rank, number in {at for index in gone for at in self._batches.pop(index, ())}:
+            batches = partition.granted[task][rank]
+            batches[number] = [index for index in batches[number] if index not in gone]
+            past = partition.past.get(task, {}).get(rank, 0)
+            if batches.get(past) == []:
+                while batches.get(past) == []:
+                    del batches[past]
+                    past += 1
+                partition.past.setdefault(task, {})[rank] = past
 
     def forget(self, who: Incarnation) -> None:
         """The process has ended: it reads nothing any more. What it put stays."""
@@ -331,6 +364,7 @@ class Store:
         lost = len(self._where)
         self.state.partitions, self.state.pins = {}, {}
         self._where.clear()
+        self._batches.clear()
         self._fields.clear()
         self._ready = ReadyRows()
         self.changed = self.changed or lost > 0
@@ -340,11 +374,25 @@ class Store:
 
     def _given(self, partition: Partition, task: str) -> set[int]:
         """Rows that the task was given, or that were dealt to a rank that has not asked for them yet."""
-        given = set(partition.consumed.get(task, ()))
+        given = partition.consumed.get(task, set())
         if self.config.sampler.kind == "balanced":
-            for batches in partition.granted.get(task, {}).values():
-                given.update(index for batch in batches.values() for index in batch)
+            dealt = [batch for batches in partition.granted.get(task, {}).values() for batch in batches.values()]
+            given = given.union(*dealt)
         return given
+
+    def _enter_batch(self, task: str, rank: int, number: int, batch: Iterable[int]) -> None:
+        for index in batch:
+            self._batches.setdefault(index, []).append((task, rank, number))
+
+    @staticmethod
+    def _given_as(partition: Partition, task: str, at: samplers.Batch | None) -> list[int] | None:
+        """What is left of a batch that was given before."""
+        if at is None:
+            return None
+        rank, number = at
+        if 0 <= number < partition.past.get(task, {}).get(rank, 0):
+            return []
+        return partition.granted.get(task, {}).get(rank, {}).get(number)
 
     def _ready_for(self, event: state.Sample, partition: Partition) -> list[int]:
         fields = frozenset(event.fields)
@@ -368,39 +416,44 @@ class Store:
             return Found(waiting_on=f"partition {event.partition!r} to be put")
         if event.batch < 1:
             raise Refused(f"sample of {event.batch} rows", why="a batch has at least one row")
-        ready = self._ready_for(event, partition)
-        granted = partition.granted.get(event.task, {})
-        before = {rank: set(batches) for rank, batches in granted.items()}
-        chosen = samplers.choose(
+        at = samplers.batch_of(self.config.sampler, event.rank, event.batch_index)
+        known = self._given_as(partition, event.task, at)
+        if known is not None and not known:
+            return Found(waiting_on=f"batch and rank {at}, which were given before and whose rows are cleared")
+        chosen = known or self._chosen(event, partition, at)
+        if not chosen:
+            ready = len(self._ready_for(event, partition))
+            return Found(waiting_on=f"{event.batch} rows for {event.task!r}, of which {ready} are ready")
+        consumed = partition.consumed.setdefault(event.task, set())
+        self.changed = self.changed or not consumed.issuperset(chosen)
+        consumed.update(chosen)
+        self._ready.given(event.partition, event.task, chosen)
+        return self.granted(chosen)
+
+    def _chosen(self, event: state.Sample, partition: Partition, at: samplers.Batch | None) -> list[int]:
+        """A batch that was not given before; those that are to be given again are kept."""
+        shares = samplers.choose(
             self.config.sampler,
-            ready,
+            self._ready_for(event, partition),
             event.batch,
-            event.rank,
-            event.batch_index,
-            granted,
             place=lambda index: partition.rows[index].place,
             length=lambda index: _length(partition.rows[index].tags),
         )
-        if not chosen:
-            return Found(waiting_on=f"{event.batch} rows for {event.task!r}, of which {len(ready)} are ready")
-        dealt = {
-            index
-            for rank, batches in granted.items()
-            for number, batch in batches.items()
-            if number not in before.get(rank, ())
-            for index in batch
-        }
-        if granted:
-            partition.granted[event.task] = granted
-        consumed = partition.consumed.setdefault(event.task, set())
-        self.changed = self.changed or bool(dealt) or not consumed.issuperset(chosen)
-        consumed.update(index for index in chosen if index in partition.rows)
-        self._ready.given(event.partition, event.task, dealt.union(chosen))
-        return self.granted(chosen)
+        if not shares or at is None:
+            return shares[0] if shares else []
+        rank, number = at
+        ranks = range(len(shares)) if self.config.sampler.kind == "balanced" else (rank,)
+        granted = partition.granted.setdefault(event.task, {})
+        for to, share in zip(ranks, shares, strict=True):
+            granted.setdefault(to, {})[number] = share
+            self._enter_batch(event.task, to, number, share)
+            self._ready.given(event.partition, event.task, share)
+        self.changed = True
+        return granted[rank][number]
 
     def granted(self, indexes: Iterable[int]) -> Found:
         """The answer to a sample of these rows; those cleared meanwhile are left out."""
-        return self._found(self._known(Rows(indexes=list(indexes))))
+        return self._found(self._at(indexes))
 
     def reset(self, event: state.Reset) -> bool:
         """See StoreApi.store_reset. Batches that were given by rank are kept, as the ranks may still ask for them."""
@@ -430,7 +483,7 @@ class Store:
         if partition is None:
             return Status()
         done = partition.consumed.get(task, set())
-        indexes = sorted([*partition.rows, *partition.expected])
+        indexes = _indexes(partition)
         return Status(True, indexes, [[index in done] for index in indexes])
 
     def produced(self, name: str, fields: list[str]) -> Status:
@@ -441,7 +494,7 @@ class Store:
         have = {index: self._fields_of(row) for index, row in partition.rows.items()}
         if not set(fields) <= frozenset().union(*have.values()):
             return Status()
-        indexes = sorted([*partition.rows, *partition.expected])
+        indexes = _indexes(partition)
         return Status(True, indexes, [[name in have.get(index, ()) for name in fields] for index in indexes])
 
     def statistics(self) -> dict[str, int]:
@@ -463,6 +516,9 @@ class Store:
             for task, consumed in partition.consumed.items():
                 if not consumed <= partition.rows.keys():
                     wrong.append(f"task {task!r} has consumed rows that are not in {name!r}")
+            for task, rank, number, batch in _batches(partition):
+                if not partition.rows.keys() >= set(batch):
+                    wrong.append(f"batch {number} of rank {rank} and {task!r} has rows that are not in {name!r}")
             for index, row in partition.rows.items():
                 if self._where.get(index) != name:
                     wrong.append(f"row {index} of {name!r} is not found by its index")
@@ -478,6 +534,19 @@ class Store:
                 for block, _ in row.parts:
                     counts[block] = counts.get(block, 0) + 1
         return counts
+
+
+def _batches(partition: Partition) -> Iterator[tuple[str, int, int, list[int]]]:
+    for task, ranks in partition.granted.items():
+        for rank, batches in ranks.items():
+            for number, batch in batches.items():
+                yield task, rank, number, batch
+
+
+def _indexes(partition: Partition) -> list[int]:
+    """Of the rows that are there, and of those to come."""
+    first, left = partition.expected
+    return sorted([*partition.rows, *range(first, first + left)])
 
 
 def _length(tags: Tags) -> int:

@@ -8,8 +8,8 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.loader.packing import balanced_partition
 from relax_rt.transport.store.api import Sampler
 
-Granted = dict[int, dict[int, list[int]]]
-"""Batches given before, by rank and index of the batch."""
+Batch = tuple[int, int]
+"""Rank and index of a batch."""
 KINDS = ("sequential", "ranked", "groups", "balanced")
 
 
@@ -25,18 +25,27 @@ def check(sampler: Sampler) -> None:
         )
 
 
+def batch_of(sampler: Sampler, rank: int | None, batch_index: int | None) -> Batch | None:
+    """Which batch is asked for, where each is given again to all that ask for it.
+
+    Raises:
+        Refused: the sampler needs a rank and got none, or one that there is not.
+    """
+    if sampler.kind == "sequential":
+        return None
+    if sampler.kind == "ranked" and (rank is None or batch_index is None or rank < 0):
+        raise Refused("sample", why=f"the ranked sampler needs a rank and a batch index, not {rank} and {batch_index}")
+    if sampler.kind == "balanced":
+        rank, batch_index = rank or 0, batch_index or 0
+        if not 0 <= rank < sampler.ranks:
+            raise Refused(f"sample for rank {rank}", why=f"the balanced sampler deals to {sampler.ranks} ranks")
+    return None if rank is None or batch_index is None else (rank, batch_index)
+
+
 def choose(
-    sampler: Sampler,
-    ready: Sequence[int],
-    batch: int,
-    rank: int | None,
-    batch_index: int | None,
-    granted: Granted,
-    *,
-    place: Callable[[int], int],
-    length: Callable[[int], int],
-) -> list[int]:
-    """Rows for one call; empty if there are not enough. What is to be given again is kept in `granted`.
+    sampler: Sampler, ready: Sequence[int], batch: int, *, place: Callable[[int], int], length: Callable[[int], int]
+) -> list[list[int]]:
+    """Rows for one call, or for the balanced sampler for each rank; empty if there are not enough.
 
     Args:
         ready: indexes of rows, ascending.
@@ -44,25 +53,15 @@ def choose(
         length: of a row, in tokens, for the balanced sampler.
 
     Raises:
-        Refused: the batch cannot be made up of whole groups, or the sampler needs a rank and got none.
+        Refused: the batch cannot be made up of whole groups.
     """
-    if sampler.kind == "sequential":
-        return list(ready[:batch]) if len(ready) >= batch else []
-    if sampler.kind == "ranked" and (rank is None or batch_index is None or rank < 0):
-        raise Refused("sample", why=f"the ranked sampler needs a rank and a batch index, not {rank} and {batch_index}")
     if sampler.kind == "balanced":
-        rank, batch_index = rank or 0, batch_index or 0
-    if rank is not None and batch_index is not None and (known := granted.get(rank, {}).get(batch_index)) is not None:
-        return known
-    if sampler.kind == "ranked":
-        chosen = list(ready[:batch]) if len(ready) >= batch else []
-    elif sampler.kind == "groups":
+        return _balanced(sampler, ready, batch, place=place, length=length)
+    if sampler.kind == "groups":
         chosen = whole_groups(ready, batch, sampler.group, place)
     else:
-        chosen = _balanced(sampler, ready, batch, rank or 0, batch_index or 0, granted, place=place, length=length)
-    if chosen and rank is not None and batch_index is not None:
-        granted.setdefault(rank, {})[batch_index] = chosen
-    return chosen
+        chosen = list(ready[:batch]) if len(ready) >= batch else []
+    return [chosen] if chosen else []
 
 
 def whole_groups(ready: Sequence[int], batch: int, size: int, place: Callable[[int], int]) -> list[int]:
@@ -88,16 +87,8 @@ def whole_groups(ready: Sequence[int], batch: int, size: int, place: Callable[[i
 
 
 def _balanced(
-    sampler: Sampler,
-    ready: Sequence[int],
-    batch: int,
-    rank: int,
-    batch_index: int,
-    granted: Granted,
-    *,
-    place: Callable[[int], int],
-    length: Callable[[int], int],
-) -> list[int]:
+    sampler: Sampler, ready: Sequence[int], batch: int, *, place: Callable[[int], int], length: Callable[[int], int]
+) -> list[list[int]]:
     chosen = whole_groups(ready, batch * sampler.ranks, sampler.group, place)
     if not chosen:
         return []
@@ -108,6 +99,4 @@ def _balanced(
             why=f"{len(groups)} groups of {sampler.group} cannot be dealt out evenly",
         )
     dealt = balanced_partition([sum(map(length, group)) for group in groups], sampler.ranks, equal_counts=True)
-    for to, share in enumerate(dealt):
-        granted.setdefault(to, {})[batch_index] = [index for number in sorted(share) for index in groups[number]]
-    return granted.get(rank, {}).get(batch_index, [])
+    return [[index for number in sorted(share) for index in groups[number]] for share in dealt]

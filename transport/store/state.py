@@ -6,7 +6,7 @@ import msgspec
 
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
-from relax_rt.transport.store.api import Rows, StoreConfig, Tags
+from relax_rt.transport.store.api import RowCount, Rows, StoreConfig, Tags
 
 
 class Row(msgspec.Struct, array_like=True):
@@ -27,17 +27,19 @@ class Partition(msgspec.Struct):
     """Rows by index, which only grow and are never used again.
 
     Attributes:
-        expected: indexes of rows that are to come.
+        expected: indexes of rows that are to come: the first, and how many.
         consumed: rows that a task was given.
-        granted: rows of each batch that a sampler gave, by task, rank and index of the batch.
+        granted: rows of each batch that a sampler gave and that are still there, by task, rank and index of the batch.
+        past: by task and rank; batches with a lower index (from 0 on) were given too, and their rows are gone.
     """
 
     rows: dict[int, Row] = {}
     keys: dict[str, int] = {}
-    expected: list[int] = []
+    expected: tuple[int, int] = (0, 0)
     next_place: int = 0
     consumed: dict[str, set[int]] = {}
     granted: dict[str, dict[int, dict[int, list[int]]]] = {}
+    past: dict[str, dict[int, int]] = {}
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +69,7 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
     """See StoreApi.store_put."""
 
     rows: Rows
-    new: int = 0
+    new: RowCount = 0
     block: BlockRef | None = None
     blobs: list[BlobRef] = []
     tags: list[Tags] = []

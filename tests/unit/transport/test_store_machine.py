@@ -19,7 +19,7 @@ from relax_rt.transport.store import state as sv
 from relax_rt.transport.store.api import Fetched, Found, Rows, Sampler, StoreConfig, Stored
 
 POLICY = LedgerPolicy(tasks={"none": ("x",)}, step_task="")
-WHO = {name: Incarnation(name, epoch) for epoch, name in enumerate("abc", 1)}
+WHO = {name: Incarnation(f"{name}/0", epoch) for epoch, name in enumerate("abc", 1)}
 
 
 class Driver:
@@ -59,7 +59,7 @@ class Driver:
 
     def block(self, name: str, rows: int, fields: tuple[str, ...]) -> BlockRef:
         """A block of 64 bytes a row in a slab of the caller's."""
-        extent = Extent(f"{name}-{WHO[name].epoch}-1.slab", self.offset, 64 * rows)
+        extent = Extent(f"{name}-0-{WHO[name].epoch}-1.slab", self.offset, 64 * rows)
         self.offset += extent.nbytes
         return BlockRef(extent, rows, fields)
 
@@ -310,8 +310,8 @@ def test_a_number_used_for_two_calls_gives_nothing_of_the_first_away() -> None:
         (sv.Put(Rows("p", ["a"]), new=-1), "exactly one"),
         (sv.Put(Rows("", [], [99])), "not there"),
         (sv.Put(Rows("p", ["a"]), tags=[{}, {}]), "tags for 2 rows"),
-        (sv.Put(Rows("p", ["a"]), block=BlockRef(Extent("a-1-1.slab", 0, 8), 2, ("x",))), "a block of 2 rows"),
-        (sv.Put(Rows("p", ["a"]), block=BlockRef(Extent("b-2-1.slab", 0, 8), 1, ("x",))), "not its own"),
+        (sv.Put(Rows("p", ["a"]), block=BlockRef(Extent("a-0-1-1.slab", 0, 8), 2, ("x",))), "a block of 2 rows"),
+        (sv.Put(Rows("p", ["a"]), block=BlockRef(Extent("b-0-2-1.slab", 0, 8), 1, ("x",))), "not its own"),
         (sv.Put(Rows("p", ["a", "b", "c", "d"])), "3 are allowed"),
         (sv.Sample("p", "t", ["x"], 0), "at least one row"),
         (sv.Configure(StoreConfig(Sampler("mine"))), "no such sampler"),

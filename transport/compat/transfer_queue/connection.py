@@ -115,7 +115,7 @@ class Connection:
             raise
 
     async def _connect(self, capacity_bytes: int, settings: StoreConfig | None) -> tuple[StoreClient, StoreConfig]:
-        name = f"door-{self.pid}-{uuid.uuid4().hex[:8]}"
+        name = f"door-{self.pid}-{uuid.uuid4().hex[:8]}/0"
         store = await StoreClient.connect(self.folder, name, capacity_bytes=capacity_bytes)
         try:
             if settings is not None:
