@@ -213,6 +213,7 @@ class Run:
             "seed": self.settings.seed,
             **faults,
             **checking.numbers(evidence),
+            **checking.steps_between(evidence, self.fleet.killed_at),
             "broker_outages": len(outages),
             "broker_outage_median_s": round(statistics.median(outages), 3) if outages else 0.0,
             "broker_outage_max_s": round(outages[-1], 3) if outages else 0.0,

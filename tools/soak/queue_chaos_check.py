@@ -367,6 +367,14 @@ def check(evidence: Evidence) -> list[Violation]:
     return [Violation(name, what) for name, one in CHECKS.items() for what in one(case)]
 
 
+def steps_between(evidence: Evidence, kills: list[float]) -> dict[str, int]:
+    """In how many of the times between two kills a step was made."""
+    steps = [one.at for life in evidence.lives for one in life.records if isinstance(one, Step)]
+    spans = list(pairwise([evidence.begin, *kills, evidence.end]))
+    busy = sum(any(begin <= at < end for at in steps) for begin, end in spans)
+    return {"times_between_kills": len(spans), "times_between_kills_with_steps": busy}
+
+
 def numbers(evidence: Evidence) -> dict[str, int]:
     """Counts for the table."""
     case = Case(evidence)
@@ -398,4 +406,4 @@ def numbers(evidence: Evidence) -> dict[str, int]:
     }  # fmt: skip
 
 
-__all__ = ["CHECKS", "Evidence", "Violation", "check", "numbers"]
+__all__ = ["CHECKS", "Evidence", "Violation", "check", "numbers", "steps_between"]

@@ -64,6 +64,7 @@ class Fleet:
         self.overtaken: list[Process] = []
         self.started: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
+        self.killed_at: list[float] = []
         self.crashes: list[str] = []
 
     def start(self, slot: str) -> Process:
@@ -89,6 +90,7 @@ class Fleet:
         process.popen.kill()
         process.popen.wait()
         self.faults[f"kill {process.role}"] += 1
+        self.killed_at.append(now())
         self.start(slot)
 
     def stop(self, slot: str, for_s: float) -> None:

@@ -287,7 +287,7 @@ class Trainer:
         self.work = Work(orders)
         self.kept = Kept(self.work)
         self.folder = Path(orders.folder) / "checkpoints"
-        self.step, self.saved = 0, 0
+        self.step, self.saved, self.asked = 0, 0, ""
         self.weights = VersionRecord(ROOT, ROOT, 0)
         lives = read_lives(Path(orders.folder) / "records", "trainer")
         told = [one.version for life in lives for one in life.records if isinstance(one, Weights)]
@@ -302,10 +302,11 @@ class Trainer:
             while not work.stopping:
                 batch = queue.take("train", groups=POLICY.prompts_per_step, wait_s=WAIT_S)
                 self.kept.look()
-                if not batch:
-                    continue
-                early = self._train(queue, batch)
-                if early or self.step - self.saved >= CHECKPOINT_EVERY:
+                if batch:
+                    self._train(queue, batch)
+                # The queue asks for a checkpoint when memory is short: often late, so that there are steps to undo.
+                asked = self.asked and (not batch or dice.random() < 0.2)
+                if self.step > self.saved and (asked or self.step - self.saved >= CHECKPOINT_EVERY):
                     self._save(queue)
                     if dice.random() < 0.04:
                         self._fall_back(queue, deliberate=True)
@@ -313,8 +314,8 @@ class Trainer:
                 self._save(queue)
             self.kept.look(at_all=True)
 
-    def _train(self, queue: BlockingQueue, batch: LeasedBatch) -> str:
-        """One step; answers with why a checkpoint should be made now."""
+    def _train(self, queue: BlockingQueue, batch: LeasedBatch) -> None:
+        """One step."""
         work, dice = self.work, self.work.dice
         work.write(Read(now(), "train", batch.lease, [work.seen(one) for one in batch.samples], self.weights.version))
         time.sleep(dice.expovariate(1 / (0.4 if dice.random() < 0.03 else 0.04)))
@@ -330,11 +331,10 @@ class Trainer:
         except Refused:
             # The lease lapsed: the step does not count.
             self._fall_back(queue, deliberate=False)
-            return ""
-        self.step, self.weights = step, after
+            return
+        self.step, self.weights, self.asked = step, after, advice.checkpoint_now
         work.write(Step(begun, now(), step, batch.lease, after.version, skipped))
         self._tell_engines()
-        return advice.checkpoint_now
 
     def _new_weights(self, step: int, parent: int, *, changed: bool) -> VersionRecord:
         self._last_version += 1
