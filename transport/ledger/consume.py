@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.admission import MAX_SAMPLES, check_fields, return_extents
@@ -40,7 +42,10 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
         return Batch(0, [], waiting_on=waiting_on), []
     samples = [core.state.groups[key.group].samples[key.member] for key in keys]
     lease = _lease(core, who, task, keys, samples, want)
-    return batch_of(core, lease, who, zip(keys, samples, strict=True)), keys
+    batch = batch_of(core, lease, who, zip(keys, samples, strict=True))
+    if want.stream:
+        lease.told = batch
+    return batch, keys
 
 
 def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
@@ -155,6 +160,8 @@ def batch_of(
     Columns that came after the lease was granted are not in it: their memory is not pinned for its readers.
     held: its samples, if they are at hand.
     """
+    if lease.told is not None:
+        return msgspec.structs.replace(lease.told, remote=_remote(core, lease, who))
     told = set(lease.blocks)
     place: dict[int, int] = {}
     infos: list[SampleInfo] = []
@@ -165,11 +172,12 @@ def batch_of(
         runs = runs_of(core.samples_of(lease) if held is None else held, told, place)
     blocks = [core.blocks.blocks[id_].ref for id_ in place]
     blobs = core.blocks.blob_refs(place)
-    remote: dict[str, str] = {}
-    if core.state.callers.homes:
-        slabs = {extent.slab for extent in lease.pins}
-        remote = core.state.callers.remote(who, {owner_of(slab) for slab in slabs})
-    return Batch(lease.id, infos, runs, blocks, blobs, remote, core.state.limits.lease_s)
+    return Batch(lease.id, infos, runs, blocks, blobs, _remote(core, lease, who), core.state.limits.lease_s)
+
+
+def _remote(core: Core, lease: Lease, who: Incarnation) -> dict[str, str]:
+    callers = core.state.callers
+    return callers.remote(who, {owner_of(extent.slab) for extent in lease.pins}) if callers.homes else {}
 
 
 def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> list[SampleInfo]:

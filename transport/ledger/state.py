@@ -9,7 +9,7 @@ from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.callers import Callers
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.prompts import Prompt, PromptPool
-from relax_rt.transport.queue.api import Extent, Failure, SampleKey, VersionSpan
+from relax_rt.transport.queue.api import Batch, Extent, Failure, SampleKey, VersionSpan
 from relax_rt.transport.store.state import StoreState
 from relax_rt.transport.versions import VersionRecord
 
@@ -109,6 +109,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
         blocks: those that its holders were told of. pins: the extents of these, which they may be reading.
         holders: who works on it; of an ended lease, who may still be reading.
         finished: ranks that are done with a shared lease. reading: those of them that still read its memory.
+        told: what each of them is told, whatever became of the samples since: their parts must fit together.
         pending: columns that they put, with the sample's length; they are seen when all ranks are done.
         failures: samples that they say failed.
         stream, readers: see Want.
@@ -122,6 +123,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     holders: list[Incarnation]
     finished: list[Incarnation] = []
     reading: list[Incarnation] = []
+    told: Batch | None = None
     pending: list[tuple[SampleKey, Part, int]] = []
     failures: list[Failure] = []
     stream: str = ""

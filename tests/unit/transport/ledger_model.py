@@ -530,7 +530,7 @@ class Model:
 
     def rollback(self, who: Incarnation, step: int, version: int) -> None:
         for lease in [lease for lease in self.leases.values() if lease.task == TRAIN]:
-            self.lapse(lease, {who}, blame=False)
+            self.lapse(lease, set(), blame=False)
         self.move_weights(version)
         self.commit(min(step, self.step))
         undone = [record for done in sorted(self.path) if done > step for record in self.path.pop(done)]

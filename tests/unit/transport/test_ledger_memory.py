@@ -197,6 +197,20 @@ def test_ranks_get_the_same_batch_and_it_is_finished_by_the_last() -> None:
     assert d.ledger.audit() == []
 
 
+def test_a_rank_that_comes_later_gets_the_same_though_a_sample_ended_meanwhile() -> None:
+    d, version = started(tasks=REFERENCE)
+    (ticket,) = make(d, version)
+    first, bad = stream(d, RANK0, 0), SampleKey(ticket.group, 0)
+    d.reward(JUDGE, d.take(JUDGE, "reward", samples=2), bad)
+    second = stream(d, RANK1, 0)
+    assert (second.samples, second.blocks) == (first.samples, first.blocks)  # else their parts would not fit
+    d.complete(RANK0, "reference", first, *d.columns(first, "reference", without=[first.samples[1].key]))
+    d.complete(RANK1, "reference", second, *d.columns(second, "reference", without=[first.samples[0].key]))
+    make(d, version)
+    assert [info.key for info in stream(d, RANK1, 1).samples] == [bad]
+    assert d.ledger.audit() == []
+
+
 def test_streams_do_not_meet() -> None:
     d, version = started(tasks=REFERENCE)
     make(d, version, 2)
