@@ -29,10 +29,10 @@ class LeasedSample:
     Arrays taken from it stay good as long as they are referred to, also after the lease.
     """
 
-    __slots__ = ("_batch", "attempt", "info", "key", "prompt", "staleness", "versions")
+    __slots__ = ("_memory", "attempt", "info", "key", "prompt", "staleness", "versions")
 
-    def __init__(self, info: SampleInfo, batch: LeasedBatch) -> None:
-        self.info, self._batch = info, batch
+    def __init__(self, info: SampleInfo, memory: LeasedMemory) -> None:
+        self.info, self._memory = info, memory
         self.key, self.prompt, self.attempt = info.key, info.prompt, info.attempt
         self.versions, self.staleness = info.versions, info.staleness
 
@@ -49,11 +49,11 @@ class LeasedSample:
     @property
     def names(self) -> list[str]:
         """Names of its columns."""
-        refs = self._batch.refs
+        refs = self._memory.refs
         return [name for block, _ in self.info.parts for name in refs[block].fields]
 
     def __contains__(self, name: str) -> bool:
-        return any(name in self._batch.refs[block].fields for block, _ in self.info.parts)
+        return any(name in self._memory.refs[block].fields for block, _ in self.info.parts)
 
     def place(self, name: str) -> tuple[Block, int]:
         """The block and the row in which a column is.
@@ -62,8 +62,8 @@ class LeasedSample:
             Refused: the sample has no such column.
         """
         for block, row in self.info.parts:
-            if name in self._batch.refs[block].fields:
-                return self._batch.block(block), row
+            if name in self._memory.refs[block].fields:
+                return self._memory.block(block), row
         raise Refused(f"column '{name}' of sample {self.key}", why=f"it has {', '.join(self.names)}")
 
     def __getitem__(self, name: str) -> Any:
@@ -88,34 +88,82 @@ class LeasedSample:
         return value
 
 
-class LeasedBatch:
-    """Samples on lease. Empty (and false) when nothing was ready in time: `waiting_on` says why.
+class LeasedMemory:
+    """The blocks of a lease, mapped when they are first asked for. Batch and samples refer to it, it to neither.
 
     Args:
-        task: what it was taken for.
         batch: what the broker granted.
         open_block: maps a block.
-        on_drop: gets the lease of a batch that is forgotten unfinished, and what views of it refer to; called by the
-            garbage collector, in any thread.
+        on_drop: gets a lease that is forgotten unfinished, and what views of it refer to; called by the garbage
+            collector, in any thread.
     """
 
-    def __init__(self, task: str, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None = None) -> None:
-        self.task, self.lease, self.waiting_on = task, batch.lease, batch.waiting_on
-        self._remote = batch.remote
+    def __init__(self, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None) -> None:
+        self._finished = False
+        self._on_drop = on_drop if batch.lease else None
+        self._lease, self._remote = batch.lease, batch.remote
         self.refs = batch.blocks
         self._blobs = {blob.digest: blob.extent for blob in batch.blobs}
         self._open = open_block
         self._blocks: dict[int, Block] = {}
         self._roots: list[weakref.ref[Any]] = []
-        self._finished = False
-        self._on_drop = on_drop if batch.lease else None
-        self._infos, self._runs = batch.samples, batch.runs
-        self._samples: list[LeasedSample] | None = None
-        self._length = len(batch)
 
     def __del__(self) -> None:
         if not self._finished and self._on_drop is not None:
-            self._on_drop(self.lease, self.finish())
+            self._on_drop(self._lease, self.finish())
+
+    def block(self, index: int) -> Block:
+        """One of the blocks.
+
+        Raises:
+            Refused: the lease was finished.
+        """
+        if self._finished:
+            raise Refused(
+                f"columns of lease {self._lease}", why="it is finished", hint="take what you need before `done`"
+            )
+        found = self._blocks.get(index)
+        if found is None:
+            found = self._blocks[index] = self._open(self.refs[index], self._blobs)
+        return found
+
+    def finish(self) -> list[weakref.ref[Any]]:
+        """See LeasedBatch.finish."""
+        self._finished = True
+        # What was fetched from another node is a copy of our own.
+        blocks = [
+            block
+            for index, block in self._blocks.items()
+            if (extent := self.refs[index].extent) is not None and owner_of(extent.slab) not in self._remote
+        ]
+        self._roots += [weakref.ref(root) for block in blocks for root in block.roots()]
+        self._blocks.clear()
+        del blocks
+        self._roots = [root for root in self._roots if root() is not None]
+        return self._roots
+
+    def reopen(self) -> None:
+        """See LeasedBatch.reopen."""
+        self._finished = bool(self._remote)
+
+
+class LeasedBatch:
+    """Samples on lease. Empty (and false) when nothing was ready in time: `waiting_on` says why.
+
+    Finish it with `done`, or give it back: if it is forgotten, the garbage collector gives it back.
+
+    Args:
+        task: what it was taken for.
+        batch, open_block, on_drop: see LeasedMemory.
+    """
+
+    def __init__(self, task: str, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None = None) -> None:
+        self.task, self.lease, self.waiting_on = task, batch.lease, batch.waiting_on
+        self._memory = LeasedMemory(batch, open_block, on_drop)
+        self.refs = batch.blocks
+        self._infos, self._runs = batch.samples, batch.runs
+        self._samples: list[LeasedSample] | None = None
+        self._length = len(batch)
 
     def __bool__(self) -> bool:
         return self._length > 0
@@ -128,7 +176,7 @@ class LeasedBatch:
         """Its samples, in order."""
         if self._samples is None:
             infos = [*self._infos, *(info for run in self._runs for info in run.infos())]
-            self._samples = [LeasedSample(info, self) for info in infos]
+            self._samples = [LeasedSample(info, self._memory) for info in infos]
         return self._samples
 
     @property
@@ -138,14 +186,7 @@ class LeasedBatch:
 
     def block(self, index: int) -> Block:
         """One of its blocks, mapped when first asked for."""
-        if self._finished:
-            raise Refused(
-                f"columns of lease {self.lease}", why="it is finished", hint="take what you need before `done`"
-            )
-        found = self._blocks.get(index)
-        if found is None:
-            found = self._blocks[index] = self._open(self.refs[index], self._blobs)
-        return found
+        return self._memory.block(index)
 
     def groups(self) -> dict[int, list[LeasedSample]]:
         """The samples by group, in the order of the batch."""
@@ -231,24 +272,19 @@ class LeasedBatch:
 
     def finish(self) -> list[weakref.ref[Any]]:
         """Let go of the memory. Answers with what views handed out still refer to: it must stay pinned for them."""
-        self._finished = True
-        # What was fetched from another node is a copy of our own.
-        blocks = [
-            block
-            for index, block in self._blocks.items()
-            if (extent := self.refs[index].extent) is not None and owner_of(extent.slab) not in self._remote
-        ]
-        self._roots += [weakref.ref(root) for block in blocks for root in block.roots()]
-        self._blocks.clear()
-        del blocks
-        self._roots = [root for root in self._roots if root() is not None]
-        return self._roots
+        return self._memory.finish()
 
     def reopen(self) -> None:
         """Its lease goes on after all. What came from another node was let go of, and is not there any more."""
-        self._finished = bool(self._remote)
+        self._memory.reopen()
 
 
 def _stacks(block: Block, name: str) -> bool:
     """Whether the rows of a column lie in the block as one array."""
     return not block.ragged(name) and block.dtype(name) in STORAGE
+
+
+def extents_of(batch: Batch) -> list[Extent]:
+    """All extents that a batch's blocks and blobs lie in."""
+    found = [block.extent for block in batch.blocks if block.extent is not None]
+    return found + [blob.extent for blob in batch.blobs]

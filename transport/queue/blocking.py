@@ -43,7 +43,8 @@ class BlockingQueue:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            run_blocking(self._queue.__aexit__(*exc), self._running(), CLOSE_TIMEOUT_S)
+            loop = self._running()
+            run_blocking(self._queue.__aexit__(*exc), loop, CLOSE_TIMEOUT_S)
         finally:
             self._stop()
 
@@ -70,8 +71,9 @@ class BlockingQueue:
         wait_s: float = OFFER_WAIT_S,
     ) -> list[SampleKey]:
         """See TransferQueue.put."""
+        loop = self._running()
         work = self._queue.put(samples, group=group, priorities=priorities, wait_s=wait_s)
-        return run_blocking(work, self._running(), self._timeout_s + wait_s)
+        return run_blocking(work, loop, self._timeout_s + wait_s)
 
     def take(
         self,
@@ -84,8 +86,9 @@ class BlockingQueue:
         want: Want | None = None,
     ) -> LeasedBatch:
         """See TransferQueue.take."""
+        loop = self._running()
         work = self._queue.take(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s, want=want)
-        return run_blocking(work, self._running(), self._timeout_s + wait_s)
+        return run_blocking(work, loop, self._timeout_s + wait_s)
 
     def done(
         self,
@@ -94,11 +97,13 @@ class BlockingQueue:
         failures: Sequence[Failure] = (),
     ) -> None:
         """See TransferQueue.done."""
-        run_blocking(self._queue.done(batch, columns, failures), self._running(), self._timeout_s)
+        loop = self._running()
+        run_blocking(self._queue.done(batch, columns, failures), loop, self._timeout_s)
 
     def give_up(self, batch: LeasedBatch, reason: str) -> None:
         """See TransferQueue.give_up."""
-        run_blocking(self._queue.give_up(batch, reason), self._running(), self._timeout_s)
+        loop = self._running()
+        run_blocking(self._queue.give_up(batch, reason), loop, self._timeout_s)
 
     @property
     def waiting_on(self) -> str:
@@ -107,7 +112,8 @@ class BlockingQueue:
 
     def statistics(self) -> dict[str, Any]:
         """See TransferQueue.statistics."""
-        return run_blocking(self._queue.statistics(), self._running(), self._timeout_s)
+        loop = self._running()
+        return run_blocking(self._queue.statistics(), loop, self._timeout_s)
 
     @property
     def steps(self) -> SyncQueue:

@@ -44,6 +44,7 @@ class Calls:
         self._resent = 0
         self._unanswered: set[int] = set()
         self._answered = asyncio.Event()
+        self._resending = 0
 
     def next_number(self) -> int:
         """The number of a call that is sent once, after all others."""
@@ -66,7 +67,13 @@ class Calls:
             try:
                 return await send(seq)
             except (Unreachable, DeadlineExceeded) as error:
-                return await self._again(seq, send, error)
+                self._resending += 1
+                try:
+                    return await self._again(seq, send, error)
+                finally:
+                    self._resending -= 1
+                    if not self._resending:
+                        self._on_wait("")
         finally:
             self._unanswered.discard(seq)
             self._answered.set()
@@ -80,12 +87,9 @@ class Calls:
             await asyncio.sleep(backoff.next_delay_s() or 0.0)
             self._resent += 1
             try:
-                answer = await send(seq)
+                return await send(seq)
             except (Unreachable, DeadlineExceeded) as another:
                 error = another
-                continue
-            self._on_wait("")
-            return answer
         raise error
 
     def statistics(self) -> CallStatistics:

@@ -32,19 +32,20 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
-from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample
+from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
 from relax_rt.transport.queue.calls import Calls, CallStatistics
 from relax_rt.transport.queue.offers import OFFER_WAIT_S, Offers
 from relax_rt.transport.queue.pins import Pins
+from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Rows, Space
 from relax_rt.transport.versions import VersionRecord
 
 __all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
 
-_SLICE_S = 1.0
+_FIRST_SLICE_S, _SLICE_S = 0.1, 1.0
+"""Long waits are made of calls of this length, so that none holds the window of calls for long."""
 HEARTBEAT_S = 60.0
 """An idle client says something this often, so that the broker knows of it on another node."""
-"""Long waits are made of calls of this length, so that none holds the window of calls for long."""
 
 T = TypeVar("T")
 P = TypeVar("P", Admission, Offered, Batch)
@@ -57,10 +58,6 @@ def _is_lease(answer: Admission | Offered | Batch) -> bool:
 
 async def _sliced(send: Callable[[int, float], Awaitable[P]], slice_s: float, seq: int) -> P:
     return await send(seq, slice_s)
-
-
-def _none(_reason: str) -> None:
-    """For clients whose waits nobody watches."""
 
 
 class NewSample(msgspec.Struct, frozen=True):
@@ -105,7 +102,8 @@ class QueueClient:
         length_field: the column whose length counts as a sample's tokens.
         fetcher: gets payloads that lie on other nodes; closed by whoever made it.
         on_lost: gets ids of groups that are no longer this incarnation's (lapsed or revoked): stop working on them.
-        on_wait: gets the reason of a wait, and an empty string when it ends; for the role's progress.
+        on_wait: gets the reason of a wait, and an empty string when none is left; for the role's progress. Waits for
+            work (admit and take) it does not hear of: whoever makes these knows whether there is other work.
     """
 
     def __init__(
@@ -132,13 +130,12 @@ class QueueClient:
         self.groups: dict[int, int] = {}
         """Tickets held: members not yet put, by group."""
         self.leases: set[int] = set()
-        self.waiting_on = ""
-        """Why the call that waits does so; empty when none does."""
         self._fields = parse_fields(fields or {})
-        self._on_lost, self._on_wait = on_lost, on_wait or _none
-        self._calls = Calls(str(who), patience_s, self._waits)
-        self._space = Space(self.arena, self._collect, self._waits, space_wait_s, length_field)
-        self._offers = Offers(self._offer, self._space, self._fields, self._waits)
+        self._on_lost = on_lost
+        self._reasons, self._polls = Reasons(on_wait), Reasons()
+        self._calls = Calls(str(who), patience_s, self._reasons.wait())
+        self._space = Space(self.arena, self._collect, self._reasons, space_wait_s, length_field)
+        self._offers = Offers(self._offer, self._space, self._fields, self._reasons)
         self._pins = Pins(self._tell_unread)
         self._closing = False
         self._lease_s = 60.0
@@ -196,10 +193,10 @@ class QueueClient:
             self.reader.statistics(),
         )
 
-    def _waits(self, reason: str) -> None:
-        if reason != self.waiting_on:
-            self.waiting_on = reason
-            self._on_wait(reason)
+    @property
+    def waiting_on(self) -> str:
+        """Why a call waits, of those that do the one that began last; empty when none does."""
+        return self._reasons.current or self._polls.current
 
     # --- producers of offers
 
@@ -347,8 +344,8 @@ class QueueClient:
             address = batch.remote.get(owner_of(extent.slab))
             if address is not None:
                 wanted.setdefault(address, []).append(extent)
-        self._waits(f"payload of lease {batch.lease} comes from {', '.join(wanted)}")
-        deadline_s = max(batch.lease_s, _SLICE_S)
+        wait, deadline_s = self._reasons.wait(), max(batch.lease_s, _SLICE_S)
+        wait(f"payload of lease {batch.lease} comes from {', '.join(wanted)}")
         try:
             await asyncio.gather(
                 *(
@@ -363,7 +360,7 @@ class QueueClient:
             await self._call(lambda seq: self.api.abandon(seq, batch.lease, reason))
             raise
         finally:
-            self._waits("")
+            wait("")
 
     async def _return_batch(self, batch: LeasedBatch) -> None:
         if batch:
@@ -539,13 +536,19 @@ class QueueClient:
 
     async def _poll(self, wait_s: float, send: Callable[[int, float], Awaitable[P]]) -> P:
         """Ask in slices until there is something, or wait_s is over."""
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while True:
-            left = max(0.0, deadline - asyncio.get_running_loop().time())
-            slice_s = min(left, _SLICE_S)
-            answer = await self._call(partial(_sliced, send, slice_s))
-            if not answer.waiting_on or left <= _SLICE_S or self._closing or _is_lease(answer):
-                return answer
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        # The first answer comes soon, and has the reason of a longer wait.
+        longest_s = _FIRST_SLICE_S
+        with self._polls.wait() as wait:
+            while True:
+                left = max(0.0, deadline - loop.time())
+                slice_s = min(left, longest_s)
+                answer = await self._call(partial(_sliced, send, slice_s))
+                if not answer.waiting_on or left <= longest_s or self._closing or _is_lease(answer):
+                    return answer
+                wait(answer.waiting_on)
+                longest_s = _SLICE_S
 
     async def _call(self, send: Callable[[int], Awaitable[T]]) -> T:
         if self._renewal is not None and self._renewal.done():
@@ -594,9 +597,3 @@ class QueueClient:
             mine = [group for group in lost if self.groups.pop(group, None) is not None]
             if mine and self._on_lost is not None:
                 self._on_lost(mine)
-
-
-def extents_of(batch: Batch) -> list[Extent]:
-    """All extents that a batch's blocks and blobs lie in."""
-    found = [block.extent for block in batch.blocks if block.extent is not None]
-    return found + [blob.extent for blob in batch.blobs]

@@ -11,11 +11,12 @@ from relax_rt.transport.fields import Field, check_columns, check_row
 from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.queue.api import Offered, Put, RowPut, SampleKey
 from relax_rt.transport.queue.outbox import Outbox
+from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Rows, Space, Until, nbytes_of
 
 OFFER_WAIT_S = 600.0
 """How long an offer waits for room, unless its caller says otherwise."""
-_SLICE_S = 1.0
+_FIRST_SLICE_S, _SLICE_S = 0.1, 1.0
 
 Call = Callable[[list[Put], list[int], float], Awaitable[Offered]]
 """Puts, the sizes of their groups, and how long the broker may wait for room."""
@@ -28,11 +29,11 @@ class Offers:
         call: offers to the broker.
         space: where payload goes.
         fields: declared columns; none: any.
-        on_wait: gets the reason of a wait, and an empty string when it ends.
+        reasons: where waits are told.
     """
 
-    def __init__(self, call: Call, space: Space, fields: Mapping[str, Field], on_wait: Callable[[str], None]) -> None:
-        self._call, self._space, self._fields, self._on_wait = call, space, fields, on_wait
+    def __init__(self, call: Call, space: Space, fields: Mapping[str, Field], reasons: Reasons) -> None:
+        self._call, self._space, self._fields, self._reasons = call, space, fields, reasons
         self.outbox = Outbox(self._put_rows)
 
     async def rows(
@@ -92,16 +93,19 @@ class Offers:
 
     async def _offer(self, puts: list[Put], groups: list[int], until: Until) -> list[int]:
         loop = asyncio.get_running_loop()
+        # The first answer comes soon, and has the reason of a wait.
+        slice_s = _FIRST_SLICE_S
         try:
-            while True:
-                answer = await self._call(puts, groups, min(max(until() - loop.time(), 0.0), _SLICE_S))
-                self._on_wait(answer.waiting_on)
-                if not answer.waiting_on:
-                    self._space.free(answer.freed)
-                    return answer.groups
-                if loop.time() >= until():
-                    self._on_wait("")
-                    raise OutOfSpace(f"offer of {sum(groups)} samples", why=answer.waiting_on)
+            with self._reasons.wait() as wait:
+                while True:
+                    answer = await self._call(puts, groups, min(max(until() - loop.time(), 0.0), slice_s))
+                    if not answer.waiting_on:
+                        self._space.free(answer.freed)
+                        return answer.groups
+                    wait(answer.waiting_on)
+                    if loop.time() >= until():
+                        raise OutOfSpace(f"offer of {sum(groups)} samples", why=answer.waiting_on)
+                    slice_s = _SLICE_S
         except (Refused, OutOfSpace):
             # Only after such an answer is it sure that nobody reads the extents.
             self._space.free(extents_in(puts))

@@ -9,6 +9,7 @@ from typing import Any
 from relax_rt.transport.arena import Placed, Writer
 from relax_rt.transport.errors import OutOfSpace
 from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.queue.reasons import Reasons
 
 _POLL_S = 0.1
 _THREAD_BYTES = 8 << 20
@@ -27,7 +28,7 @@ class Space:
     Args:
         arena: of this incarnation.
         collect: asks the broker for extents that came free.
-        on_wait: gets the reason of a wait, and an empty string when it ends.
+        reasons: where waits are told.
         wait_s: how long to wait where nothing else is said.
         length_field: the column whose length counts as a sample's tokens.
     """
@@ -36,11 +37,11 @@ class Space:
         self,
         arena: Writer,
         collect: Callable[[], Awaitable[list[Extent]]],
-        on_wait: Callable[[str], None],
+        reasons: Reasons,
         wait_s: float,
         length_field: str,
     ) -> None:
-        self._arena, self._collect, self._on_wait = arena, collect, on_wait
+        self._arena, self._collect, self._reasons = arena, collect, reasons
         self._wait_s, self._length_field = wait_s, length_field
 
     async def rows(self, rows: Rows, until: Until | None = None) -> Places:
@@ -66,19 +67,16 @@ class Space:
     async def _place(self, put: Callable[[], Places], nbytes: int, until: Until | None) -> Places:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_s
-        while True:
-            try:
-                placed = put() if nbytes < _THREAD_BYTES else await asyncio.to_thread(put)
-            except OutOfSpace as error:
-                if loop.time() >= (deadline if until is None else until()):
-                    self._on_wait("")
-                    raise
-                self._on_wait(str(error))
-            else:
-                self._on_wait("")
-                return placed
-            self.free(await self._collect())
-            await asyncio.sleep(_POLL_S)
+        with self._reasons.wait() as wait:
+            while True:
+                try:
+                    return put() if nbytes < _THREAD_BYTES else await asyncio.to_thread(put)
+                except OutOfSpace as error:
+                    if loop.time() >= (deadline if until is None else until()):
+                        raise
+                    wait(str(error))
+                self.free(await self._collect())
+                await asyncio.sleep(_POLL_S)
 
     def free(self, extents: Sequence[Extent]) -> None:
         """Nobody reads these any more."""

@@ -248,7 +248,7 @@ async def test_a_full_arena_waits_for_freed_extents(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             assert len(await blocked) == 2
         assert reasons[-1] == ""
-        engine._space_wait_s = 0.1
+        engine._space._wait_s = 0.1
         with pytest.raises(OutOfSpace):
             await generate(engine, version=2, groups=1)
 

@@ -1,0 +1,121 @@
+"""What other processes of the facade's tests do: ``facade_far_end.py FUNCTION FOLDER ARGUMENTS``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from relax_rt.transport import TransferQueue
+from relax_rt.transport.arena import Bf16, Raw, Shared
+
+SAMPLES = 7
+PLAIN = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+BITS = {"bf16": np.uint16, "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8}
+
+
+def tell(value: Any) -> None:
+    """To the test."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def numbers(n: int, dtype: Any, *shape: int) -> Any:
+    """Any bits, the same everywhere for the same n."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if dtype == "bool":
+        return np.random.default_rng(n).integers(0, 2, shape).astype(bool)
+    return np.random.default_rng(n).integers(0, 256, nbytes, np.uint8).view(dtype).reshape(shape)
+
+
+def image(n: int) -> Any:
+    """Larger than the bound from which on equal values are stored once; two in turn."""
+    return numbers(n % 2, np.uint8, 40, 40, 3)
+
+
+def sample(n: int) -> dict[str, Any]:
+    """Every kind of value there is; each of another size in every sample."""
+    row: dict[str, Any] = {f"ragged_{dtype}": numbers(n, dtype, n + 1) for dtype in PLAIN}
+    row |= {f"fixed_{dtype}": numbers(n, dtype, 2, 3) for dtype in PLAIN}
+    row |= {f"number_{dtype}": numbers(n, dtype, 1)[0] for dtype in PLAIN}
+    row |= {f"ragged_{name}": Raw(name, numbers(n, bits, n, 2)) for name, bits in BITS.items()}
+    row |= {
+        "fixed_bf16": Bf16(numbers(n, np.uint16, 5)),
+        "empty": np.zeros(0, np.float32),
+        "grid": numbers(n, np.float32, n, 3, n + 1),
+        "strided": numbers(n, np.int32, 6, 8)[::2, 1::3],
+        "big_endian": numbers(n, np.int32, 4).astype(">i4"),
+        "text": "größer ☃ " * n,
+        "data": bytes(range(n)) * 100,
+        "object": {"n": n, "list": [None, True, 1.5, "x"], "deep": {"er": [n]}},
+        "number": n / 2,
+        "image": image(n),
+        "shared": Shared(image(n)),
+    }
+    return row
+
+
+def columns() -> dict[str, Any]:
+    """The same samples, column by column."""
+    rows = [sample(n) for n in range(SAMPLES)]
+    found: dict[str, Any] = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if name.startswith(("fixed_", "number_")) and name != "fixed_bf16":
+            found[name] = np.stack(values)
+        elif name == "fixed_bf16":
+            found[name] = Bf16(np.stack([value.bits for value in values]))
+        else:
+            found[name] = values
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value as it is read: bits, and what is shared."""
+    value = value.value if isinstance(value, Shared) else value
+    return value.bits if isinstance(value, Raw) else value
+
+
+async def values(folder: str, how: str) -> None:
+    """Put all kinds of values."""
+    async with TransferQueue.connect(folder) as queue:
+        if how == "rows":
+            keys = await queue.put([sample(n) for n in range(SAMPLES)])
+        else:
+            keys = await queue.put(columns())
+        tell([[key.group, key.member] for key in keys])
+        await asyncio.to_thread(sys.stdin.readline)
+
+
+async def tensors(folder: str) -> None:
+    """Take tensors, put what they are multiplied with."""
+    import torch
+
+    async with TransferQueue.connect(folder) as queue:
+        batch = await queue.take("judge", samples=8, wait_s=30)
+        doubled = {}
+        for one in batch.samples:
+            tensor, half = one.tensor("tokens"), one.tensor("half")
+            assert tensor.dtype == torch.int32 and half.dtype == torch.bfloat16
+            doubled[one.key] = {
+                "doubled": tensor * 2,
+                "half_doubled": half * 2,
+                "scores": torch.rand(3).to(torch.float16),
+            }
+        await queue.done(batch, doubled)
+        tell(len(batch))
+
+
+def main(function: str, *arguments: str) -> None:
+    """Entry of the other processes."""
+    asyncio.run(globals()[function](*arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

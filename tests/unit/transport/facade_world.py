@@ -1,0 +1,109 @@
+"""Processes around one queue folder, really killed, and nothing of them left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import facade_far_end
+
+from relax_rt.transport.queue.hosting import SHM_PREFIX, SHM_ROOT
+
+
+class Process:
+    """Another process; what it says comes line by line, as JSON."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as errors:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        self._log = log
+        self.pid = self._popen.pid
+
+    def line(self) -> str:
+        """What it says next."""
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        assert line, f"it ended with {self._popen.wait()}: {self._log.read_text()}"
+        return line.rstrip("\n")
+
+    def told(self) -> Any:
+        """What it tells next."""
+        return json.loads(self.line())
+
+    def tell(self, line: str = "") -> None:
+        """A line to its standard input."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(line + "\n")
+        self._popen.stdin.flush()
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill(self) -> None:
+        """With SIGKILL. It must have lived."""
+        assert self.alive, f"it ended by itself with {self._popen.wait()}: {self._log.read_text()}"
+        self.end(signal.SIGKILL)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to end; answers with its exit status."""
+        if self.alive:
+            self._popen.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self._popen.wait(60)
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                pipe.close()
+        return status
+
+
+class World:
+    """The processes of one test. `folder` is the queue's."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self._tmp_path = tmp_path
+        self.folder = tmp_path / "queue"
+        self._started: list[Process] = []
+
+    def start(self, *command: str) -> Process:
+        """A Python process."""
+        process = Process([sys.executable, *command], self._tmp_path / f"process-{len(self._started)}.err")
+        self._started.append(process)
+        return process
+
+    def broker(self, *options: str, folder: Path | None = None) -> Process:
+        """``python -m relax_rt.transport.queue FOLDER OPTIONS``, once it listens."""
+        process = self.start("-m", "relax_rt.transport.queue", str(folder or self.folder), *options)
+        assert process.line().startswith("queue ")
+        return process
+
+    def far(self, function: str, *arguments: str) -> Process:
+        """A function of facade_far_end in another process."""
+        return self.start(facade_far_end.__file__, function, str(self.folder), *arguments)
+
+    def shm(self) -> Path | None:
+        """Where the payloads are, or were."""
+        known = self.folder / "memory"
+        name = known.read_text() if known.exists() else ""
+        return SHM_ROOT / f"{SHM_PREFIX}{name}" if name not in ("", "disk") else None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.end(signal.SIGKILL)
+        shm = self.shm()
+        if shm is not None:
+            shutil.rmtree(shm, ignore_errors=True)
