@@ -125,6 +125,9 @@ def repeated(core: Core, who: Incarnation, event: ev.StoreEvent, known: Kept) ->
         case ev.Sample():
             return store.granted(indexes)
         case ev.Get():
+            if known.pin not in core.state.store.pins:
+                # Whoever said that it reads no more had its answer: this copy of the call came late.
+                return Fetched()
             store.changed = False
             answer = store.get(who, event, pin=known.pin)
             core.changed = core.changed or store.changed

@@ -395,15 +395,15 @@ class Store:
         return partition.granted.get(task, {}).get(rank, {}).get(number)
 
     def _ready_for(self, event: state.Sample, partition: Partition) -> list[int]:
-        fields = frozenset(event.fields)
-        view = self._ready.get((event.partition, event.task, fields))
+        wanted = (event.partition, event.task, frozenset(event.fields))
+        view = self._ready.get(wanted)
         if view is None:
-            given = self._given(partition, event.task)
-            view = self._ready.keep(
-                (event.partition, event.task, fields),
-                sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row)),
-            )
+            view = self._ready.keep(wanted, self._found_ready(partition, event.task, wanted[2]))
         return view
+
+    def _found_ready(self, partition: Partition, task: str, fields: frozenset[str]) -> list[int]:
+        given = self._given(partition, task)
+        return sorted(i for i, row in partition.rows.items() if i not in given and fields <= self._fields_of(row))
 
     def sample(self, event: state.Sample) -> Found:
         """See StoreApi.store_sample.
@@ -519,6 +519,9 @@ class Store:
             for task, rank, number, batch in _batches(partition):
                 if not partition.rows.keys() >= set(batch):
                     wrong.append(f"batch {number} of rank {rank} and {task!r} has rows that are not in {name!r}")
+            for (_, task, fields), view in self._ready.of(name):
+                if view != self._found_ready(partition, task, fields):
+                    wrong.append(f"rows of {name!r} ready for {task!r} with {sorted(fields)} are not {view}")
             for index, row in partition.rows.items():
                 if self._where.get(index) != name:
                     wrong.append(f"row {index} of {name!r} is not found by its index")

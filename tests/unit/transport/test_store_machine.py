@@ -2,89 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_driver import WHO, Driver
 
 from relax_rt.transport.errors import Refused
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
+from relax_rt.transport.ledger import Ledger
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.queue.api import BlockRef, Extent
 from relax_rt.transport.store import state as sv
 from relax_rt.transport.store.api import Fetched, Found, Rows, Sampler, StoreConfig, Stored
-
-POLICY = LedgerPolicy(tasks={"none": ("x",)}, step_task="")
-WHO = {name: Incarnation(f"{name}/0", epoch) for epoch, name in enumerate("abc", 1)}
-
-
-class Driver:
-    """A ledger with its journal, and extents that are given out once."""
-
-    def __init__(self, config: StoreConfig | None = None) -> None:
-        self.ledger, self.journal = Ledger(), list[bytes]()
-        self.seq = dict.fromkeys(WHO, 0)
-        self.offset = 0
-        self.free: list[Extent] = []
-        self._enter(ev.Configure(POLICY, QueueLimits()))
-        self._enter(ev.Open("run"))
-        for who in WHO.values():
-            self._enter(ev.Join(issued=True), who)
-        if config is not None:
-            self.call("a", sv.Configure(config))
-
-    def _enter(self, event: ev.Event, who: Incarnation | None = None, seq: int = 0) -> Any:
-        entry = Entry(self.ledger.n + 1, 0.0, event, who, seq)
-        outcome = self.ledger.apply(entry)
-        if outcome.changed:
-            assert outcome.event is not None
-            self.journal.append(msgspec.msgpack.encode(Entry(entry.n, 0.0, outcome.event, who, seq)))
-        return outcome.answer
-
-    def call(self, name: str, event: sv.StoreEvent, *, seq: int = 0) -> Any:
-        """A call of the store; `seq` repeats an older one."""
-        if not seq:
-            self.seq[name] += 1
-        answer = self._enter(ev.StoreCall(event), WHO[name], seq or self.seq[name])
-        if not seq:
-            self.free += answer if isinstance(answer, list) else getattr(answer, "freed", [])
-        return answer
-
-    def gone(self, name: str) -> None:
-        self._enter(ev.Gone(WHO[name], "killed"))
-
-    def block(self, name: str, rows: int, fields: tuple[str, ...]) -> BlockRef:
-        """A block of 64 bytes a row in a slab of the caller's."""
-        extent = Extent(f"{name}-0-{WHO[name].epoch}-1.slab", self.offset, 64 * rows)
-        self.offset += extent.nbytes
-        return BlockRef(extent, rows, fields)
-
-    def put(self, name: str, partition: str, keys: list[str], *fields: str, **more: Any) -> Stored:
-        block = self.block(name, len(keys), fields) if fields else None
-        answer = self.call(name, sv.Put(Rows(partition, keys), block=block, **more))
-        assert isinstance(answer, Stored)
-        return answer
-
-    def get(self, name: str, rows: Rows, fields: list[str] | None = None) -> Fetched:
-        answer = self.call(name, sv.Get(rows, fields))
-        assert isinstance(answer, Fetched)
-        return answer
-
-    def sample(self, task: str, batch: int, *fields: str, **more: Any) -> list[int]:
-        answer = self.call("a", sv.Sample("p", task, list(fields), batch, **more))
-        assert isinstance(answer, Found)
-        return answer.indexes
-
-    def replayed(self) -> Ledger:
-        """A ledger made from the journal."""
-        ledger = Ledger()
-        for record in self.journal:
-            assert ledger.apply(msgspec.msgpack.decode(record, type=Entry)).changed
-        return ledger
 
 
 def places(found: Fetched) -> list[dict[str, tuple[int, int]]]:
@@ -331,7 +261,7 @@ def test_all_rows_are_lost_with_the_shared_memory() -> None:
     driver = Driver()
     driver.put("a", "p", ["k"], "x")
     driver.get("b", Rows("p", ["k"]))
-    driver._enter(ev.Open("another run"))
+    driver.enter(ev.Open("another run"))
     assert driver.ledger.core.store.list_keys(None) == {}
     assert driver.ledger.audit() == []
     assert driver.replayed().snapshot() == driver.ledger.snapshot()
@@ -393,3 +323,82 @@ def test_expected_rows_count_as_not_consumed() -> None:
     assert driver.ledger.core.store.produced("p", ["x"]).flags == [[True], [False], [False]]
     driver.put("a", "p", ["l", "m", "n"], "x")
     assert driver.sample("t", 3, "x") == [1, 2, 3]
+
+
+def test_rows_that_are_cleared_are_forgotten_by_their_batches() -> None:
+    driver = Driver(StoreConfig(Sampler("ranked")))
+    for number in range(4):
+        driver.put("a", "p", [f"k{number}", f"l{number}"], "x")
+        driver.sample("t", 2, "x", rank=0, batch_index=number)
+    partition = driver.ledger.state.store.partitions["p"]
+    # Out of order: those before the first that is left are known by a number alone.
+    driver.call("c", sv.Clear(Rows("p", ["k1", "l1", "k3"])))
+    assert partition.granted["t"] == {0: {0: [0, 1], 1: [], 2: [4, 5], 3: [7]}}
+    driver.call("c", sv.Clear(Rows("p", ["k0", "l0"])))
+    assert (partition.granted["t"], partition.past["t"]) == ({0: {2: [4, 5], 3: [7]}}, {0: 2})
+    driver.put("a", "p", ["new", "newer"], "x")
+    for number, left in enumerate(([], [], [4, 5], [7], [8, 9])):
+        found = driver.call("a", sv.Sample("p", "t", ["x"], 2, 0, number))
+        assert (found.indexes, "rows are cleared" in found.waiting_on) == (left, not left)
+    assert Ledger(driver.ledger.snapshot()).state == driver.replayed().state
+
+
+def test_a_rank_that_there_is_not_gets_nothing_and_spoils_nothing() -> None:
+    driver = Driver(StoreConfig(Sampler("balanced", 1, 2)))
+    driver.put("a", "p", list("klmnopqr"), "x")
+    first = driver.sample("t", 1, "x", rank=0, batch_index=0)
+    before = driver.ledger.snapshot()
+    for rank in (2, -1):
+        with pytest.raises(Refused, match="2 ranks"):
+            driver.sample("t", 1, "x", rank=rank, batch_index=0)
+    assert driver.ledger.snapshot() == before
+    assert driver.sample("t", 1, "x", rank=0, batch_index=0) == first
+
+
+def test_a_partition_of_many_rows_to_come_costs_nothing() -> None:
+    driver = Driver(StoreConfig(expected=1 << 20))
+    size = len(driver.ledger.snapshot())
+    for name in map(str, range(1000)):
+        driver.put("a", name, ["k"], "x")
+    assert len(driver.ledger.snapshot()) - size < 1 << 18
+
+
+def test_a_put_over_several_partitions_is_ready_in_each() -> None:
+    driver = Driver()
+    one, two = driver.put("a", "p", ["k"], "y").indexes, driver.put("a", "q", ["k"], "y").indexes
+    assert driver.sample("t", 1, "x") == []
+    assert driver.call("b", sv.Sample("q", "t", ["x"], 1)).indexes == []
+    driver.call("a", sv.Put(Rows(indexes=one + two), block=driver.block("a", 2, ("x",))))
+    assert driver.sample("t", 2, "x") == []
+    assert driver.sample("t", 1, "x") == one
+    assert driver.call("b", sv.Sample("q", "t", ["x"], 1)).indexes == two
+
+
+def test_new_rows_are_ready_for_who_needs_no_field() -> None:
+    driver = Driver()
+    driver.put("a", "p", ["k"])
+    assert driver.sample("t", 2) == []
+    driver.put("a", "p", ["l"])
+    assert driver.sample("t", 2) == [0, 1]
+
+
+def test_a_partition_without_a_name_is_not_what_an_empty_answer_names() -> None:
+    driver = Driver()
+    driver.put("a", "", ["secret"], "x")
+    driver.put("a", "p", ["k"], "x")
+    driver.sample("t", 1, "x")
+    assert driver.call("b", sv.Reset("p"))
+    seq = driver.seq["b"]
+    assert driver.call("b", sv.Sample("p", "t", ["x"], 1), seq=seq) == Found()
+    assert driver.call("b", sv.Put(Rows("p", ["l"])), seq=seq) == Stored([], [], [])
+
+
+def test_a_late_copy_of_a_read_keeps_no_memory() -> None:
+    driver = Driver()
+    driver.put("a", "p", ["k"], "x")
+    event, pin = sv.Get(Rows("p", ["k"])), driver.get("b", Rows("p", ["k"])).pin
+    seq = driver.seq["b"]
+    driver.call("b", sv.Unpin([pin]))
+    for number in (seq, driver.seq["b"]):
+        assert driver.call("b", event, seq=number) == Fetched()
+    assert driver.ledger.core.store.statistics()["pins"] == 0
