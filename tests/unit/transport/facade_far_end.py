@@ -112,6 +112,28 @@ async def tensors(folder: str) -> None:
         tell(len(batch))
 
 
+FLOOD_TOKENS = 6000
+
+
+async def flood(folder: str) -> None:
+    """Put as fast as memory comes free, of which there is little: each sample is its number, over and over."""
+    async with TransferQueue.connect(folder, capacity_bytes=1 << 20, slab_bytes=1 << 18) as queue:
+        tell("putting")
+        for n in range(1 << 30):
+            await queue.put([{"tokens": np.full(FLOOD_TOKENS, n, np.int32), "n": n, "text": str(n) * 2000}])
+
+
+async def hold(folder: str) -> None:
+    """Finish a batch and keep an array of it."""
+    async with TransferQueue.connect(folder) as queue:
+        batch = await queue.take("train", samples=1, wait_s=30)
+        kept = batch.samples[0]["tokens"]
+        await queue.done(batch)
+        tell(int(kept[0]))
+        await asyncio.to_thread(sys.stdin.readline)
+        assert (kept == kept[0]).all()
+
+
 def main(function: str, *arguments: str) -> None:
     """Entry of the other processes."""
     asyncio.run(globals()[function](*arguments))
