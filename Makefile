@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env up test lint check bench clean sglang-cpu-env peer-env
+.PHONY: help env up test lint check bench soak clean sglang-cpu-env peer-env
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -41,6 +41,10 @@ bench: $(STAMP)  ## every benchmark, in its short form (with peers where `make p
 	$(BIN)/python tools/bench/queue_scale.py --quick
 	$(BIN)/python tools/bench/across_nodes.py --quick
 	$(BIN)/python tools/bench/end_to_end.py --quick
+
+soak: $(STAMP)  ## five minutes of kills of the queue's processes, and a minute of fuzzing its decoder
+	$(BIN)/python tools/soak/queue_chaos.py --seconds 300
+	$(BIN)/python tools/soak/fuzz_block.py --seconds 60
 
 sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a machine without a GPU (1.6 GB)
 
