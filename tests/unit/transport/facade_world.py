@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import facade_far_end
 
 from relax_rt.transport.queue.hosting import SHM_PREFIX, SHM_ROOT
+
+
+T = TypeVar("T")
+_POLLS = 6000
+
+
+async def settled(ask: Callable[[], Awaitable[T]], good: Callable[[T], bool]) -> T:
+    """What is asked for, as soon as it is good; an assertion says what it was in the end if it never is."""
+    for _ in range(_POLLS):
+        found = await ask()
+        if good(found):
+            return found
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"it stayed {found}")
 
 
 class Process:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from facade_world import World
+from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
 
@@ -31,20 +30,13 @@ async def memory(queue: TransferQueue) -> dict[str, int]:
 
 async def pinned_by(queue: TransferQueue, views: int) -> int:
     """Leases that are pinned, once the broker has heard of all views that are gone."""
-    async with asyncio.timeout(30):
-        while not 0 < (held := (await memory(queue))["ended_but_pinned"]) <= views:
-            await asyncio.sleep(0.01)
-    assert (await queue.statistics())["client"].pinned_leases == held
-    return held
+    held = await settled(lambda: memory(queue), lambda now: 0 < now["ended_but_pinned"] <= views)
+    assert (await queue.statistics())["client"].pinned_leases == held["ended_but_pinned"]
+    return held["ended_but_pinned"]
 
 
 async def until_free(queue: TransferQueue) -> None:
-    for _ in range(3000):
-        now = await memory(queue)
-        if not now["ended_but_pinned"] and not now["extents"]:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"still held: {now}")
+    await settled(lambda: memory(queue), lambda now: not now["ended_but_pinned"] and not now["extents"])
 
 
 async def test_arrays_outlive_their_lease_while_producers_write_at_full_rate(world: World) -> None:
@@ -98,10 +90,8 @@ async def test_what_a_killed_reader_held_comes_free(world: World) -> None:
         assert held["ended_but_pinned"] == held["extents"] == 2 and held["payload_bytes"] > 2 * 20_000
         assert (await queue.statistics())["client"].arena.used_bytes > 2 * 20_000
         readers[0].kill()
-        async with asyncio.timeout(30):
-            while (await memory(queue))["ended_but_pinned"] == 2:
-                await asyncio.sleep(0.01)
-        assert (await memory(queue))["extents"] == 1
+        now = await settled(lambda: memory(queue), lambda now: now["ended_but_pinned"] != 2)
+        assert now["ended_but_pinned"] == now["extents"] == 1
         readers[1].tell()
         assert readers[1].wait() == 0
         await until_free(queue)
