@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -28,6 +29,7 @@ WAIT_S = float(os.environ.get("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "5"))
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
 Parser = Callable[[Any], Any]
 
 
@@ -57,6 +59,28 @@ def checked_keys(keys: Any) -> list[str]:
     if not all(isinstance(key, str) for key in keys):
         raise TypeError(f"not all keys are strings: {keys[:8]}")
     return keys
+
+
+def _forms(
+    method: Callable[Concatenate[TransferQueueClient, P], Coroutine[Any, Any, T]],
+) -> tuple[
+    Callable[Concatenate[TransferQueueClient, P], T],
+    Callable[Concatenate[TransferQueueClient, P], Coroutine[Any, Any, T]],
+]:
+    """The method for those who block, and for those who await it."""
+
+    @functools.wraps(method)
+    def blocking(self: TransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.connection.run(method(self, *args, **kwargs))
+
+    @functools.wraps(method)
+    async def awaited(self: TransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.connection.arun(method(self, *args, **kwargs))
+
+    name = method.__name__.removeprefix("_")
+    for form, called in ((blocking, name), (awaited, f"async_{name}")):
+        form.__name__, form.__qualname__ = called, f"TransferQueueClient.{called}"
+    return blocking, awaited
 
 
 class TransferQueueClient:
@@ -94,8 +118,13 @@ class TransferQueueClient:
         mode: str = "fetch",
         task_name: str | None = None,
         sampling_config: dict[str, Any] | None = None,
-        wait_s: float | None = None,
     ) -> BatchMeta:
+        """Samples for a task that have these fields, chosen by the sampler (fetch); all of a partition (force_fetch);
+        or new ones that are still to be put (insert).
+
+        Raises:
+            NotReady: there are not enough, and polling_mode is off; with it the batch is empty.
+        """
         store = self.connection.store
         if mode == "insert":
             stored = await store.put(Rows(partition_id), new=batch_size)
@@ -110,7 +139,9 @@ class TransferQueueClient:
             raise ValueError(f"mode is one of fetch, force_fetch and insert, not {mode!r}")
         if task_name is None:
             raise ValueError("fetching samples needs a task_name")
-        return await self._sample(data_fields, batch_size, partition_id, task_name, sampling_config or {}, wait_s)
+        return await self._sample(data_fields, batch_size, partition_id, task_name, sampling_config or {}, None)
+
+    get_meta, async_get_meta = _forms(_get_meta)
 
     async def _sample(
         self,
@@ -141,6 +172,11 @@ class TransferQueueClient:
         raise NotReady(f"samples of partition {partition_id!r} for {task_name!r}", why=f"waited for {found.waiting_on}")
 
     async def _get_data(self, metadata: BatchMeta) -> TensorDict:
+        """The fields of a batch.
+
+        Raises:
+            StorageKeyNotFoundError: a sample is gone, or has not all of the fields.
+        """
         if not metadata or not metadata.field_names:
             _log.warning("a batch without samples or fields was asked for")
             return TensorDict({}, batch_size=0)
@@ -154,6 +190,8 @@ class TransferQueueClient:
         finally:
             reading.close()
 
+    get_data, async_get_data = _forms(_get_data)
+
     async def _put(
         self,
         data: TensorDict,
@@ -161,6 +199,7 @@ class TransferQueueClient:
         partition_id: str | None = None,
         data_parser: Parser | None = None,
     ) -> BatchMeta:
+        """Put fields on the samples of a batch, or on new ones of a partition."""
         store = self.connection.store
         columns = columns_of(data) if data_parser is None else parsed(data, data_parser)
         if metadata is None:
@@ -176,64 +215,97 @@ class TransferQueueClient:
         await store.put(rows, columns, tags=self._tags_of(metadata), replace_tags=True)
         return metadata.add_fields(data)
 
+    put, async_put = _forms(_put)
+
     @staticmethod
     def _tags_of(metadata: BatchMeta) -> list[Tags]:
         return tags_in(metadata.custom_meta, metadata.global_indexes)
 
     async def _set_custom_meta(self, metadata: BatchMeta) -> None:
+        """The tags of the samples are those of the batch from now on."""
         if metadata:
             rows = Rows(indexes=metadata.global_indexes)
             await self.connection.store.put(rows, tags=self._tags_of(metadata), replace_tags=True)
 
+    set_custom_meta, async_set_custom_meta = _forms(_set_custom_meta)
+
     async def _clear_partition(self, partition_id: str) -> None:
+        """Remove a partition with all its samples."""
         await self.connection.store.clear(Rows(partition_id))
 
+    clear_partition, async_clear_partition = _forms(_clear_partition)
+
     async def _clear_samples(self, metadata: BatchMeta) -> None:
+        """Remove the samples of a batch."""
         if metadata:
             await self.connection.store.clear(Rows(indexes=metadata.global_indexes))
+
+    clear_samples, async_clear_samples = _forms(_clear_samples)
 
     # --- status
 
     async def _get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Numbers of a partition's samples, and for each 1 if the task has consumed it, else 0."""
         status = await self.connection.store.consumed(partition_id, task_name)
         if status is None:
             return None, None
         return torch.tensor(status[0], dtype=torch.long), torch.tensor(status[1], dtype=torch.int8)
+
+    get_consumption_status, async_get_consumption_status = _forms(_get_consumption_status)
 
     async def _get_production_status(
         self, data_fields: list[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Numbers of a partition's samples, and for each and each field 1 if it is there, else 0."""
         status = await self.connection.store.produced(partition_id, data_fields)
         if status is None:
             return None, None
         return torch.tensor(status[0], dtype=torch.long), torch.tensor(status[1], dtype=torch.int8)
 
+    get_production_status, async_get_production_status = _forms(_get_production_status)
+
     async def _check_consumption_status(self, task_name: str, partition_id: str) -> bool:
+        """Whether the task has consumed the whole partition."""
         status = await self.connection.store.consumed(partition_id, task_name)
         return status is not None and bool(status[0]) and all(status[1])
 
+    check_consumption_status, async_check_consumption_status = _forms(_check_consumption_status)
+
     async def _check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
+        """Whether all samples of a partition have these fields."""
         status = await self.connection.store.produced(partition_id, data_fields)
         return status is not None and all(map(all, status[1]))
 
+    check_production_status, async_check_production_status = _forms(_check_production_status)
+
     async def _reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
+        """Let a task (default: every task) consume a partition anew; False if there is no such partition."""
         return await self.connection.store.reset(partition_id, task_name)
 
+    reset_consumption, async_reset_consumption = _forms(_reset_consumption)
+
     async def _get_partition_list(self) -> list[str]:
+        """Names of the partitions, oldest first."""
         return await self.connection.store.partitions()
+
+    get_partition_list, async_get_partition_list = _forms(_get_partition_list)
 
     # --- keys
 
     async def _kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
+        """The samples of these keys that are there; with create, all of them."""
         names = checked_keys(keys)
         if create:
             await self.connection.store.put(Rows(partition_id, names))
         found = await self.connection.store.find(Rows(partition_id, names))
         return self._meta(found, status=[int(bool(found.fields))] * len(found.indexes))
 
+    kv_retrieve_meta, async_kv_retrieve_meta = _forms(_kv_retrieve_meta)
+
     async def _kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
+        """Keys of samples by their numbers; None for those without."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
         if not indexes:
             raise ValueError("an empty list of numbers")
@@ -247,41 +319,14 @@ class TransferQueueClient:
         }
         return [keys.get(index) for index in indexes]
 
+    kv_retrieve_keys, async_kv_retrieve_keys = _forms(_kv_retrieve_keys)
+
     async def _kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+        """Keys with their tags, by partition."""
         listed = await self.connection.store.list_keys(partition_id)
         return {name: {key: tags_out(tags) for key, tags in keys.items()} for name, keys in listed.items()}
 
-    # --- both forms of each
-
-    async def async_get_meta(
-        self,
-        data_fields: list[str],
-        batch_size: int,
-        partition_id: str,
-        mode: str = "fetch",
-        task_name: str | None = None,
-        sampling_config: dict[str, Any] | None = None,
-    ) -> BatchMeta:
-        """Samples for a task that have these fields, chosen by the sampler (fetch); all of a partition (force_fetch);
-        or new ones that are still to be put (insert).
-
-        Raises:
-            NotReady: there are not enough, and polling_mode is off; with it the batch is empty.
-        """
-        work = self._get_meta(data_fields, batch_size, partition_id, mode, task_name, sampling_config)
-        return await self.connection.arun(work)
-
-    def get_meta(
-        self,
-        data_fields: list[str],
-        batch_size: int,
-        partition_id: str,
-        mode: str = "fetch",
-        task_name: str | None = None,
-        sampling_config: dict[str, Any] | None = None,
-    ) -> BatchMeta:
-        """See async_get_meta."""
-        return self._run(self._get_meta(data_fields, batch_size, partition_id, mode, task_name, sampling_config))
+    kv_list, async_kv_list = _forms(_kv_list)
 
     def wait_meta(
         self,
@@ -293,9 +338,7 @@ class TransferQueueClient:
         wait_s: float,
     ) -> BatchMeta:
         """Like get_meta, but waits for samples in polling_mode too."""
-        return self._run(
-            self._get_meta(data_fields, batch_size, partition_id, "fetch", task_name, sampling_config, wait_s)
-        )
+        return self._run(self._sample(data_fields, batch_size, partition_id, task_name, sampling_config, wait_s))
 
     def has_batch(
         self,
@@ -313,142 +356,6 @@ class TransferQueueClient:
             store.sample(partition_id, task_name, data_fields, batch_size, rank=rank, batch_index=batch_index)
         )
         return not found.waiting_on
-
-    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
-        """The fields of a batch.
-
-        Raises:
-            StorageKeyNotFoundError: a sample is gone, or has not all of the fields.
-        """
-        return await self.connection.arun(self._get_data(metadata))
-
-    def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """See async_get_data."""
-        return self._run(self._get_data(metadata))
-
-    async def async_put(
-        self,
-        data: TensorDict,
-        metadata: BatchMeta | None = None,
-        partition_id: str | None = None,
-        data_parser: Parser | None = None,
-    ) -> BatchMeta:
-        """Put fields on the samples of a batch, or on new ones of a partition."""
-        return await self.connection.arun(self._put(data, metadata, partition_id, data_parser))
-
-    def put(
-        self,
-        data: TensorDict,
-        metadata: BatchMeta | None = None,
-        partition_id: str | None = None,
-        data_parser: Parser | None = None,
-    ) -> BatchMeta:
-        """See async_put."""
-        return self._run(self._put(data, metadata, partition_id, data_parser))
-
-    async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
-        """The tags of the samples are those of the batch from now on."""
-        await self.connection.arun(self._set_custom_meta(metadata))
-
-    def set_custom_meta(self, metadata: BatchMeta) -> None:
-        """See async_set_custom_meta."""
-        self._run(self._set_custom_meta(metadata))
-
-    async def async_clear_partition(self, partition_id: str) -> None:
-        """Remove a partition with all its samples."""
-        await self.connection.arun(self._clear_partition(partition_id))
-
-    def clear_partition(self, partition_id: str) -> None:
-        """See async_clear_partition."""
-        self._run(self._clear_partition(partition_id))
-
-    async def async_clear_samples(self, metadata: BatchMeta) -> None:
-        """Remove the samples of a batch."""
-        await self.connection.arun(self._clear_samples(metadata))
-
-    def clear_samples(self, metadata: BatchMeta) -> None:
-        """See async_clear_samples."""
-        self._run(self._clear_samples(metadata))
-
-    async def async_get_consumption_status(
-        self, task_name: str, partition_id: str
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Numbers of a partition's samples, and for each 1 if the task has consumed it, else 0."""
-        return await self.connection.arun(self._get_consumption_status(task_name, partition_id))
-
-    def get_consumption_status(
-        self, task_name: str, partition_id: str
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """See async_get_consumption_status."""
-        return self._run(self._get_consumption_status(task_name, partition_id))
-
-    async def async_get_production_status(
-        self, data_fields: list[str], partition_id: str
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Numbers of a partition's samples, and for each and each field 1 if it is there, else 0."""
-        return await self.connection.arun(self._get_production_status(data_fields, partition_id))
-
-    def get_production_status(
-        self, data_fields: list[str], partition_id: str
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """See async_get_production_status."""
-        return self._run(self._get_production_status(data_fields, partition_id))
-
-    async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Whether the task has consumed the whole partition."""
-        return await self.connection.arun(self._check_consumption_status(task_name, partition_id))
-
-    def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """See async_check_consumption_status."""
-        return self._run(self._check_consumption_status(task_name, partition_id))
-
-    async def async_check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
-        """Whether all samples of a partition have these fields."""
-        return await self.connection.arun(self._check_production_status(data_fields, partition_id))
-
-    def check_production_status(self, data_fields: list[str], partition_id: str) -> bool:
-        """See async_check_production_status."""
-        return self._run(self._check_production_status(data_fields, partition_id))
-
-    async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Let a task (default: every task) consume a partition anew; False if there is no such partition."""
-        return await self.connection.arun(self._reset_consumption(partition_id, task_name))
-
-    def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """See async_reset_consumption."""
-        return self._run(self._reset_consumption(partition_id, task_name))
-
-    async def async_get_partition_list(self) -> list[str]:
-        """Names of the partitions, oldest first."""
-        return await self.connection.arun(self._get_partition_list())
-
-    def get_partition_list(self) -> list[str]:
-        """See async_get_partition_list."""
-        return self._run(self._get_partition_list())
-
-    async def async_kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """The samples of these keys that are there; with create, all of them."""
-        return await self.connection.arun(self._kv_retrieve_meta(keys, partition_id, create))
-
-    def kv_retrieve_meta(self, keys: list[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """See async_kv_retrieve_meta."""
-        return self._run(self._kv_retrieve_meta(keys, partition_id, create))
-
-    async def async_kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
-        """Keys of samples by their numbers; None for those without."""
-        return await self.connection.arun(self._kv_retrieve_keys(global_indexes, partition_id))
-
-    def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str | None]:
-        """See async_kv_retrieve_keys."""
-        return self._run(self._kv_retrieve_keys(global_indexes, partition_id))
-
-    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """Keys with their tags, by partition."""
-        return await self.connection.arun(self._kv_list(partition_id))
-
-    def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-        """See async_kv_list."""
-        return self._run(self._kv_list(partition_id))
 
     def __getattr__(self, name: str) -> Any:
         if name.removeprefix("async_") in _NOT_OFFERED:
