@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.arena import Bf16, Raw, Shared
+from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+from relax_rt.transport.queue.hosting import Host
 
 SAMPLES = 7
 PLAIN = (
@@ -132,6 +136,37 @@ async def hold(folder: str) -> None:
         tell(int(kept[0]))
         await asyncio.to_thread(sys.stdin.readline)
         assert (kept == kept[0]).all()
+
+
+CHAIN = {"judge": ("tokens",), "train": ("tokens", "reward")}
+
+
+async def host(folder: str, limits: str = "{}", listen: str = "", segment_bytes: str = "32768") -> None:
+    """A broker whose journal begins anew often; ends with its standard input."""
+    policy = LedgerPolicy(tasks=CHAIN, step_task="")
+    given = msgspec.json.decode(limits, type=QueueLimits)
+    made = Host(Path(folder), policy, given, listen=listen, fsync_every_s=0.02, segment_bytes=int(segment_bytes))
+    place = await made.open()
+    tell(place.addresses)
+    await asyncio.to_thread(sys.stdin.readline)
+    await made.close()
+
+
+def chained(n: int) -> Any:
+    """What sample n holds: some fit into a message, some do not."""
+    return np.arange(n, n + (40 if n % 3 else 700), dtype=np.int32)
+
+
+async def produce(folder: str, first: str) -> None:
+    """Put samples one after the other, from number `first` on, until there is a line; tells how many were acknowledged."""
+    stop = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+    n = int(first)
+    async with TransferQueue.connect(folder) as queue:
+        while not stop.done():
+            keys = await queue.put([{"tokens": chained(n), "n": n}, {"tokens": chained(n + 1), "n": n + 1}])
+            assert len(keys) == len(set(keys)) == 2
+            n += 2
+        tell(n - int(first))
 
 
 def main(function: str, *arguments: str) -> None:

@@ -17,7 +17,6 @@ import facade_far_end
 
 from relax_rt.transport.queue.hosting import SHM_PREFIX, SHM_ROOT
 
-
 T = TypeVar("T")
 _POLLS = 6000
 
