@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 import msgspec
 
@@ -349,9 +349,9 @@ class Ledger:
         since = self.core.state.blocked_since
         return None if since is None else since + self.core.policy.straggler_wait_s
 
-    def to_spill(self, skip: Container[int] = ()) -> list[tuple[int, Extent]]:
-        """Blocks to copy to disk now, without those in `skip` (see spill.wanted)."""
-        return spill.wanted(self.core, skip)
+    def to_spill(self, skip: Container[int] = (), short: Mapping[str, int] | None = None) -> list[tuple[int, Extent]]:
+        """Blocks to copy to disk now (see spill.wanted)."""
+        return spill.wanted(self.core, skip, short or {})
 
     def account(self) -> dict[str, int]:
         """Counts since the run began (see account.account)."""

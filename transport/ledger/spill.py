@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from relax_rt.transport.ledger.blocks import Block, is_spilled, owner_of
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Spilled
 from relax_rt.transport.queue.api import Extent
 
+_NOBODY: Mapping[str, int] = {}
 MOVE_BYTES = 64 << 20
 """Payload of one round of moves, so that memory comes free in steps."""
 
 
-def wanted(core: Core, skip: Container[int] = ()) -> list[tuple[int, Extent]]:
+def wanted(core: Core, skip: Container[int] = (), short: Mapping[str, int] = _NOBODY) -> list[tuple[int, Extent]]:
     """Blocks to copy to disk now, coldest first: trained ones, which only wait for a checkpoint, then the oldest.
 
     Blobs stay: several blocks share them. What is on lease stays: it is about to be read, and its memory with it. So
     does what lies on another node, and what could not be copied before (`skip`).
+
+    short: bytes that owners of slabs (by key) need and have not, though all memory together is not too full.
     """
     limits, callers = core.state.limits, core.state.callers
     over = core.blocks.payload_bytes - int(limits.high_water * limits.capacity_bytes)
     room = min(limits.spill_bytes - core.blocks.spilled_bytes, MOVE_BYTES)
-    if over <= 0 or room <= 0:
+    needs = dict(short)
+    if (over <= 0 and not needs) or room <= 0:
         return []
     found: list[tuple[int, Extent]] = []
     for id_, block in _coldest(core):
         extent = block.ref.extent
-        if over <= 0:
+        if over <= 0 and not needs:
             break
         if extent is None or is_spilled(extent) or extent.nbytes > room or _is_read(core, extent) or id_ in skip:
             continue
-        if callers.homes and callers.node_of(owner_of(extent.slab)) != callers.node:
+        owner = owner_of(extent.slab)
+        if (over <= 0 and owner not in needs) or (callers.homes and callers.node_of(owner) != callers.node):
             continue
         found.append((id_, extent))
         over -= extent.nbytes
         room -= extent.nbytes
+        if owner in needs:
+            needs[owner] -= extent.nbytes
+            if needs[owner] <= 0:
+                del needs[owner]
     return found
 
 

@@ -313,8 +313,11 @@ class QueueApi(Protocol):
         """Ask for up to `groups` new groups, waiting at most wait_s for the staleness bound to allow one."""
 
     @idempotent
-    async def put(self, seq: Count, puts: list[Put]) -> list[Extent]:
-        """Put columns on samples of groups that the caller generates. Answers with its freed extents."""
+    async def put(self, seq: Count, puts: list[Put], short_bytes: Count = 0) -> list[Extent]:
+        """Put columns on samples of groups that the caller generates. Answers with its freed extents.
+
+        short_bytes: what the caller cannot put, as its own memory is full: some of it may be spilled.
+        """
 
     @idempotent
     async def give_back(self, seq: Count, groups: list[Count], reason: str) -> None:

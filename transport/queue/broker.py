@@ -128,6 +128,7 @@ class Broker:
         self._sweep_wanted = True
         self._straggler_at: float | None = None
         self._unspillable: set[int] = set()
+        self._short: dict[str, int] = {}
         self._far: dict[Incarnation, float] = {}
         self.syncs = 0
         """Rounds of the disk task: the proof that loop and disk both get on."""
@@ -322,8 +323,11 @@ class Broker:
         """See QueueApi."""
         return await self._wait_for(ev.Admit(engine_version, groups), ROOM, seq, wait_s, Admission)
 
-    async def put(self, seq: int, puts: list[Put]) -> list[Extent]:
+    async def put(self, seq: int, puts: list[Put], short_bytes: int = 0) -> list[Extent]:
         """See QueueApi."""
+        if short_bytes and self._limits.spill_bytes:
+            self._short[owner_key(self._identify())] = short_bytes
+            self._tight.set()
         return self._extents(ev.PutColumns(puts), seq)
 
     async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
@@ -464,8 +468,9 @@ class Broker:
             await asyncio.to_thread(self._journal.sync)
             if self._journal.wants_snapshot:
                 await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
-            if self._sweep_wanted or self._ledger.state.blocks.spilled_bytes:
-                self._sweep_wanted = False
+            if self._sweep_wanted:
+                # Again until the last spilled block is gone, and its file.
+                self._sweep_wanted = self._ledger.state.blocks.spilled_bytes > 0
                 names = await asyncio.to_thread(self._disk.names)
                 await asyncio.to_thread(self._disk.unlink, dead_slabs(names, self._ledger.state))
             self.syncs += 1
@@ -475,7 +480,9 @@ class Broker:
         while True:
             await self._tight.wait()
             self._tight.clear()
-            while moves := self._ledger.to_spill(self._unspillable):
+            while moves := self._ledger.to_spill(self._unspillable, self._short):
+                # Who is still short of memory says so again.
+                self._short.clear()
                 try:
                     copied, unread = await asyncio.to_thread(self._disk.spill, moves)
                 except OutOfSpace as error:
@@ -485,6 +492,7 @@ class Broker:
                     continue
                 self._apply(ev.Spilled(copied))
                 self._disk.written()
+                self._sweep_wanted = True
                 for id_, why in unread.items():
                     self._notify("queue_block_unreadable", {"block": id_, "why": why, "n": self._ledger.n})
                 self._unspillable = {id_ for id_ in self._unspillable if id_ in self._ledger.state.blocks.blocks}

@@ -556,8 +556,8 @@ class QueueClient:
             self._renewal.result()
         return await self._calls.call(send)
 
-    async def _collect(self) -> list[Extent]:
-        return await self._call(lambda seq: self.api.put(seq, []))
+    async def _collect(self, short_bytes: int) -> list[Extent]:
+        return await self._call(lambda seq: self.api.put(seq, [], short_bytes))
 
     async def _offer(self, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
         return await self._call(lambda seq: self.api.offer(seq, puts, groups, wait_s))

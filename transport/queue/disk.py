@@ -65,6 +65,13 @@ class Disk:
                     unread[id_] = f"slab {extent.slab} ends before {extent.offset}+{extent.nbytes}"
                     continue
                 copied.append((id_, Extent(name, self._copy(fd, source, extent), extent.nbytes)))
+            except OSError:
+                if not copied:
+                    raise
+                # What fitted is of use; the rest is tried again.
+                last = copied[-1][1]
+                os.ftruncate(fd, last.offset + last.nbytes)
+                break
             finally:
                 os.close(source)
         return copied, unread

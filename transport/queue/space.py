@@ -11,7 +11,8 @@ from relax_rt.transport.errors import OutOfSpace
 from relax_rt.transport.queue.api import Extent
 from relax_rt.transport.queue.reasons import Reasons
 
-_POLL_S = 0.1
+_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
+_STEPS = 8
 _THREAD_BYTES = 8 << 20
 """A copy of more than this leaves the event loop."""
 
@@ -27,7 +28,7 @@ class Space:
 
     Args:
         arena: of this incarnation.
-        collect: asks the broker for extents that came free.
+        collect: asks the broker for extents that came free, and says how many bytes are missing.
         reasons: where waits are told.
         wait_s: how long to wait where nothing else is said.
         length_field: the column whose length counts as a sample's tokens.
@@ -36,7 +37,7 @@ class Space:
     def __init__(
         self,
         arena: Writer,
-        collect: Callable[[], Awaitable[list[Extent]]],
+        collect: Callable[[int], Awaitable[list[Extent]]],
         reasons: Reasons,
         wait_s: float,
         length_field: str,
@@ -67,6 +68,7 @@ class Space:
     async def _place(self, put: Callable[[], Places], nbytes: int, until: Until | None) -> Places:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_s
+        delay_s = _POLL_S
         with self._reasons.wait() as wait:
             while True:
                 try:
@@ -75,8 +77,12 @@ class Space:
                     if loop.time() >= (deadline if until is None else until()):
                         raise
                     wait(str(error))
-                self.free(await self._collect())
-                await asyncio.sleep(_POLL_S)
+                # Room is made in larger steps than one put, so that not every one has to wait.
+                freed = await self._collect(max(nbytes, self._arena.total_bytes // _STEPS))
+                self.free(freed)
+                delay_s = _POLL_S if freed else min(2 * delay_s, _LONGEST_POLL_S)
+                if not freed:
+                    await asyncio.sleep(delay_s)
 
     def free(self, extents: Sequence[Extent]) -> None:
         """Nobody reads these any more."""

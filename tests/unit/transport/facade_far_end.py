@@ -158,7 +158,7 @@ def chained(n: int) -> Any:
 
 
 async def produce(folder: str, first: str) -> None:
-    """Put samples one after the other, from number `first` on, until there is a line; tells how many were acknowledged."""
+    """Put samples one after the other, from number `first` on, until there is a line; tells how many were taken."""
     stop = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
     n = int(first)
     async with TransferQueue.connect(folder) as queue:
@@ -167,6 +167,23 @@ async def produce(folder: str, first: str) -> None:
             assert len(keys) == len(set(keys)) == 2
             n += 2
         tell(n - int(first))
+
+
+async def fill(folder: str, first: str, samples: str) -> None:
+    """Put samples of 100 KiB; tells why it had to wait, and when it is done."""
+    reasons: asyncio.Queue[str] = asyncio.Queue()
+    async with TransferQueue.connect(folder, on_wait=reasons.put_nowait) as queue:
+
+        async def put() -> None:
+            for n in range(int(first), int(first) + int(samples)):
+                await queue.put([{"tokens": np.full(25 << 10, n, np.int32), "n": n}])
+
+        putting = asyncio.create_task(put())
+        tell(await reasons.get())
+        await putting
+        tell("done")
+        # What was put lies in memory of this process's name.
+        await asyncio.to_thread(sys.stdin.readline)
 
 
 def main(function: str, *arguments: str) -> None:
