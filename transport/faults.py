@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from relax_rt.transport.errors import RelaxError, RemoteError
+from relax_rt.transport.errors import Refused, RelaxError, RemoteError
 from relax_rt.transport.wire import TEXT_MAX_CHARS, TRACE_MAX_CHARS, Fault
 
 
@@ -30,7 +30,8 @@ def fault_of(error: BaseException, request: int, where: str) -> Fault:
         why=str(getattr(error, "why", ""))[:TEXT_MAX_CHARS],
         hint=str(getattr(error, "hint", ""))[:TEXT_MAX_CHARS],
         where=where,
-        trace=trace,
+        # What was refused on purpose is told by its own words, not by where in the server they stand.
+        trace="" if isinstance(error, Refused) else trace,
     )
 
 
@@ -44,7 +45,7 @@ def error_of(fault: Fault) -> RelaxError:
     kind = next((known for name in fault.kinds if (known := _known_kind(name)) is not None), RelaxError)
     error = kind.__new__(kind)
     RelaxError.__init__(error, fault.what, why=fault.why, hint=fault.hint)
-    error.add_note(f"raised by {fault.where}\n{fault.trace}")
+    error.add_note(f"raised by {fault.where}" + (f"\n{fault.trace}" if fault.trace else ""))
     return error
 
 

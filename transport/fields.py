@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ NUMBERS = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128", "bf16", "fp8_e4m3", "fp8_e5m2"),
 )
+_NUMPY = tuple(name for name in NUMBERS if not name.startswith(("bf", "fp")))
 _SPEC = re.compile(r"(?P<dtype>\w+)(?:\[(?P<shape>[^\]]*)\])?")
 _RANGES = {
     f"{sign}int{bits}": (0, (1 << bits) - 1) if sign else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
@@ -73,8 +75,17 @@ class Field(msgspec.Struct, frozen=True):
                 raise Refused(f"field '{self.name}'", why=f"{value} is not from {low} to {high}, as {self.dtype} is")
         else:
             fits = True
+            limit = float(np.finfo(self.dtype).max) if self.dtype in _NUMPY else math.inf
+            if math.isfinite(value) and abs(value) > limit:
+                raise Refused(f"field '{self.name}'", why=f"{value} is beyond {limit:g}, the largest {self.dtype}")
         if not fits:
             raise Refused(f"field '{self.name}'", why=f"it is declared {self}, its value is the {_python(value)}")
+
+    def fitted(self, value: Any) -> Any:
+        """A Python number as the field's dtype; anything else as it is."""
+        if type(value) not in (bool, int, float) or self.dtype in TEXTS or self.dtype not in _NUMPY:
+            return value
+        return np.dtype(self.dtype).type(value)
 
     def check_rows(self, values: Any) -> None:
         """The same for a whole column: an array [rows, …], a list of values, or one Shared value for all."""
@@ -142,18 +153,28 @@ def _parse(name: str, spec: str) -> Field:
     return Field(name, dtype, tuple(shape))
 
 
-def check_row(fields: Mapping[str, Field], row: Mapping[str, Any]) -> None:
-    """Raises:
-    Refused: a value is not of a declared field, or not of its dtype or shape.
+def check_row(fields: Mapping[str, Field], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with Python's numbers as what their fields are declared.
+
+    Raises:
+        Refused: a value is not of a declared field, or not of its dtype or shape.
     """
+    fitted: dict[str, Any] = {}
     for name, value in row.items():
-        _known(fields, name).check(value)
+        field = _known(fields, name)
+        field.check(value)
+        fitted[name] = field.fitted(value)
+    return fitted
 
 
-def check_columns(fields: Mapping[str, Field], columns: Mapping[str, Any]) -> None:
+def check_columns(fields: Mapping[str, Field], columns: Mapping[str, Any]) -> dict[str, Any]:
     """The same for whole columns."""
+    fitted: dict[str, Any] = {}
     for name, values in columns.items():
-        _known(fields, name).check_rows(values)
+        field = _known(fields, name)
+        field.check_rows(values)
+        fitted[name] = [field.fitted(value) for value in values] if isinstance(values, list | tuple) else values
+    return fitted
 
 
 def _known(fields: Mapping[str, Field], name: str) -> Field:
@@ -166,3 +187,46 @@ def _known(fields: Mapping[str, Field], name: str) -> Field:
             hint=f"declared are {', '.join(sorted(fields))}",
         )
     return field
+
+
+Sizes = dict[str, int]
+"""Bytes of a sample's values, by field."""
+
+
+def row_sizes(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sizes]:
+    """Sizes of samples; objects that are still to be encoded count as nothing."""
+    for row in rows:
+        yield {name: _nbytes(value) for name, value in row.items()}
+
+
+def column_sizes(columns: Mapping[str, Any], rows: int) -> Iterator[Sizes]:
+    """The same for samples that are put column by column."""
+    for row in range(rows):
+        yield {
+            name: _nbytes(values[row]) if isinstance(values, list | tuple) else _nbytes(values) // rows
+            for name, values in columns.items()
+        }
+
+
+def check_sizes(samples: Iterable[Sizes], limit: int) -> None:
+    """Raises:
+    Refused: a sample has more bytes than the limit; its largest field is named.
+    """
+    for sizes in samples:
+        total = sum(sizes.values())
+        if total > limit:
+            name = max(sizes, key=sizes.__getitem__)
+            raise Refused(
+                f"field '{name}' of {sizes[name]} bytes",
+                why=f"its sample has {total} bytes in all, max_sample_bytes is {limit}",
+            )
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Shared):
+        value = value.value
+    if isinstance(value, Raw):
+        value = value.bits
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    return int(getattr(value, "nbytes", 0))

@@ -18,7 +18,8 @@ import msgspec
 
 from relax_rt.transport.errors import Corrupt, OutOfSpace
 
-MAGIC = b"RLXJ\x00\x00\x00\x01"
+_VERSION = 1
+MAGIC = b"RLXJ" + _VERSION.to_bytes(4)
 MAX_RECORD_BYTES = 256 << 20
 """More than the largest message can become when its defaults are written out."""
 _HEADER = struct.Struct("<II")
@@ -138,7 +139,9 @@ class Journal:
         data = path.read_bytes()
         if data[: len(MAGIC)] != MAGIC:
             if not is_last or not MAGIC.startswith(data.rstrip(b"\0")):
-                raise Corrupt(f"journal segment {path}", why="it does not begin as one")
+                is_other = len(data) >= len(MAGIC) and data[:4] == MAGIC[:4]
+                version = f"it is of version {int.from_bytes(data[4:8])}, this process reads {_VERSION}"
+                raise Corrupt(f"journal segment {path}", why=version if is_other else "it does not begin as one")
             path.write_bytes(MAGIC)
             return [], len(data)
         payloads: list[bytes] = []
@@ -187,6 +190,8 @@ class Journal:
         """Force to disk what was appended. Blocks; for a thread."""
         fd = os.dup(self._fd)
         try:
+            if os.fstat(fd).st_nlink == 0:
+                raise Corrupt(f"journal {self._folder}", why="its file was removed while it was in use")
             os.fdatasync(fd)
         finally:
             os.close(fd)

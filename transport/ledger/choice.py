@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -13,6 +14,8 @@ from relax_rt.transport.samplers import Sampler, Unit, choose_urgent_first
 from relax_rt.transport.samplers import choose as choose_by
 from relax_rt.transport.samplers.base import fill
 
+LOOKED_AT = 64
+"""Groups that are looked at to say what is missing."""
 Samplers = dict[str, Sampler]
 """The samplers of those tasks that have another one than first in, first out."""
 
@@ -45,7 +48,22 @@ def _first(core: Core, task: str, want: Want) -> tuple[list[SampleKey], str]:
         keys = [key for unit in fill(_samples(core, task), want).units for key in unit.keys]
     else:
         keys = list(islice(core.ready[task], want.samples))
-    return keys, "" if keys else f"no sample is ready for task '{task}'"
+    return keys, "" if keys else nothing_ready(core, task)
+
+
+def nothing_ready(core: Core, task: str) -> str:
+    """Why no sample is ready for a task: there is none, others work on them, or they lack columns."""
+    lack: Counter[str] = Counter()
+    blocks = core.blocks.blocks
+    for group in islice(core.state.groups.values(), LOOKED_AT):
+        for sample in group.samples:
+            if sample.generated and not sample.left_out and task not in sample.done and task not in sample.leases:
+                have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
+                lack.update(name for name in core.policy.tasks[task] if name not in have)
+    what = f"no sample is ready for task '{task}'"
+    if not lack:
+        return what
+    return f"{what}: " + ", ".join(f"{n} lack '{name}'" for name, n in sorted(lack.items()))
 
 
 def _samples(core: Core, task: str, newest_first: bool = False) -> Iterator[Unit]:

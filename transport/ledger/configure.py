@@ -18,6 +18,7 @@ def configure(core: Core, policy: LedgerPolicy, limits: QueueLimits) -> None:
     if (policy, limits) == (before, state.limits):
         return
     policy.check()
+    limits.check()
     if before is not None:
         _check_change(core, before, policy)
     core.changed = True

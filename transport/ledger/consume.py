@@ -17,6 +17,7 @@ from relax_rt.transport.ledger.failures import fail_members, stuck
 from relax_rt.transport.ledger.runs import runs_of
 from relax_rt.transport.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
+from relax_rt.transport.targets import did_you_mean
 
 MAX_READERS = 4096
 MAX_STREAMS = 256
@@ -73,7 +74,8 @@ def _suspect_alone(core: Core, task: str, keys: list[SampleKey], want: Want) -> 
 def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
     what = f"take for task '{task}' by {who}"
     if task not in core.policy.tasks:
-        raise Refused(what, why=f"tasks are {', '.join(sorted(core.policy.tasks))}")
+        tasks = sorted(core.policy.tasks)
+        raise Refused(what, why=f"tasks are {', '.join(tasks)}", hint=did_you_mean(task, tasks))
     if max(want.samples, want.groups, want.tokens) < 1:
         raise Refused(what, why="neither samples nor groups nor tokens were asked for")
     if task == core.policy.step_task and (want.groups < 1 or want.tokens):

@@ -124,3 +124,21 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_sample_bytes: int = 1 << 30
     keep_steps: int = 10_000
     durable: bool = False
+
+    def check(self) -> None:
+        """Raises:
+        Refused: a limit cannot be.
+        """
+        for name, low, high in (
+            ("lease_s", 0.01, 1e7),
+            ("quarantine_after", 1, 1e6),
+            ("capacity_bytes", 4096, 1 << 50),
+            ("capacity_samples", 1, 1 << 40),
+            ("spill_bytes", 0, 1 << 60),
+            ("high_water", 0.01, 1),
+            ("max_sample_bytes", 1, 1 << 50),
+            ("keep_steps", 1, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise Refused(f"queue limit {name} = {value}", why=f"it must be from {low:g} to {high:g}")

@@ -22,7 +22,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m relax_rt.transport.queue", description="Serve the TransferQueue of a folder until interrupted."
+        prog="python -m relax_rt.transport.queue",
+        description="Serve the TransferQueue of a folder until interrupted.",
+        epilog="--task, --field and --sampler may be given several times. Dtypes are those of numpy with bf16,"
+        " fp8_e4m3, fp8_e5m2, str, bytes and any; sizes are numbers or *, as int32[*], uint8[*,*,3], float32."
+        " Samplers are fifo, whole_group, sequence_balanced, token_budget, freshest_first, priority,"
+        " package.module:Class or file.py:Class (relative to here).",
     )
     parser.add_argument("folder", type=Path, help="of the journal; made if it is not there")
     parser.add_argument(
@@ -38,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--spill-mib", type=int, default=0, help="payload that may move to disk (default 0)")
     parser.add_argument("--durable", action="store_true", help="keep payloads in files of the folder")
     parser.add_argument("--lease-s", type=float, default=60.0, help="length of leases in seconds (default 60)")
-    parser.add_argument("--fsync-every-s", type=float, default=1.0, help="how often the journal is forced to disk")
+    parser.add_argument(
+        "--fsync-every-s", type=float, default=1.0, help="how often the journal is forced to disk (default 1)"
+    )
     parser.add_argument("--listen", default="", metavar="tcp://HOST:PORT", help="also serve other nodes")
     return parser
 
@@ -68,7 +75,14 @@ async def _serve(host: Host) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; answers with the exit status to leave with."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    for what, pairs in (("--task", options.task), ("--field", options.field), ("--sampler", options.sampler)):
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            parser.error(f"{what} names one thing twice: {', '.join(names)}")
+    if not options.fsync_every_s > 0:
+        parser.error(f"--fsync-every-s {options.fsync_every_s:g} is not a time")
     policy = LedgerPolicy(
         tasks={task: tuple(name for name in fields.split(",") if name) for task, fields in options.task},
         step_task="",
@@ -86,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         import uvloop
 
         uvloop.run(_serve(host))
-    except RelaxError as error:
+    except (RelaxError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0

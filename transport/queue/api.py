@@ -259,6 +259,7 @@ class Membership(msgspec.Struct, frozen=True):
         node: the broker's node; a caller on it maps slabs, any other fetches payloads.
         lease_s: length of tickets and leases.
         fields: declared columns (see transport/fields.py); empty: any column may be put.
+        max_sample_bytes: a sample with more payload is refused.
     """
 
     who: Incarnation
@@ -268,6 +269,7 @@ class Membership(msgspec.Struct, frozen=True):
     node: str
     lease_s: float
     fields: dict[str, str] = {}
+    max_sample_bytes: int = 0
 
 
 class QueueStats(msgspec.Struct, frozen=True):

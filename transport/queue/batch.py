@@ -203,6 +203,7 @@ class LeasedBatch:
         Raises:
             Refused: a sample lacks the column, or its values differ in shape or are not numbers.
         """
+        self._check_some(name)
         span = self._contiguous(name)
         if span is not None:
             block, first = span
@@ -254,6 +255,7 @@ class LeasedBatch:
 
     def packed(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """A ragged column of all samples, one after the other without padding, and the n + 1 offsets into it."""
+        self._check_some(name)
         span = self._run_of(name)
         if span is not None and isinstance(span[0].value(name, span[1]), np.ndarray | np.generic):
             block, first = span
@@ -264,8 +266,20 @@ class LeasedBatch:
             return flat[at[0] : at[-1]], at - at[0]
         return self._concatenated(name)
 
+    def _check_some(self, name: str) -> None:
+        if not self:
+            raise Refused(f"column '{name}' of an empty batch", why=self.waiting_on, hint="test `if batch:` first")
+
+    def __repr__(self) -> str:
+        return (
+            f"<{len(self)} samples for '{self.task}', lease {self.lease}>" if self else f"<no batch: {self.waiting_on}>"
+        )
+
     def _concatenated(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        values = [np.atleast_1d(value) for value in self.values(name)]
+        found = self.values(name)
+        if any(isinstance(value, str | bytes | dict) for value in found):
+            raise Refused(f"column '{name}', packed", why="its values are not arrays", hint="use values()")
+        values = [np.atleast_1d(value) for value in found]
         offsets = np.zeros(len(values) + 1, np.int64)
         np.cumsum([len(value) for value in values], out=offsets[1:])
         return np.concatenate(values), offsets

@@ -13,7 +13,7 @@ import msgspec
 
 from relax_rt.transport import rpc
 from relax_rt.transport.arena.slab import is_slab_name, slab_name
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed
@@ -219,6 +219,13 @@ class Broker:
         """Apply, journal, wake whoever waits; then the answer may be given."""
         self._check_alive()
         if who is not None and not isinstance(event, ev.Join) and not self._ledger.knows(who):
+            if self._node:
+                # Here whoever works has joined; only memory that began anew makes the ledger forget him.
+                raise StaleEpoch(
+                    f"call of {who}",
+                    why="the queue's memory began anew since it joined, and what it puts would lie in the old one",
+                    hint="connect again",
+                )
             self._apply(ev.Join(), who)
         entry = Entry(self._ledger.n + 1, self._clock(), event, who, seq)
         failure: BaseException | None = RuntimeError(f"the ledger broke down on {entry}")
@@ -297,8 +304,8 @@ class Broker:
         self._know(callers.homes[owner_key(who)])
         self._sweep_wanted = True
         shm_dir, spill_dir = str(self.shm_dir), str(self.spill_dir)
-        lease_s = self._limits.lease_s
-        return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, self._policy.fields)
+        fields, lease_s, max_bytes = self._policy.fields, self._limits.lease_s, self._limits.max_sample_bytes
+        return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, fields, max_bytes)
 
     def _know(self, home: Home) -> None:
         """Notice the end of a process that joined."""
@@ -424,6 +431,11 @@ class Broker:
     async def account(self) -> dict[str, int]:
         """See QueueApi."""
         return self._ledger.account()
+
+    @property
+    def held(self) -> int:
+        """Samples that are not finished."""
+        return self._ledger.core.held
 
     def summary(self) -> str:
         """What the queue does, in a line for `ps`."""

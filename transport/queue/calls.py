@@ -17,6 +17,9 @@ WINDOW = 64
 as many (callers.ANSWERS_KEPT), so that a call sent again is always recognised."""
 _BACKOFF = BackoffPolicy(base_s=0.05, cap_s=1.0)
 
+SILENT_S = 2.5
+"""Waits are slices of a second: an answer that takes longer is told of."""
+
 T = TypeVar("T")
 
 
@@ -45,6 +48,8 @@ class Calls:
         self._unanswered: set[int] = set()
         self._answered = asyncio.Event()
         self._resending = 0
+        self._silences = 0
+        self._told_silence = False
 
     def next_number(self) -> int:
         """The number of a call that is sent once, after all others."""
@@ -63,24 +68,37 @@ class Calls:
         self._seq += 1
         seq = self._seq
         self._unanswered.add(seq)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        silent = loop.call_later(SILENT_S, self._silent)
+        self._silences += 1
         try:
             try:
                 return await send(seq)
             except (Unreachable, DeadlineExceeded) as error:
                 self._resending += 1
                 try:
-                    return await self._again(seq, send, error)
+                    return await self._again(seq, send, error, began + self._patience_s)
                 finally:
                     self._resending -= 1
                     if not self._resending:
                         self._on_wait("")
         finally:
+            silent.cancel()
+            self._silences -= 1
+            if self._told_silence and not self._silences and not self._resending:
+                self._told_silence = False
+                self._on_wait("")
             self._unanswered.discard(seq)
             self._answered.set()
 
-    async def _again(self, seq: int, send: Callable[[int], Awaitable[T]], error: Exception) -> T:
+    def _silent(self) -> None:
+        """A broker that is there answers sooner, if only with the reason of a wait."""
+        self._told_silence = True
+        self._on_wait(f"the queue's broker has not answered for {SILENT_S:g} s")
+
+    async def _again(self, seq: int, send: Callable[[int], Awaitable[T]], error: Exception, deadline: float) -> T:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
         backoff = Backoff(_BACKOFF, self._rng)
         while loop.time() < deadline:
             self._on_wait(f"the queue cannot be reached: {error}")

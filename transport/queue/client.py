@@ -100,6 +100,8 @@ class QueueClient:
         space_wait_s: how long a put waits for room in shared memory.
         fields: declared columns (see transport/fields.py); values of another dtype or shape are refused here.
         length_field: the column whose length counts as a sample's tokens.
+        max_sample_bytes: a sample with more payload is refused here, by the name of its largest field; 0: the broker's
+            own check is enough.
         fetcher: gets payloads that lie on other nodes; closed by whoever made it.
         on_lost: gets ids of groups that are no longer this incarnation's (lapsed or revoked): stop working on them.
         on_wait: gets the reason of a wait, and an empty string when none is left; for the role's progress. Waits for
@@ -119,6 +121,7 @@ class QueueClient:
         space_wait_s: float = 60.0,
         fields: Mapping[str, str] | None = None,
         length_field: str = "",
+        max_sample_bytes: int = 0,
         fetcher: Fetcher | None = None,
         on_lost: Callable[[list[int]], None] | None = None,
         on_wait: Callable[[str], None] | None = None,
@@ -134,7 +137,7 @@ class QueueClient:
         self._on_lost = on_lost
         self._reasons, self._polls = Reasons(on_wait), Reasons()
         self._calls = Calls(str(who), patience_s, self._reasons.wait())
-        self._space = Space(self.arena, self._collect, self._reasons, space_wait_s, length_field)
+        self._space = Space(self.arena, self._collect, self._reasons, space_wait_s, length_field, max_sample_bytes)
         self._offers = Offers(self._offer, self._space, self._fields, self._reasons)
         self._pins = Pins(self._tell_unread)
         self._closing = False
@@ -270,10 +273,11 @@ class QueueClient:
         await self._finish(self._put_samples(samples))
 
     async def _put_samples(self, samples: Sequence[NewSample]) -> None:
+        if not samples:
+            return
         rows = [sample.columns for sample in samples]
         if self._fields:
-            for row in rows:
-                check_row(self._fields, row)
+            rows = [check_row(self._fields, row) for row in rows]
         placed = await self._space.rows(rows)
         puts = [
             Put(
@@ -394,8 +398,7 @@ class QueueClient:
     ) -> None:
         keys, rows = list(columns), list(columns.values())
         if self._fields:
-            for row in rows:
-                check_row(self._fields, row)
+            rows = [check_row(self._fields, row) for row in rows]
         puts: list[Put] = []
         if rows:
             placed = await self._space.rows(rows)

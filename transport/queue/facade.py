@@ -177,6 +177,7 @@ class TransferQueue:
             patience_s=ends.patience_s,
             fields=membership.fields,
             length_field=ends.length_field,
+            max_sample_bytes=membership.max_sample_bytes,
             fetcher=fetcher,
             on_wait=ends.on_wait,
         )
@@ -232,6 +233,8 @@ class TransferQueue:
             OutOfSpace: the queue, or this process's shared memory, stayed full for wait_s; nothing was put.
             Unreachable: the broker did not answer for patience_s.
         """
+        if not isinstance(samples, Mapping | Sequence) or isinstance(samples, str | bytes):
+            raise Refused(f"put of a {type(samples).__name__}", why="samples are a list of mappings, or columns")
         if isinstance(samples, Mapping):
             return await self.client.offer_columns(samples, group=group, priorities=priorities, wait_s=wait_s)
         groups = [len(samples)] if group else None
@@ -280,7 +283,7 @@ class TransferQueue:
 
     async def statistics(self) -> dict[str, Any]:
         """Numbers of the broker (`broker`), and of this process's end (`client`)."""
-        return {"broker": await self.client.api.statistics(), "client": self.client.statistics()}
+        return {"broker": await self.client.api.statistics(), "client": msgspec.to_builtins(self.client.statistics())}
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import hashlib
 import logging
@@ -17,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from relax_rt.transport import rpc
-from relax_rt.transport.address import UNIX_PATH_MAX_BYTES
+from relax_rt.transport.address import UNIX_PATH_MAX_BYTES, parse_address
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.fields import parse_fields
 from relax_rt.transport.identity import Incarnation
@@ -33,6 +34,8 @@ RUN_ID = "queue"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlxq-"
 BROKER = "broker/0"
+OWNER = "folder"
+"""File in the memory of a queue that names its folder."""
 LOCK, PLACE, KEYS = "lock", "queue.json", "keys.json"
 _DISK = "disk"
 _REOPEN_S, _REOPEN_MAX_S = 0.2, 5.0
@@ -150,14 +153,19 @@ class Host:
     async def _open(self) -> Place:
         world, shm_dir = self._memory()
         self._shm_dir = shm_dir
+        await asyncio.to_thread(_remove_ownerless)
         shm_dir.mkdir(mode=0o700, exist_ok=True)
+        if not self._limits.durable:
+            _write(shm_dir / OWNER, os.fsencode(self.folder))
         spill_dir, node = self.folder / "spill", node_name()
         payloads, curve = "", None
         if self._listen:
+            address = parse_address(self._listen)
+            if address.scheme != "tcp":
+                raise Refused(f"listening on {self._listen}", why="other nodes come by tcp", hint="tcp://host:port")
             curve = make_keys(self.folder).curve()
-            host = self._listen.rpartition(":")[0]
             self._payload_server = PayloadServer(shm_dir, spill_dir, keys=curve)
-            payloads = await self._payload_server.listen(f"{host}:0")
+            payloads = await self._payload_server.listen(str(dataclasses.replace(address, port=0)))
         self.broker = Broker(
             self.folder / "journal",
             shm_dir,
@@ -222,6 +230,8 @@ class Host:
             assert self.broker is not None
             # Whatever stopped it: what was acknowledged is in the journal.
             (error,) = await asyncio.gather(self.broker.run(), return_exceptions=True)
+            if isinstance(error, Corrupt):
+                raise error
             log.error("queue %s: its broker failed and begins again: %s", self.folder, error)
             delay_s = _REOPEN_S
             await asyncio.sleep(delay_s)
@@ -255,14 +265,34 @@ class Host:
         if self.place is None:
             # It never began: payloads of a broker before us stay.
             with suppress(OSError):
-                if self._shm_dir is not None:
-                    self._shm_dir.rmdir()
+                if self._shm_dir is not None and {path.name for path in self._shm_dir.iterdir()} <= {OWNER}:
+                    shutil.rmtree(self._shm_dir)
         else:
             (self.folder / PLACE).unlink(missing_ok=True)
             if not keep_memory and not self._limits.durable:
+                if self.broker is not None and (held := self.broker.held):
+                    log.warning(
+                        "queue %s ends with %d samples that were not consumed: they are lost (durable keeps them)",
+                        self.folder,
+                        held,
+                    )
                 await asyncio.to_thread(shutil.rmtree, self.place.shm_dir, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
+
+
+def _remove_ownerless() -> None:
+    """Memory of queues whose folder is gone, or has other memory by now: their brokers were killed."""
+    for directory in SHM_ROOT.glob(f"{SHM_PREFIX}*"):
+        try:
+            folder = Path(os.fsdecode((directory / OWNER).read_bytes()))
+            if directory.stat().st_uid != os.getuid():
+                continue
+            known = (folder / "memory").read_text().strip() if (folder / "memory").exists() else ""
+        except OSError:
+            continue
+        if f"{SHM_PREFIX}{known}" != directory.name:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def socket_path(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -24,6 +25,8 @@ from relax_rt.transport.queue.watch import node_name, start_time
 CALL_TIMEOUT_S = 15.0
 """Deadline of one message to the broker; a call is sent again until patience_s is over."""
 _FIND_POLL_S = 0.05
+_SAY_AFTER_S = 1.5
+_log = logging.getLogger("relax_rt.transport")
 
 
 class Address:
@@ -50,8 +53,20 @@ class Address:
         if "://" in self.where:
             parse_address(self.where)
             return self.where
+        if Path(self.where).is_file():  # noqa: ASYNC240 once, on connecting
+            raise Refused(f"queue {self.where}", why="it is a file, not the folder of a queue")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
+        say = loop.call_later(
+            _SAY_AFTER_S, _log.warning, "queue %s: no broker serves it, waiting %g s", self.where, self._patience_s
+        )
+        try:
+            return await self._look(deadline)
+        finally:
+            say.cancel()
+
+    async def _look(self, deadline: float) -> str:
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 place = await asyncio.to_thread(find, Path(self.where))

@@ -52,8 +52,7 @@ class Offers:
                 )
         _check_priorities(len(rows), priorities)
         if self._fields:
-            for row in rows:
-                check_row(self._fields, row)
+            rows = [check_row(self._fields, row) for row in rows]
         nbytes = nbytes_of(rows[0]) * len(rows)
         return await self.outbox.put(rows, sizes, priorities or [0.0] * len(rows), nbytes, wait_s)
 
@@ -75,7 +74,7 @@ class Offers:
     ) -> list[SampleKey]:
         """See QueueClient.offer_columns."""
         if self._fields:
-            check_columns(self._fields, columns)
+            columns = check_columns(self._fields, columns)
         deadline = asyncio.get_running_loop().time() + wait_s
         placed = await self._space.columns(columns, lambda: deadline)
         n, lengths = placed.block.rows, placed.lengths

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from relax_rt.transport.arena import Placed, Writer
-from relax_rt.transport.errors import OutOfSpace
+from relax_rt.transport.errors import OutOfSpace, Refused
+from relax_rt.transport.fields import Sizes, check_sizes, column_sizes, row_sizes
 from relax_rt.transport.queue.api import Extent
 from relax_rt.transport.queue.reasons import Reasons
 
@@ -32,6 +33,7 @@ class Space:
         reasons: where waits are told.
         wait_s: how long to wait where nothing else is said.
         length_field: the column whose length counts as a sample's tokens.
+        max_bytes: of one sample; 0: any.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class Space:
         reasons: Reasons,
         wait_s: float,
         length_field: str,
+        max_bytes: int,
     ) -> None:
         self._arena, self._collect, self._reasons = arena, collect, reasons
-        self._wait_s, self._length_field = wait_s, length_field
+        self._wait_s, self._length_field, self._max_bytes = wait_s, length_field, max_bytes
 
     async def rows(self, rows: Rows, until: Until | None = None) -> Places:
         """Copy rows.
@@ -54,7 +57,9 @@ class Space:
         """
         # All rows are taken to be as large as the first: it only decides where the copy runs.
         nbytes = nbytes_of(rows[0]) * len(rows)
-        return await self._place(lambda: self._arena.put_rows(rows, length_field=self._length_field), nbytes, until)
+        places = await self._place(lambda: self._arena.put_rows(rows, length_field=self._length_field), nbytes, until)
+        self._check_size([placed for placed, _ in places], lambda: row_sizes(rows))
+        return places
 
     async def columns(self, columns: Mapping[str, Any], until: Until) -> Placed:
         """Copy whole columns; raises as `rows` does."""
@@ -63,7 +68,19 @@ class Space:
             return [(self._arena.put_columns(columns, length_field=self._length_field), [])]
 
         ((placed, _),) = await self._place(put, nbytes_of(columns), until)
+        self._check_size([placed], lambda: column_sizes(columns, placed.block.rows))
         return placed
+
+    def _check_size(self, places: list[Placed], sizes: Callable[[], Iterable[Sizes]]) -> None:
+        """Only where an extent is larger than a sample may be, samples are looked at one by one."""
+        extents = [extent for placed in places for extent in placed.extents()]
+        if not self._max_bytes or all(extent.nbytes <= self._max_bytes for extent in extents):
+            return
+        try:
+            check_sizes(sizes(), self._max_bytes)
+        except Refused:
+            self.free(extents)
+            raise
 
     async def _place(self, put: Callable[[], Places], nbytes: int, until: Until | None) -> Places:
         loop = asyncio.get_running_loop()

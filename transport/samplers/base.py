@@ -149,6 +149,8 @@ def choose(sampler: Sampler, units: Iterable[Unit], want: Want) -> Choice:
         raise
     except Exception as error:
         raise Refused(name, why=f"it raised {type(error).__name__}: {error}") from error
+    if not isinstance(choice, Choice) or not all(isinstance(unit, Unit) for unit in choice.units):
+        raise Refused(name, why=f"its choose returned a {type(choice).__name__}", hint="return Choice([units…])")
     keys = [unit.keys for unit in choice.units]
     tokens = sum(unit.tokens for unit in choice.units) if want.tokens else 0
     samples = sum(map(len, keys))

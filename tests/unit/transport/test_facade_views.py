@@ -31,7 +31,7 @@ async def memory(queue: TransferQueue) -> dict[str, int]:
 async def pinned_by(queue: TransferQueue, views: int) -> int:
     """Leases that are pinned, once the broker has heard of all views that are gone."""
     held = await settled(lambda: memory(queue), lambda now: 0 < now["ended_but_pinned"] <= views)
-    assert (await queue.statistics())["client"].pinned_leases == held["ended_but_pinned"]
+    assert (await queue.statistics())["client"]["pinned_leases"] == held["ended_but_pinned"]
     return held["ended_but_pinned"]
 
 
@@ -76,7 +76,7 @@ async def test_arrays_outlive_their_lease_while_producers_write_at_full_rate(wor
         del batch
         kept.clear()
         await until_free(queue)
-        assert (await queue.statistics())["client"].pinned_leases == 0
+        assert (await queue.statistics())["client"]["pinned_leases"] == 0
 
 
 async def test_what_a_killed_reader_held_comes_free(world: World) -> None:
@@ -88,7 +88,7 @@ async def test_what_a_killed_reader_held_comes_free(world: World) -> None:
         assert {reader.told() for reader in readers} == {3, 4}
         held = await memory(queue)
         assert held["ended_but_pinned"] == held["extents"] == 2 and held["payload_bytes"] > 2 * 20_000
-        assert (await queue.statistics())["client"].arena.used_bytes > 2 * 20_000
+        assert (await queue.statistics())["client"]["arena"]["used_bytes"] > 2 * 20_000
         readers[0].kill()
         now = await settled(lambda: memory(queue), lambda now: now["ended_but_pinned"] != 2)
         assert now["ended_but_pinned"] == now["extents"] == 1
@@ -97,7 +97,7 @@ async def test_what_a_killed_reader_held_comes_free(world: World) -> None:
         await until_free(queue)
         # The next answer tells the producer.
         await queue.put([{"tokens": np.zeros(2, np.int32)}])
-        assert (await queue.statistics())["client"].arena.used_bytes == 0
+        assert (await queue.statistics())["client"]["arena"]["used_bytes"] == 0
 
 
 async def test_arrays_of_a_batch_that_was_forgotten_stay_good(world: World) -> None:
