@@ -132,7 +132,7 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name, low, high in (
             ("lease_s", 0.01, 1e7),
             ("quarantine_after", 1, 1e6),
-            ("capacity_bytes", 4096, 1 << 50),
+            ("capacity_bytes", 1, 1 << 50),
             ("capacity_samples", 1, 1 << 40),
             ("spill_bytes", 0, 1 << 60),
             ("high_water", 0.01, 1),
