@@ -1,0 +1,407 @@
+"""Producers, consumers and trainers as processes that can be killed, paused and replaced at any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sim_broker import Client
+from sim_checker import FOREIGN, UNEXPECTED, Trained
+from sim_kernel import Exit, Silence, Steps, Thread
+from sim_memory import Arena, Full, Slab
+
+from relax_rt.transport.errors import Refused, StaleEpoch
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.queue.api import (
+    Batch,
+    BlobRef,
+    BlockRef,
+    Extent,
+    Failure,
+    Put,
+    RowPut,
+    SampleKey,
+    Ticket,
+    VersionSpan,
+    Want,
+)
+from relax_rt.transport.versions import VersionRecord
+
+if TYPE_CHECKING:
+    from sim_world import World
+
+ROW_CELLS, BLOB_CELLS = 2, 3
+Seen = dict[SampleKey, str]
+
+
+class Process:
+    """An incarnation: its threads die with it, its memory stays for those who read it."""
+
+    def __init__(self, world: World, slot: str, main: Callable[[Process], Steps]) -> None:
+        self.world, self.slot = world, slot
+        self.who = Incarnation(slot, world.new_epoch())
+        self.client = Client(world.kernel, world.net, world.broker, self.who)
+        self.arena = Arena(world.memory, self.who, world.arena_cells)
+        self.held: set[int] = set()
+        self.maps: dict[str, Slab] = {}
+        self.threads = [Thread(world.kernel, main(self), self._ended), Thread(world.kernel, self._renew())]
+
+    def kill(self) -> None:
+        for thread in self.threads:
+            thread.kill()
+
+    def pause(self, seconds: float) -> None:
+        """It stands still and knows nothing of it."""
+        for thread in self.threads:
+            thread.resumes_at = self.world.kernel.now + seconds
+
+    def _ended(self) -> None:
+        self.kill()
+        self.world.process_ended(self)
+
+    def _renew(self) -> Steps:
+        while True:
+            yield self.world.limits.lease_s / 3
+            if self.held:
+                lost = yield from self.client.renew(sorted(self.held))
+                if isinstance(lost, Refused):
+                    return
+                self.held.difference_update(lost)
+
+    def call(self, event: ev.Event, *, may_refuse: bool = False) -> Steps:
+        """The answer; freed memory is given to the arena. A fenced process ends.
+
+        Raises:
+            Exit: it is fenced.
+        """
+        answer = yield from self.client.call(event)
+        if isinstance(answer, StaleEpoch):
+            raise Exit
+        if isinstance(answer, Refused):
+            if not may_refuse:
+                self.world.checker.found(UNEXPECTED, f"{self.who}: {answer}")
+            return answer
+        self.world.checker.answered(self.who, self.client.first_sent, self.world.kernel.now)
+        freed = answer if isinstance(answer, list) else getattr(answer, "freed", [])
+        for extent in freed:
+            if not self.arena.free(extent):
+                self.world.checker.found(UNEXPECTED, f"{self.who} is given {extent}, which it does not use")
+        return answer
+
+    # --- memory
+
+    def place(self, rows: list[str], cells: int) -> Steps:
+        """An extent with these rows, as soon as there is room for it."""
+        while True:
+            try:
+                return self.arena.put(rows, cells)
+            except Full:
+                yield from self.call(ev.PutColumns([]))
+                yield 0.3
+
+    def take_back(self, puts: Sequence[Put]) -> None:
+        """After a refusal nobody reads what was put."""
+        for put in puts:
+            for extent in [put.block.extent, *(blob.extent for blob in put.blobs)]:
+                if extent is not None:
+                    self.arena.free(extent)
+
+    def rows_at(self, extent: Extent) -> list[str] | None:
+        slab = self.maps.get(extent.slab) or self.world.memory.slabs.get(extent.slab)
+        if slab is None:
+            return None
+        self.maps[extent.slab] = slab
+        return self.world.memory.read(slab, extent)
+
+    def read(self, batch: Batch, before: Seen | None = None) -> Seen:
+        """Look at everything that the batch shows; what each sample is, as its bytes say."""
+        checker, seen = self.world.checker, {}
+        for info in batch.infos():
+            for block, row in info.parts:
+                ref = batch.blocks[block]
+                rows = ref.inline.decode().split("|") if ref.extent is None else self.rows_at(ref.extent)
+                text = rows[row] if rows is not None and row < len(rows) else None
+                if ref.fields == ("tokens",):
+                    checker.read(self.who, info.key, text, (before or {}).get(info.key))
+                    seen[info.key] = text or ""
+                elif text != f"{ref.fields[0]} of {seen.get(info.key)}":
+                    checker.found(FOREIGN, f"{self.who} read {text!r} as {ref.fields[0]} of {seen.get(info.key)}")
+        for blob in batch.blobs:
+            rows = self.rows_at(blob.extent)
+            if rows != [blob.digest.decode()]:
+                checker.found(FOREIGN, f"{self.who} read {rows} as {blob.digest!r}")
+        return seen
+
+    def columns(self, seen: Seen, field: str) -> Steps:
+        """A new column for each of these samples."""
+        if not seen:
+            return []
+        rows = [RowPut(key, row) for row, key in enumerate(seen)]
+        texts = [f"{field} of {digest}" for digest in seen.values()]
+        if self.world.kernel.random.random() < 0.5:
+            return [Put(BlockRef(None, len(rows), (field,), "|".join(texts).encode()), rows)]
+        extent = yield from self.place(texts, ROW_CELLS * len(rows))
+        return [Put(BlockRef(extent, len(rows), (field,)), rows)]
+
+
+# --- producers
+
+
+def engine(p: Process) -> Steps:
+    """Generates what it gets tickets for, with the newest weights that it knows."""
+    rng = p.world.kernel.random
+    version = 0
+    while True:
+        if p.world.published and (not version or rng.random() < 0.8):
+            version = p.world.published[-1]
+        if not version:
+            yield 0.3
+            continue
+        answer = yield from p.call(ev.Admit(version, rng.randint(1, 2)))
+        if isinstance(answer, Refused) or not answer.tickets:
+            yield rng.uniform(0.2, 0.6)
+            continue
+        p.held.update(ticket.group for ticket in answer.tickets)
+        if p.world.hangs(p):
+            raise Silence
+        for ticket in answer.tickets:
+            if rng.random() < 0.03:
+                yield from p.call(ev.GiveBack([ticket.group], "no wish"))
+            else:
+                yield from _generate(p, ticket, version)
+            p.held.discard(ticket.group)
+
+
+def _generate(p: Process, ticket: Ticket, version: int) -> Steps:
+    rng, todo = p.world.kernel.random, list(ticket.wanted())
+    while todo and ticket.group in p.held:
+        members, todo = todo[:2], todo[2:]
+        if rng.random() < 0.3:
+            todo, members = [*members[1:], *todo], members[:1]
+        versions = [version]
+        yield min(rng.lognormvariate(-1.9, 0.9), 12.0) * len(members)
+        if rng.random() < 0.3 and p.world.published[-1] != version:
+            versions.append(p.world.published[-1])
+        yield from _put(p, ticket, members, versions)
+
+
+def _put(p: Process, ticket: Ticket, members: list[int], versions: list[int]) -> Steps:
+    world, rows = p.world, []
+    digests = [world.new_digest(f"{ticket.group}.{member}") for member in members]
+    for row, (member, digest) in enumerate(zip(members, digests, strict=True)):
+        key = SampleKey(ticket.group, member)
+        rows.append(RowPut(key, row, 1, [VersionSpan(n, n + 1, v, v) for n, v in enumerate(versions)]))
+        world.checker.made(digest, key, versions)
+    extent = yield from p.place(digests, ROW_CELLS * len(rows))
+    name = f"image {ticket.prompt}".ljust(16)
+    image = yield from p.place([name], BLOB_CELLS)
+    puts = [Put(BlockRef(extent, len(rows), ("tokens",)), rows, [BlobRef(name.encode(), image)])]
+    answer = yield from p.call(ev.PutColumns(puts))
+    if isinstance(answer, Refused):
+        p.take_back(puts)
+    else:
+        world.checker.acknowledged(puts, digests, answer, [row.key for row in rows])
+
+
+def offerer(p: Process) -> Steps:
+    """Puts samples of its own into a queue without prompts, until enough were put."""
+    world, rng = p.world, p.world.kernel.random
+    while world.to_offer > 0:
+        sizes = [rng.randint(1, 2) for _ in range(rng.randint(1, 3))]
+        n = sum(sizes)
+        digests = [world.new_digest("offered") for _ in range(n)]
+        for digest in digests:
+            world.checker.made(digest, None, ())
+        inline = rng.random() < 0.4
+        extent = None if inline else (yield from p.place(digests, ROW_CELLS * n))
+        keys = [SampleKey(group, member) for group, size in enumerate(sizes) for member in range(size)]
+        rows = [RowPut(key, row) for row, key in enumerate(keys)] if rng.random() < 0.5 else []
+        put = Put(BlockRef(extent, n, ("tokens",), "|".join(digests).encode() if inline else b""), rows)
+        while True:
+            answer = yield from p.call(ev.Offer([put], sizes))
+            if isinstance(answer, Refused) or not answer.waiting_on:
+                break
+            yield rng.uniform(0.2, 0.6)
+        if isinstance(answer, Refused):
+            p.take_back([put])
+            continue
+        world.to_offer -= n
+        named = [SampleKey(answer.groups[key.group], key.member) for key in keys]
+        world.checker.acknowledged([put], digests, answer.freed, named)
+        yield rng.uniform(0.1, 0.8)
+    while True:
+        yield from p.call(ev.PutColumns([]))
+        yield 2.0
+
+
+# --- consumers
+
+
+def consumer(task: str, puts: str) -> Callable[[Process], Steps]:
+    """Works on samples one lease after the other; sometimes too slowly, sometimes reading on when it is done."""
+
+    def main(p: Process) -> Steps:
+        rng = p.world.kernel.random
+        while True:
+            want = Want(samples=rng.randint(1, 4)) if rng.random() < 0.9 else Want(groups=1)
+            batch = yield from p.call(ev.Take(task, want))
+            if isinstance(batch, Refused) or not batch.lease:
+                yield rng.uniform(0.2, 0.5)
+            elif not len(batch):
+                yield from p.call(ev.Abandon(batch.lease, "it ended"))
+            else:
+                yield from _work(p, task, puts, batch)
+
+    return main
+
+
+def _work(p: Process, task: str, puts: str, batch: Batch) -> Steps:
+    rng, slow = p.world.kernel.random, p.world.kernel.random.random() < p.world.slow
+    if not slow:
+        p.held.add(batch.lease)
+    if p.world.hangs(p):
+        raise Silence
+    seen = p.read(batch)
+    for _ in range(8 if slow else 1):
+        yield rng.uniform(0.5, 1.5) if slow else rng.uniform(0.05, 0.3)
+        p.read(batch, seen)
+    failed = [key for key, digest in seen.items() if p.world.is_bad(digest)]
+    for key in failed:
+        p.world.checker.given_up.add(key)
+    good = {key: digest for key, digest in seen.items() if key not in failed}
+    new = (yield from p.columns(good, puts)) if puts else []
+    pinned = rng.random() < 0.3
+    failures = [Failure(key, "bad") for key in failed]
+    p.world.completing(task, seen)
+    answer = yield from p.call(ev.Complete(task, batch.lease, new, failures, pinned))
+    p.held.discard(batch.lease)
+    if isinstance(answer, Refused):
+        p.take_back(new)
+    if pinned:
+        for _ in range(rng.randint(1, 6)):
+            yield rng.uniform(0.2, 1.5)
+            p.read(batch, seen)
+        yield from p.call(ev.Unpin([batch.lease]))
+
+
+def rank(number: int, stream: str) -> Callable[[Process], Steps]:
+    """One of two that read the same batches of a stream; each puts columns for its half."""
+
+    def main(p: Process) -> Steps:
+        rng, index = p.world.kernel.random, 0
+        while True:
+            want = Want(samples=4, stream=stream, index=index, readers=2)
+            batch = yield from p.call(ev.Take("reference", want), may_refuse=True)
+            if isinstance(batch, Refused):
+                index += 1
+                continue
+            if not batch.lease:
+                yield rng.uniform(0.2, 0.4)
+                continue
+            p.held.add(batch.lease)
+            seen = p.read(batch)
+            yield rng.uniform(0.05, 0.3)
+            p.read(batch, seen)
+            half = {key: digest for n, (key, digest) in enumerate(seen.items()) if n % 2 == number}
+            new = yield from p.columns(half, "reference")
+            answer = yield from p.call(ev.Complete("reference", batch.lease, new, [], False), may_refuse=True)
+            if isinstance(answer, Refused):
+                # Its batch was offered again as one of another member list; what it put is not wanted.
+                p.take_back(new)
+            p.held.discard(batch.lease)
+            index += 1
+
+    return main
+
+
+# --- the trainer
+
+
+def trainer(p: Process) -> Steps:
+    """Trains from its newest checkpoint on; when the queue says that a step does not count, it falls back to it."""
+    while True:
+        yield from _train_from_checkpoint(p)
+
+
+def _train_from_checkpoint(p: Process) -> Steps:
+    world, rng = p.world, p.world.kernel.random
+    disk = world.disk
+    disk.open(p.who.epoch)
+    if world.faulty and rng.random() < 0.3:
+        disk.damage_newest()
+    step, saved, path = disk.newest()
+    version, record = world.new_version(p.who.epoch, saved, step, changed=saved == 0)
+    answer = yield from p.call(ev.Rollback(step, record))
+    if isinstance(answer, Refused):
+        raise Exit
+    disk.began_with(version)
+    world.published.append(version)
+    world.path, committed, misses = path, step, 0
+    while True:
+        groups = world.policy.prompts_per_step if misses < 8 else 1
+        batch = yield from p.call(ev.Take("train", Want(groups=groups)))
+        if isinstance(batch, Refused) or not batch.samples:
+            misses += 1
+            if misses == 8 and step > committed:
+                committed = yield from _checkpoint(p, step, version, path)
+            yield rng.uniform(0.2, 0.5)
+            continue
+        misses = 0
+        record = yield from _step(p, batch, step + 1, version, record, path)
+        if record is None:
+            return
+        step, version = step + 1, record.version
+        if step - committed >= 5 or rng.random() < 0.05:
+            committed = yield from _checkpoint(p, step, version, path)
+
+
+def _step(
+    p: Process, batch: Batch, step: int, version: int, record: VersionRecord, path: dict[int, list[Trained]]
+) -> Steps:
+    """The record of the weights after the step; None if it does not count."""
+    world, rng = p.world, p.world.kernel.random
+    p.held.add(batch.lease)
+    seen = p.read(batch)
+    prompt = {info.key: info.prompt for info in batch.samples}
+    for digest in seen.values():
+        world.checker.consumed(p.who, version, digest)
+    yield rng.uniform(0.1, 0.6)
+    p.read(batch, seen)
+    skipped = rng.random() < 0.04
+    if not skipped:
+        version, record = world.new_version(p.who.epoch, version, step, changed=True)
+    world.checker.stepped_on.update(seen.values())
+    pinned = rng.random() < 0.3
+    answer = yield from p.call(ev.Trained(batch.lease, step, record, skipped, pinned), may_refuse=True)
+    p.held.discard(batch.lease)
+    if pinned or isinstance(answer, Refused):
+        yield rng.uniform(0.0, 0.3)
+        p.read(batch, seen)
+        yield from p.call(ev.Unpin([batch.lease]))
+    if isinstance(answer, Refused):
+        return None
+    path[step] = [Trained(key, prompt[key], digest) for key, digest in seen.items()]
+    if not skipped:
+        world.published.append(version)
+    return record
+
+
+def _checkpoint(p: Process, step: int, version: int, path: dict[int, list[Trained]]) -> Steps:
+    rng = p.world.kernel.random
+    yield rng.uniform(0.05, 0.4)
+    if not p.world.disk.save(p.who.epoch, step, version, path):
+        raise Exit
+    yield rng.uniform(0.0, 0.2)
+    yield from p.call(ev.Committed(step, f"step-{step}"))
+    p.world.committed = step
+    return step
+
+
+def agent(p: Process) -> Steps:
+    """Tells of processes that were seen dead."""
+    while True:
+        while p.world.dead:
+            gone: Any = p.world.dead.pop(0)
+            yield from p.call(ev.Gone(gone, "seen dead"))
+        yield 0.2

@@ -1,0 +1,144 @@
+"""Judges a run by what producers, consumers and trainers saw themselves, never by what the ledger thinks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.core import Notice
+from relax_rt.transport.queue.api import Extent, Put, SampleKey
+
+LOST = "acknowledged sample lost"
+TWICE = "trained twice"
+SKIPPED = "prompt skipped"
+STALE = "over-stale at consumption"
+FOREIGN = "foreign bytes under a pin"
+FENCED = "a fenced incarnation was heard"
+DOUBLED = "applied twice"
+STANDSTILL = "stands still after the faults"
+UNEXPECTED = "unexpected"
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What a trainer remembers of a sample: in its checkpoints, so that it forgets what it falls back behind."""
+
+    key: SampleKey
+    prompt: int
+    digest: str
+
+
+class Produced(msgspec.Struct):
+    """A sample as its producer made it; `kept_as` is its name once the queue has acknowledged it."""
+
+    key: SampleKey | None
+    versions: tuple[int, ...]
+    kept_as: SampleKey | None = None
+
+
+class Checker:
+    def __init__(self, max_staleness: float) -> None:
+        self.max_staleness = max_staleness
+        self.findings: list[tuple[str, str]] = []
+        self.parents: dict[int, tuple[int, bool]] = {}
+        self.produced: dict[str, Produced] = {}
+        self.key_of: dict[str, SampleKey] = {}
+        self.heard: dict[str, dict[int, float]] = {}
+        self.given_up: set[SampleKey] = set()
+        self.stepped_on: set[str] = set()
+        self.reads = 0
+
+    def found(self, kind: str, detail: str) -> None:
+        self.findings.append((kind, detail))
+
+    # --- calls
+
+    def answered(self, who: Incarnation, first_sent: float, now: float) -> None:
+        """A call had an effect. None that was sent after a newer incarnation was heard may."""
+        epochs = self.heard.setdefault(who.slot, {})
+        newer = [epoch for epoch, at in epochs.items() if epoch > who.epoch and at <= first_sent]
+        if newer:
+            self.found(FENCED, f"{who} at {now:.2f}, after {who.slot}#{newer[0]}")
+        epochs.setdefault(who.epoch, now)
+
+    # --- producers
+
+    def made(self, digest: str, key: SampleKey | None, versions: Iterable[int]) -> None:
+        self.produced[digest] = Produced(key, tuple(versions))
+
+    def acknowledged(
+        self, puts: Sequence[Put], digests: Sequence[str], freed: Sequence[Extent], keys: Sequence[SampleKey]
+    ) -> None:
+        """A put that was not wanted any more comes back in its own answer."""
+        back: set[Extent | None] = set(freed)
+        if not any(put.block.extent in back for put in puts):
+            for digest, key in zip(digests, keys, strict=True):
+                self.produced[digest].kept_as = key
+
+    # --- readers
+
+    def read(self, who: Incarnation, key: SampleKey, digest: str | None, before: str | None = None) -> None:
+        """Bytes read under a pin. before: what was read there under the same pin."""
+        self.reads += 1
+        made = self.produced.get(digest or "")
+        wrong_key = made is not None and made.key is not None and made.key != key
+        if made is None or wrong_key or (before is not None and before != digest):
+            self.found(FOREIGN, f"{who} read {digest!r} as {key}, before {before!r}")
+            return
+        assert digest is not None
+        first = self.key_of.setdefault(digest, key)
+        if first != key:
+            self.found(DOUBLED, f"{digest} is {first} and {key}")
+
+    # --- trainers
+
+    def version(self, version: int, parent: int, *, changed: bool) -> None:
+        self.parents[version] = (parent, changed)
+
+    def distance(self, a: int, b: int) -> int:
+        """By the set of ancestors of each."""
+        apart = self._line(a) ^ self._line(b)
+        return sum(self.parents[version][1] for version in apart)
+
+    def _line(self, version: int) -> set[int]:
+        found = set()
+        while version:
+            found.add(version)
+            version = self.parents[version][0]
+        return found
+
+    def consumed(self, who: Incarnation, weights: int, digest: str) -> None:
+        made = self.produced.get(digest)
+        lag = max((self.distance(weights, version) for version in made.versions), default=0) if made else 0
+        if lag > self.max_staleness:
+            self.found(STALE, f"{who} at version {weights} got {digest} of {made}, {lag} updates old")
+
+    # --- the end
+
+    def judge_path(self, path: dict[int, list[Trained]], prompts: int, retired: set[int]) -> None:
+        """The steps that lead to the final weights."""
+        trained = [one for step in path.values() for one in step]
+        for what, values in (
+            ("sample", [str(one.key) for one in trained]),
+            ("digest", [one.digest for one in trained]),
+            ("prompt", [str(prompt) for step in path.values() for prompt in {one.prompt for one in step}]),
+        ):
+            for value, times in Counter(values).items():
+                if times > 1:
+                    self.found(TWICE, f"{what} {value}: {times} times")
+        missing = set(range(prompts)) - {one.prompt for one in trained} - retired
+        if missing:
+            self.found(SKIPPED, f"prompts {sorted(missing)}")
+
+    def judge_samples(self, notices: Iterable[Notice], used: set[str]) -> None:
+        """Each acknowledged sample was used, or somebody was told of its end."""
+        told = {fields["group"] for kind, fields in notices if kind == "group_ended"}
+        for digest, made in self.produced.items():
+            key = made.kept_as
+            if key is not None and digest not in used and key.group not in told and key not in self.given_up:
+                self.found(LOST, f"{digest} ({key})")
+
+    def kinds(self) -> set[str]:
+        return {kind for kind, _ in self.findings}
