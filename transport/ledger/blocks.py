@@ -185,6 +185,16 @@ class BlockTable(msgspec.Struct):
                 found[extent.slab, extent.offset] = extent
         return list(found.values())
 
+    def ids_in(self, owner: str) -> set[int]:
+        """Blocks that lie in this owner's slabs, or name blobs that do."""
+        blobs = {digest for digest, blob in self.blobs.items() if owner_of(blob.extent.slab) == owner}
+        return {
+            id_
+            for id_, block in self.blocks.items()
+            if (block.ref.extent is not None and owner_of(block.ref.extent.slab) == owner)
+            or not blobs.isdisjoint(block.blobs)
+        }
+
     def blob_refs(self, ids: Iterable[int]) -> list[BlobRef]:
         """Where the blobs of these blocks lie."""
         digests = dict.fromkeys(digest for id_ in ids for digest in self.blocks[id_].blobs)

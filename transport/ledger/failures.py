@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.blocks import owner_key
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.state import Group, Sample
 from relax_rt.transport.queue.api import Failure, SampleKey
@@ -45,6 +47,23 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
         core.end(group, "dropped(sibling)", marked=marked, fate="retire")
     else:
         _make_again(core, group, members)
+
+
+def lose_memory(core: Core, who: Incarnation) -> None:
+    """The memory that a process on another node had of its own ended with it: so did the samples that need it."""
+    owner = owner_key(who)
+    home = core.state.callers.homes.get(owner)
+    if home is None or not home.payloads:
+        return
+    lost = core.blocks.ids_in(owner)
+    failures = [
+        Failure(key, f"its payload ended with {who}")
+        for group in core.state.groups.values()
+        for key, sample in group.members()
+        if any(part.block in lost for part in sample.parts)
+    ]
+    core.tally("lost_with_owner", len(failures))
+    fail_members(core, "", failures)
 
 
 def stuck(core: Core, held: Iterable[tuple[SampleKey, Sample]]) -> list[Failure]:

@@ -9,7 +9,7 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import account, admission, consume, keyed, spill, training
+from relax_rt.transport.ledger import account, admission, consume, failures, keyed, spill, training
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.blocks import SPILL, owner_key, owner_of
 from relax_rt.transport.ledger.callers import Home, Kept
@@ -279,6 +279,7 @@ class Ledger:
         core.changed = True
         core.state.callers.fence(who.slot, who.epoch + 1)
         core.blocks.forget_owner(who)
+        failures.lose_memory(core, who)
         core.store.forget(who)
         self._end_work(lambda other: other == who, process_ended=True)
         for lease in core.read_still(who):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.transport.arena import Reader, ReaderStatistics, Writer, WriterStatistics
+from relax_rt.transport.arena import Reader, Writer
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.fields import check_row, parse_fields
 from relax_rt.transport.identity import Incarnation
@@ -33,11 +33,12 @@ from relax_rt.transport.queue.api import (
     Want,
 )
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
-from relax_rt.transport.queue.calls import Calls, CallStatistics
+from relax_rt.transport.queue.calls import Calls
 from relax_rt.transport.queue.offers import OFFER_WAIT_S, Offers
 from relax_rt.transport.queue.pins import Pins
 from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Rows, Space
+from relax_rt.transport.queue.statistics import ClientStatistics
 from relax_rt.transport.versions import VersionRecord
 
 __all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]
@@ -67,20 +68,6 @@ class NewSample(msgspec.Struct, frozen=True):
     columns: Mapping[str, Any]
     versions: list[VersionSpan]
     priority: float = 0.0
-
-
-class ClientStatistics(msgspec.Struct, frozen=True):
-    """Numbers of a client: its calls, the messages and samples of its offers, its own memory, what it maps."""
-
-    calls: CallStatistics
-    offer_messages: int
-    offered_samples: int
-    leases: int
-    pinned_leases: int
-    tickets: int
-    waiting_on: str
-    arena: WriterStatistics
-    reader: ReaderStatistics
 
 
 class QueueClient:
@@ -171,6 +158,10 @@ class QueueClient:
         await self._leave()
         self.arena.close()
         self.reader.close()
+
+    async def linger(self, wait_s: float) -> int:
+        """Wait until others have read what lies in this memory; answers with the bytes that are left after wait_s."""
+        return await self._space.drained(wait_s)
 
     async def _leave(self) -> None:
         """What this incarnation has in the broker goes: its answers, and slabs in which nothing is left."""

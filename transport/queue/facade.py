@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, RelaxError
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits, SamplerSpec
 from relax_rt.transport.payload import Fetcher
 from relax_rt.transport.queue.api import Failure, Membership, SampleKey, Want
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from relax_rt.transport.queue.blocking import BlockingQueue
 
 
+log = logging.getLogger(__name__)
+
+
 class Ends(msgspec.Struct, frozen=True):
     """Settings of one process's end of a queue; see TransferQueue.connect."""
 
@@ -34,6 +38,7 @@ class Ends(msgspec.Struct, frozen=True):
     keys: str | Path | None = None
     patience_s: float = 120.0
     length_field: str = ""
+    linger_s: float = 60.0
     on_wait: Callable[[str], None] | None = None
 
 
@@ -137,6 +142,7 @@ class TransferQueue:
         keys: str | Path | None = None,
         patience_s: float = 120.0,
         length_field: str = "",
+        linger_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> Self:
         """Use the queue of a folder on this node, or of a ``tcp://`` address on another one.
@@ -150,9 +156,11 @@ class TransferQueue:
             keys: keys.json of the queue's folder, for tcp.
             patience_s: how long to wait for a broker that is not there (yet, or for a while).
             length_field: the column whose length counts as a sample's tokens.
+            linger_s: on another node than the broker's, what this process puts lies in memory of its own: how long it
+                waits on leaving until others have read it. What they have not is lost.
             on_wait: gets the reason of a wait, and an empty string when it ends.
         """
-        ends = Ends(name, capacity_bytes, slab_bytes, warm_bytes, keys, patience_s, length_field, on_wait)
+        ends = Ends(name, capacity_bytes, slab_bytes, warm_bytes, keys, patience_s, length_field, linger_s, on_wait)
         queue = cls(lambda stack: queue._connect(stack, str(where), ends))
         return queue
 
@@ -183,7 +191,10 @@ class TransferQueue:
         )
         if ends.warm_bytes:
             await client.warm(ends.warm_bytes)
-        return await stack.enter_async_context(client)
+        await stack.enter_async_context(client)
+        if joined.memory is not None:
+            stack.push_async_callback(_linger, client, ends.linger_s)
+        return client
 
     async def __aenter__(self) -> Self:
         if self._client is not None:
@@ -284,6 +295,16 @@ class TransferQueue:
     async def statistics(self) -> dict[str, Any]:
         """Numbers of the broker (`broker`), and of this process's end (`client`)."""
         return {"broker": await self.client.api.statistics(), "client": msgspec.to_builtins(self.client.statistics())}
+
+
+async def _linger(client: QueueClient, wait_s: float) -> None:
+    try:
+        left = await client.linger(wait_s)
+    except RelaxError as error:
+        log.warning("%s leaves, and cannot tell whether others have read what it put: %s", client.who, error)
+        return
+    if left:
+        log.warning("%s leaves with %d bytes that others have not read: they are lost", client.who, left)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

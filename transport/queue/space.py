@@ -101,6 +101,20 @@ class Space:
                 if not freed:
                     await asyncio.sleep(delay_s)
 
+    async def drained(self, wait_s: float) -> int:
+        """Wait until nobody needs what lies here any more; answers with the bytes of what is left after wait_s."""
+        loop = asyncio.get_running_loop()
+        deadline, delay_s = loop.time() + wait_s, _POLL_S
+        with self._reasons.wait() as wait:
+            while self._arena.used_bytes:
+                self.free(await self._collect(0))
+                if loop.time() >= deadline:
+                    break
+                wait(f"others have yet to read {self._arena.used_bytes} bytes of this process")
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LONGEST_POLL_S)
+        return self._arena.used_bytes
+
     def free(self, extents: Sequence[Extent]) -> None:
         """Nobody reads these any more."""
         for extent in extents:

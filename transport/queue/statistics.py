@@ -6,14 +6,32 @@ import time
 from collections import Counter
 from typing import Any
 
+import msgspec
+
+from relax_rt.transport.arena import ReaderStatistics, WriterStatistics
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Ledger, admission
 from relax_rt.transport.ledger import account as ledger_account
 from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.queue.calls import CallStatistics
 from relax_rt.transport.queue.waits import Waits
 
 CHEAP_S = 0.001
 """A count that takes longer is not made anew before twenty times as long has passed."""
+
+
+class ClientStatistics(msgspec.Struct, frozen=True):
+    """Numbers of a client: its calls, the messages and samples of its offers, its own memory, what it maps."""
+
+    calls: CallStatistics
+    offer_messages: int
+    offered_samples: int
+    leases: int
+    pinned_leases: int
+    tickets: int
+    waiting_on: str
+    arena: WriterStatistics
+    reader: ReaderStatistics
 
 
 class States:

@@ -13,8 +13,10 @@ import numpy as np
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.arena import Bf16, Raw, Shared
+from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.hosting import Host
+from relax_rt.transport.queue.hosting import Host, Keys
+from relax_rt.transport.rpc import CurveKeys
 
 SAMPLES = 7
 PLAIN = (
@@ -139,11 +141,14 @@ async def hold(folder: str) -> None:
 
 
 CHAIN = {"judge": ("tokens",), "train": ("tokens", "reward")}
+"""What each task of the broker that tests start needs."""
 
 
-async def host(folder: str, limits: str = "{}", listen: str = "", segment_bytes: str = "32768") -> None:
+async def host(
+    folder: str, limits: str = "{}", listen: str = "", segment_bytes: str = "32768", column: str = "reward"
+) -> None:
     """A broker whose journal begins anew often; ends with its standard input."""
-    policy = LedgerPolicy(tasks=CHAIN, step_task="")
+    policy = LedgerPolicy(tasks={**CHAIN, "train": ("tokens", column)}, step_task="")
     given = msgspec.json.decode(limits, type=QueueLimits)
     made = Host(Path(folder), policy, given, listen=listen, fsync_every_s=0.02, segment_bytes=int(segment_bytes))
     place = await made.open()
@@ -184,6 +189,49 @@ async def fill(folder: str, first: str, samples: str) -> None:
         tell("done")
         # What was put lies in memory of this process's name.
         await asyncio.to_thread(sys.stdin.readline)
+
+
+FAR_SAMPLES, FAR_TOKENS = 12, 20_000
+
+
+async def far_produce(folder: str, address: str, keys: str) -> None:
+    """On another node: put samples whose payload stays here, and leave."""
+    async with TransferQueue.connect(address, keys=keys, capacity_bytes=1 << 20, slab_bytes=1 << 20) as queue:
+        for n in range(FAR_SAMPLES):
+            await queue.put([{"tokens": np.full(FAR_TOKENS, n, np.int32), "n": n}])
+        memory = queue.client.arena._dir
+        tell([str(memory), memory != Path(queue.membership.shm_dir)])  # type: ignore[union-attr]
+    tell(memory.exists())
+
+
+async def far_take(folder: str, address: str, keys: str, task: str, column: str) -> None:
+    """Take what another process put, wherever that was; to each sample goes a column of this process's own."""
+    seen: list[int] = []
+    async with TransferQueue.connect(address or folder, keys=keys or None) as queue:
+        while len(seen) < FAR_SAMPLES:
+            batch = await queue.take(task, samples=5, wait_s=30)
+            kept = [(sample["n"], sample["tokens"]) for sample in batch.samples]
+            for sample in batch.samples:
+                if "rewards" in sample:
+                    assert (sample["rewards"] == sample["n"] / 2).all() and len(sample["rewards"]) == FAR_TOKENS
+            new = {sample.key: {column: np.full(FAR_TOKENS, sample["n"] / 2)} for sample in batch.samples if column}
+            await queue.done(batch, new)
+            assert all((tokens == n).all() and len(tokens) == FAR_TOKENS for n, tokens in kept)
+            seen += [n for n, _ in kept]
+        fetcher = queue.client._fetcher
+        tell([seen, fetcher.statistics().bytes_in if fetcher is not None else 0])
+
+
+async def far_stranger(folder: str, address: str, keys: str) -> None:
+    """One with keys of its own, and one with none."""
+    own = CurveKeys.make()
+    Path(keys).write_bytes(msgspec.json.encode(Keys(own.public.decode(), own.secret.decode())))  # noqa: ASYNC240
+    for given in (keys, None):
+        try:
+            async with TransferQueue.connect(address, keys=given, patience_s=1.0):
+                tell("it was let in")
+        except RelaxError as error:
+            tell(type(error).__name__)
 
 
 def main(function: str, *arguments: str) -> None:

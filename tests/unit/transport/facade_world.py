@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import facade_far_end
 
 from relax_rt.transport.queue.hosting import SHM_PREFIX, SHM_ROOT
+from relax_rt.transport.queue.watch import NODE_ENV
 
 T = TypeVar("T")
 _POLLS = 6000
@@ -34,8 +35,8 @@ async def settled(ask: Callable[[], Awaitable[T]], good: Callable[[T], bool]) ->
 class Process:
     """Another process; what it says comes line by line, as JSON."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(self, command: list[str], log: Path, settings: dict[str, str]) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
         with log.open("wb") as errors:
             self._popen = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
@@ -91,9 +92,10 @@ class World:
         self.folder = tmp_path / "queue"
         self._started: list[Process] = []
 
-    def start(self, *command: str) -> Process:
-        """A Python process."""
-        process = Process([sys.executable, *command], self._tmp_path / f"process-{len(self._started)}.err")
+    def start(self, *command: str, before: Sequence[str] = (), node: str = "") -> Process:
+        """A Python process. before: what runs it. node: where it thinks it is."""
+        log = self._tmp_path / f"process-{len(self._started)}.err"
+        process = Process([*before, sys.executable, *command], log, {NODE_ENV: node} if node else {})
         self._started.append(process)
         return process
 
@@ -103,9 +105,10 @@ class World:
         assert process.line().startswith("queue ")
         return process
 
-    def far(self, function: str, *arguments: str) -> Process:
+    def far(self, function: str, *arguments: str, before: Sequence[str] = (), node: str = "") -> Process:
         """A function of facade_far_end in another process."""
-        return self.start(facade_far_end.__file__, function, str(self.folder), *arguments)
+        command = (facade_far_end.__file__, function, str(self.folder), *arguments)
+        return self.start(*command, before=before, node=node)
 
     def shm(self) -> Path | None:
         """Where the payloads are, or were."""
