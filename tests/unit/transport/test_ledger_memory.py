@@ -23,6 +23,7 @@ from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import QueueLimits
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.queue.api import BlobRef, Extent, RowPut, SampleKey
+from relax_rt.transport.versions import VersionRecord
 
 RANK0, RANK1 = Incarnation("reference/0", 40), Incarnation("reference/1", 41)
 REFERENCE = {"reward": ("tokens",), "reference": ("tokens",), "train": ("tokens", "reward", "reference")}
@@ -143,6 +144,24 @@ def test_a_completion_can_leave_its_memory_pinned_until_unpin() -> None:
     assert not extents(d) and len(d.put_all(ENGINE, [])) == 1
     d.unpin(JUDGE, batch.lease, 777)  # again, or of leases that never were: nothing
     assert d.ledger.audit() == []
+
+
+@pytest.mark.parametrize("how", ["trained", "abandoned"])
+def test_a_trainer_may_read_on_after_its_step(how: str) -> None:
+    d, version = started(prompts_per_step=1)
+    make(d, version)
+    d.reward_all(JUDGE)
+    batch = d.take(TRAINER, "train", groups=1)
+    if how == "trained":
+        d.call(TRAINER, ev.Trained(batch.lease, 1, VersionRecord(9, version, 1), pinned=True))
+    else:
+        d.call(TRAINER, ev.Abandon(batch.lease, "stopping", pinned=True))
+        other = d.take(TRAINER, "train", groups=1)
+        d.call(TRAINER, ev.Trained(other.lease, 1, VersionRecord(9, version, 1)))
+    d.committed(TRAINER, 1)
+    assert len(extents(d)) == 1
+    assert len(d.unpin(TRAINER, batch.lease)) == 0 and not extents(d)
+    assert len(d.put_all(ENGINE, [])) == 1
 
 
 def test_a_reader_that_is_fenced_keeps_its_pin_until_it_is_dead() -> None:
