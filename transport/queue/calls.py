@@ -48,6 +48,7 @@ class Calls:
         self._unanswered: set[int] = set()
         self._answered = asyncio.Event()
         self._resending = 0
+        self._waiting: dict[int, asyncio.Timeout] = {}
         self._silences = 0
         self._told_silence = False
 
@@ -62,7 +63,9 @@ class Calls:
         Raises:
             Unreachable, DeadlineExceeded: no answer within patience_s.
         """
-        while self._unanswered and self._seq + 1 - min(self._unanswered) >= WINDOW:
+        while self._unanswered and self._seq + 1 - (oldest := min(self._unanswered)) >= WINDOW:
+            if (waiting := self._waiting.pop(oldest, None)) is not None:
+                waiting.reschedule(asyncio.get_running_loop().time())
             self._answered.clear()
             await self._answered.wait()
         self._seq += 1
@@ -91,6 +94,28 @@ class Calls:
                 self._on_wait("")
             self._unanswered.discard(seq)
             self._answered.set()
+
+    async def wait(self, send: Callable[[int, float], Awaitable[T]], wait_s: float) -> T:
+        """A changing call for which the far end may wait; it does so no longer when others cannot go on because of it.
+
+        Raises: see `call`.
+        """
+
+        async def once(seq: int) -> T:
+            limit = asyncio.timeout(None)
+            self._waiting[seq] = limit
+            try:
+                async with limit:
+                    return await send(seq, wait_s)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+            finally:
+                self._waiting.pop(seq, None)
+            # It may have been answered on the way: under the same number it is answered so again.
+            return await send(seq, 0.0)
+
+        return await self.call(once)
 
     def _silent(self) -> None:
         """A broker that is there answers sooner, if only with the reason of a wait."""

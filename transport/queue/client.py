@@ -6,7 +6,6 @@ import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,10 +54,6 @@ P = TypeVar("P", Admission, Offered, Batch)
 def _is_lease(answer: Admission | Offered | Batch) -> bool:
     """Also one without samples: it is to be given back."""
     return isinstance(answer, Batch) and answer.lease > 0
-
-
-async def _sliced(send: Callable[[int, float], Awaitable[P]], slice_s: float, seq: int) -> P:
-    return await send(seq, slice_s)
 
 
 class NewSample(msgspec.Struct, frozen=True):
@@ -538,23 +533,30 @@ class QueueClient:
             while True:
                 left = max(0.0, deadline - loop.time())
                 slice_s = min(left, longest_s)
-                answer = await self._call(partial(_sliced, send, slice_s))
+                answer = await self._call_waiting(send, slice_s)
                 if not answer.waiting_on or left <= longest_s or self._closing or _is_lease(answer):
                     return answer
                 wait(answer.waiting_on)
                 longest_s = _SLICE_S
 
     async def _call(self, send: Callable[[int], Awaitable[T]]) -> T:
+        self._check_renewal()
+        return await self._calls.call(send)
+
+    async def _call_waiting(self, send: Callable[[int, float], Awaitable[T]], wait_s: float) -> T:
+        self._check_renewal()
+        return await self._calls.wait(send, wait_s)
+
+    def _check_renewal(self) -> None:
         if self._renewal is not None and self._renewal.done():
             # Renewing failed for good, as with a fenced epoch: nothing held here is ours any more.
             self._renewal.result()
-        return await self._calls.call(send)
 
     async def _collect(self, short_bytes: int) -> list[Extent]:
         return await self._call(lambda seq: self.api.put(seq, [], short_bytes))
 
     async def _offer(self, puts: list[Put], groups: list[int], wait_s: float) -> Offered:
-        return await self._call(lambda seq: self.api.offer(seq, puts, groups, wait_s))
+        return await self._call_waiting(lambda seq, slice_s: self.api.offer(seq, puts, groups, slice_s), wait_s)
 
     async def _sent(self, puts: list[Put], send: Callable[[int], Awaitable[list[Extent]]]) -> None:
         try:

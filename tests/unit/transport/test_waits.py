@@ -191,6 +191,25 @@ async def test_no_call_runs_too_far_ahead_of_one_without_an_answer(make: Callabl
     assert broker.seen == list(range(1, 2 * WINDOW + 2))
 
 
+async def test_a_wait_at_the_far_end_gives_way_to_other_calls(make: Callable[[float], Calls]) -> None:
+    calls = make(30.0)
+    asked: list[tuple[int, float]] = []
+
+    async def wait(seq: int, wait_s: float) -> str:
+        asked.append((seq, wait_s))
+        await asyncio.sleep(wait_s)
+        return f"{seq}: nothing yet"
+
+    waiting = asyncio.create_task(calls.wait(wait, 3600.0))
+    await settle()
+    async with asyncio.timeout(30):
+        broker = Broker()
+        assert await asyncio.gather(*(calls.call(broker) for _ in range(3 * WINDOW))) == broker.seen
+        # Asked again without a wait, under its number.
+        assert await waiting == "1: nothing yet" and asked == [(1, 3600.0), (1, 0.0)]
+    assert calls.statistics().unanswered == 0
+
+
 async def test_a_broker_that_says_nothing_is_told_of(
     make: Callable[[float], Calls], told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
