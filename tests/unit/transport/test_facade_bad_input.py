@@ -405,7 +405,7 @@ async def test_keys_and_addresses(tmp_path: Path) -> None:
         for where in ("tcp://", "tcp://host", "http://x:1", "unix://relative"):
             with pytest.raises(RelaxError, match="address"):
                 await enter(where, keys=keys)
-        assert (await queue.statistics())["broker"]["samples"]["ready"] == 1
+        assert (await queue.client.api.account())["ready"] == 1
 
 
 async def test_a_policy_without_offers(tmp_path: Path) -> None:

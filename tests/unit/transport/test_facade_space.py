@@ -164,7 +164,7 @@ async def test_payloads_in_memory_that_is_gone_are_lost_and_the_queue_goes_on(wo
     await asyncio.to_thread(broker.told)
     assert world.shm() != shm
     async with TransferQueue.connect(world.folder) as queue:
-        samples = (await queue.statistics())["broker"]["samples"]
+        samples = await queue.client.api.account()
         assert samples["lost"] == 5 and samples["ready"] == 0
         await queue.put([sample(9)])
         assert await drain(queue, 1, "judge") == [9]
