@@ -364,8 +364,8 @@ def _step(
     p.held.add(batch.lease)
     seen = p.read(batch)
     prompt = {info.key: info.prompt for info in batch.samples}
-    for digest in seen.values():
-        world.checker.consumed(p.who, version, digest)
+    for info in batch.samples:
+        world.checker.consumed(p.who, version, seen[info.key], info.masked)
     yield rng.uniform(0.1, 0.6)
     p.read(batch, seen)
     skipped = rng.random() < 0.04

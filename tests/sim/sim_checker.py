@@ -109,9 +109,11 @@ class Checker:
             version = self.parents[version][0]
         return found
 
-    def consumed(self, who: Incarnation, weights: int, digest: str) -> None:
-        made = self.produced.get(digest)
-        lag = max((self.distance(weights, version) for version in made.versions), default=0) if made else 0
+    def consumed(self, who: Incarnation, weights: int, digest: str, masked: Iterable[tuple[int, int]] = ()) -> None:
+        """A trainer is to train on it with these weights. Token n of a sample has its n-th version."""
+        made, context = self.produced.get(digest), {n for start, end in masked for n in range(start, end)}
+        versions = [version for n, version in enumerate(made.versions) if n not in context] if made else []
+        lag = max((self.distance(weights, version) for version in versions), default=0)
         if lag > self.max_staleness:
             self.found(STALE, f"{who} at version {weights} got {digest} of {made}, {lag} updates old")
 

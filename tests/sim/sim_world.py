@@ -257,6 +257,8 @@ def training(seed: int, *, prompts: int = 60) -> World:
         straggler_wait_s=4.0,
         prompts=prompts,
         over_provision=rng.choice([0, 0, 1]),
+        on_straggler=rng.choice(["wait", "wait", "requeue", "mask"]),
+        on_failed_member=rng.choice(["regenerate", "regenerate", "shrink", "drop"]),
     )
     world = World(seed, policy)
     world._gang = "gang-0"

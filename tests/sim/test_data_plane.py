@@ -10,7 +10,7 @@ from sim_world import World, streaming, training
 
 from relax_rt.transport.queue.api import SampleKey
 
-SEEDS = range(16)
+SEEDS = range(100, 110)
 ALL_FAULTS = {"killed", "paused", "hung", "node died", "broker died", "spilled"}
 
 
