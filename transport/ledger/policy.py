@@ -132,11 +132,11 @@ class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name, low, high in (
             ("lease_s", 0.01, 1e7),
             ("quarantine_after", 1, 1e6),
-            ("capacity_bytes", 1, 1 << 50),
-            ("capacity_samples", 1, 1 << 40),
-            ("spill_bytes", 0, 1 << 60),
+            ("capacity_bytes", 1, 1 << 62),
+            ("capacity_samples", 1, 1 << 62),
+            ("spill_bytes", 0, 1 << 62),
             ("high_water", 0.01, 1),
-            ("max_sample_bytes", 1, 1 << 50),
+            ("max_sample_bytes", 1, 1 << 62),
             ("keep_steps", 1, 1 << 40),
         ):
             value = getattr(self, name)
