@@ -125,7 +125,7 @@ class Host:
     ) -> None:
         self.folder, self._policy, self._limits, self._listen = folder.absolute(), policy, limits, listen
         self._fsync_every_s, self._segment_bytes = fsync_every_s, segment_bytes
-        self._lock = -1
+        self._lock = self._owning = -1
         self._shm_dir: Path | None = None
         self._server: rpc.Server | None = None
         self._payload_server: PayloadServer | None = None
@@ -156,7 +156,7 @@ class Host:
         await asyncio.to_thread(_remove_ownerless)
         shm_dir.mkdir(mode=0o700, exist_ok=True)
         if not self._limits.durable:
-            _write(shm_dir / OWNER, os.fsencode(self.folder))
+            self._own(shm_dir)
         spill_dir, node = self.folder / "spill", node_name()
         payloads, curve = "", None
         if self._listen:
@@ -202,6 +202,19 @@ class Host:
             raise Refused(
                 f"hosting the queue in {self.folder}", why="another process does", hint="connect to it instead"
             ) from error
+
+    def _own(self, shm_dir: Path) -> None:
+        """Name our folder in the memory, and keep those away who do not see that folder (from another container)."""
+        _write(shm_dir / OWNER, os.fsencode(self.folder))
+        fd = os.open(shm_dir / OWNER, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        self._disown()
+        self._owning = fd
+
+    def _disown(self) -> None:
+        if self._owning >= 0:
+            os.close(self._owning)
+            self._owning = -1
 
     def _memory(self) -> tuple[str, Path]:
         """Name and directory of the payloads' memory: that of a broker before us, if it is still there."""
@@ -260,6 +273,7 @@ class Host:
     async def close(self, *, keep_memory: bool = False) -> None:
         """Stop. Without keep_memory the payloads in shared memory end as well, unless they are durable."""
         await self._stop()
+        self._disown()
         if self._lock < 0:
             return
         if self.place is None:
@@ -285,14 +299,17 @@ def _remove_ownerless() -> None:
     """Memory of queues whose folder is gone, or has other memory by now: their brokers were killed."""
     for directory in SHM_ROOT.glob(f"{SHM_PREFIX}*"):
         try:
-            folder = Path(os.fsdecode((directory / OWNER).read_bytes()))
             if directory.stat().st_uid != os.getuid():
                 continue
-            known = (folder / "memory").read_text().strip() if (folder / "memory").exists() else ""
+            with (directory / OWNER).open("rb") as owner:
+                # Whoever hosts it holds this, also where we do not see its folder.
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folder = Path(os.fsdecode(owner.read()))
+                known = (folder / "memory").read_text().strip() if (folder / "memory").exists() else ""
+                if f"{SHM_PREFIX}{known}" != directory.name and folder.parent.is_dir():
+                    shutil.rmtree(directory, ignore_errors=True)
         except OSError:
             continue
-        if f"{SHM_PREFIX}{known}" != directory.name:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def socket_path(folder: Path) -> Path:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from relax_rt.transport.errors import OutOfSpace
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.callers import Home
 
@@ -46,7 +47,11 @@ class Watch:
         self._fds: dict[Incarnation, int] = {}
 
     def add(self, home: Home) -> None:
-        """Watch this incarnation's process; one that is dead already is told of at once."""
+        """Watch this incarnation's process; one that is dead already is told of at once.
+
+        Raises:
+            OutOfSpace: too many files are open.
+        """
         if not home.pid or home.who in self._fds:
             return
         try:
@@ -54,6 +59,9 @@ class Watch:
         except ProcessLookupError:
             self._gone(home.who, f"process {home.pid} is gone")
             return
+        except OSError as error:
+            hint = "raise the limit of open files (ulimit -n) of the broker's process"
+            raise OutOfSpace(f"watching process {home.pid} of {home.who}", why=str(error), hint=hint) from error
         if start_time(home.pid) != home.started:
             os.close(fd)
             self._gone(home.who, f"process {home.pid} is gone")

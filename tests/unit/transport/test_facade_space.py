@@ -185,3 +185,21 @@ async def test_a_host_whose_journal_could_not_be_written_begins_again(
             assert await drain(queue, 2) == [0, 1]
         assert queue.host.broker is not failed
         assert "its broker failed and begins again" in caplog.text and "No space left" in caplog.text
+
+
+async def test_memory_of_queues_that_are_no_more_is_removed_and_that_of_living_ones_is_not(world: World) -> None:
+    other = world.folder.parent / "other"
+    broker = world.broker("--task", "train=tokens")
+    shm = world.shm()
+    assert shm is not None and shm.is_dir()
+    # Its folder cannot be seen any more, but it lives.
+    hidden = world.folder.rename(world.folder.parent / "hidden")
+    async with TransferQueue.serve(other, {"train": ["tokens"]}):
+        assert shm.is_dir()
+    broker.kill()
+    hidden.rename(world.folder)
+    async with TransferQueue.serve(other, {"train": ["tokens"]}):
+        assert shm.is_dir()
+    world.folder.rename(hidden)
+    async with TransferQueue.serve(other, {"train": ["tokens"]}):
+        assert not shm.exists()
