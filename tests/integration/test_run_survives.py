@@ -150,10 +150,10 @@ def test_a_killed_agent_takes_everything_along_and_up_again_resumes(runs: list[T
 
 def refused(run: TinyRun) -> str:
     """The output of an `up` that must refuse: exit code 2, nothing started, nothing left."""
-    before = set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("relax-*"))
+    before = set(Path("/dev/shm").glob("relax-*")) | set(Path("/tmp").glob("relax-*"))
     done = subprocess.run(run.command(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert (set(Path("/dev/shm").iterdir()) | set(Path("/tmp").glob("relax-*"))) <= before
+    assert (set(Path("/dev/shm").glob("relax-*")) | set(Path("/tmp").glob("relax-*"))) <= before
     return done.stderr
 
 

@@ -48,7 +48,7 @@ def lease(writer: Writer, reader: Reader, rows: Sequence[Mapping[str, Any]]) -> 
         SampleInfo(SampleKey(at, 0), at, 0, [parts[at]], [], len(row["tokens"]), 0, [(1, 2)] if at == 1 else [])
         for at, row in enumerate(rows)
     ]
-    return LeasedBatch("train", Batch(1, infos, blocks), reader.block)
+    return LeasedBatch("train", Batch(1, infos, blocks=blocks), reader.block)
 
 
 def micro(batch: LeasedBatch, indices: Sequence[int]) -> MicroBatch:
