@@ -284,6 +284,12 @@ class Core:
         self.state.reopened.pop(group.id, None)
         self.unhold(group.id)
         self.touched.add(ROOM)
+        self.may_end_hold()
+
+    def may_end_hold(self) -> None:
+        """A group changed that a batch may be held for as a straggler."""
+        if self.state.blocked_since is not None:
+            self.touched.add(self.policy.step_task)
 
     # --- the end of samples, groups and leases
 

@@ -117,6 +117,7 @@ def _recompute(core: Core, group: Group) -> None:
     """Who computes over the whole group now does so over the wrong members: it finishes without effect."""
     for sample in group.samples:
         sample.leases.pop(core.policy.frozen_by, None)
+    core.may_end_hold()
 
 
 def _end_sample(core: Core, key: SampleKey, sample: Sample) -> None:

@@ -15,7 +15,7 @@ from relax_rt.transport.ledger.blocks import SPILL, owner_key, owner_of
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
 from relax_rt.transport.ledger.configure import configure
-from relax_rt.transport.ledger.core import Core, Notice
+from relax_rt.transport.ledger.core import ROOM, Core, Notice
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import State
 from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Offered
@@ -116,6 +116,7 @@ class Ledger:
         """
         core, who, event = self.core, entry.who, entry.event
         core.now, core.changed, core.notices, core.touched = entry.at, False, [], set()
+        full = core.blocks.payload_bytes >= core.state.limits.capacity_bytes
         answer: Answer = None
         if who is None:
             answer = self._own(event)
@@ -137,6 +138,8 @@ class Ledger:
                 self._keep(who, entry.seq, answer)
         if core.changed:
             core.state.n = entry.n
+        if full and core.blocks.payload_bytes < core.state.limits.capacity_bytes:
+            core.touched.add(ROOM)
         return Outcome(answer, core.changed, core.notices, event, frozenset(core.touched))
 
     def _own(self, event: object) -> Answer:

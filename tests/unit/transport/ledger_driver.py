@@ -13,7 +13,10 @@ import msgspec
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.ledger.admission import crowded, obstacle
+from relax_rt.transport.ledger.batch import stragglers
 from relax_rt.transport.ledger.blocks import owner_key
+from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Outcome
 from relax_rt.transport.queue.api import (
     Admission,
@@ -85,7 +88,7 @@ class Driver:
         self.own(ev.Open("run-1"))
 
     def outcome(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> Outcome:
-        before = self.ledger.snapshot()
+        before, possible = self.ledger.snapshot(), self.possible()
         # As it comes over the wire: nothing in it is shared with the caller.
         entry = wired(Entry(self.ledger.n + 1, self.now, event, who, seq))
         try:
@@ -98,7 +101,26 @@ class Driver:
             self.journal.append(msgspec.msgpack.encode(Entry(entry.n, entry.at, outcome.event, who, seq)))
         else:
             assert self.ledger.snapshot() == before, "an unchanged ledger changed"
+        for topic, now in ({} if isinstance(event, ev.Configure) else self.possible()).items():
+            new = now - possible.get(topic, set())
+            assert not new or topic in outcome.touched, f"{event} makes {new} possible, who waits for {topic} sleeps on"
         return outcome
+
+    def possible(self) -> dict[str, set[object]]:
+        """What those who wait may get, by what they wait for."""
+        core = self.ledger.core
+        if core.state.policy is None:
+            return {}
+        found: dict[str, set[object]] = {task: set(ready) for task, ready in core.ready.items()}
+        step_task, at_work = core.policy.step_task, {lease.task for lease in core.state.leases.values()}
+        if step_task and core.state.trainer_version is not None and step_task not in at_work:
+            held = core.state.blocked_since is None or stragglers(core)
+            found[step_task] = {*core.step_ready, *(["unheld"] if not held else [])}
+        announced = core.state.trainer_version
+        may_admit = core.policy.group_size and announced is not None and not obstacle(core, announced)
+        room = may_admit if core.policy.group_size else not crowded(core)
+        found[ROOM] = {*core.state.reopened, *(["room"] if room else [])}
+        return found
 
     def apply(self, event: ev.Event, who: Incarnation | None, seq: int = 0) -> object:
         return self.outcome(event, who, seq).answer
