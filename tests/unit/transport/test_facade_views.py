@@ -30,9 +30,14 @@ async def memory(queue: TransferQueue) -> dict[str, int]:
 
 async def pinned_by(queue: TransferQueue, views: int) -> int:
     """Leases that are pinned, once the broker has heard of all views that are gone."""
-    held = await settled(lambda: memory(queue), lambda now: 0 < now["ended_but_pinned"] <= views)
-    assert (await queue.statistics())["client"]["pinned_leases"] == held["ended_but_pinned"]
-    return held["ended_but_pinned"]
+
+    async def both() -> tuple[int, int]:
+        stats = await queue.statistics()
+        return stats["client"]["pinned_leases"], stats["broker"]["leases"]["ended_but_pinned"]
+
+    mine, theirs = await settled(both, lambda now: 0 < now[0] <= views and now[0] == now[1])
+    assert mine == theirs
+    return theirs
 
 
 async def until_free(queue: TransferQueue) -> None:
@@ -72,8 +77,8 @@ async def test_arrays_outlive_their_lease_while_producers_write_at_full_rate(wor
         producer.kill()
         while batch := await queue.take("train", samples=100, wait_s=0.2):
             await queue.done(batch)
-        assert (await memory(queue))["ended_but_pinned"] == held
         del batch
+        await settled(lambda: memory(queue), lambda now: now["ended_but_pinned"] == held)
         kept.clear()
         await until_free(queue)
         assert (await queue.statistics())["client"]["pinned_leases"] == 0
