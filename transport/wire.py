@@ -36,7 +36,7 @@ class HelloFrame(Hello, frozen=True, kw_only=True):
     max_inflight: int = 0
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Request(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """A call that is answered. `timeout_s` is what is left of the caller's deadline."""
 
     id: int
@@ -46,7 +46,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=1):
     args: msgspec.Raw
 
 
-class Tell(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Tell(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     """A call without an answer."""
 
     api: str
@@ -61,7 +61,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
     id: int
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """The result of request `id`."""
 
     id: int

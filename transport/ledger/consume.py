@@ -41,7 +41,10 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
         keys, waiting_on = ([], waiting_on) if waiting_on else _choose(core, samplers, task, want)
     if not keys:
         return Batch(0, [], waiting_on=waiting_on), []
-    samples = [core.state.groups[key.group].samples[key.member] for key in keys]
+    groups = core.state.groups
+    samples = [groups[key.group].samples[key.member] for key in keys]
+    if event.keys is None:
+        keys, samples = _suspect_alone(core, task, keys, samples, want)
     lease = _lease(core, who, task, keys, samples, want)
     batch = batch_of(core, lease, who, zip(keys, samples, strict=True))
     if want.stream:
@@ -51,8 +54,7 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
 
 def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list[SampleKey], str]:
     try:
-        keys, waiting_on = choose(core, samplers, task, want)
-        return _suspect_alone(core, task, keys, want), waiting_on
+        return choose(core, samplers, task, want)
     except Refused as error:
         if not core.changed:
             raise
@@ -60,15 +62,18 @@ def _choose(core: Core, samplers: Samplers, task: str, want: Want) -> tuple[list
         return [], str(error)
 
 
-def _suspect_alone(core: Core, task: str, keys: list[SampleKey], want: Want) -> list[SampleKey]:
+def _suspect_alone(
+    core: Core, task: str, keys: list[SampleKey], samples: list[Sample], want: Want
+) -> tuple[list[SampleKey], list[Sample]]:
     """A sample that its consumers' next death would set aside is leased by itself: its neighbours are not to blame."""
     last = core.state.limits.quarantine_after - 1
     if task == core.policy.step_task or want.groups or last < 1 or len(keys) < 2:
-        return keys
-    for key in keys:
-        if core.state.groups[key.group].samples[key.member].deaths >= last:
-            return [key]
-    return keys
+        return keys, samples
+    deaths = [sample.deaths for sample in samples]
+    if max(deaths) < last:
+        return keys, samples
+    suspect = next(n for n, count in enumerate(deaths) if count >= last)
+    return [keys[suspect]], [samples[suspect]]
 
 
 def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
@@ -139,9 +144,10 @@ def _lease(core: Core, who: Incarnation, task: str, keys: list[SampleKey], sampl
             for _, sample in group.members():
                 core.losses.consumed(sample.length, core.staleness(group))
     else:
-        ready = core.ready[task]
-        for key, sample in zip(keys, samples, strict=True):
-            sample.leases[task] = lease.id
+        ready, id_ = core.ready[task], lease.id
+        for sample in samples:
+            sample.leases[task] = id_
+        for key in keys:
             ready.pop(key, None)
     core.changed = True
     return lease

@@ -423,4 +423,4 @@ class Core:
 
     def read_by(self, samples: Iterable[Sample]) -> list[int]:
         """Ids of the blocks that hold columns of these samples, each once."""
-        return list(dict.fromkeys(part.block for sample in samples for part in sample.parts))
+        return list(dict.fromkeys([part.block for sample in samples for part in sample.parts]))

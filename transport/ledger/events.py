@@ -50,12 +50,12 @@ class Admit(msgspec.Struct, frozen=True, tag="admit"):
     groups: int
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
+class Offer(msgspec.Struct, frozen=True, tag="offer", gc=False):
     puts: list[Put]
     groups: list[int]
 
 
-class PutColumns(msgspec.Struct, frozen=True, tag="put"):
+class PutColumns(msgspec.Struct, frozen=True, tag="put", gc=False):
     puts: list[Put]
 
 
@@ -64,7 +64,7 @@ class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
     reason: str
 
 
-class Take(msgspec.Struct, frozen=True, tag="take"):
+class Take(msgspec.Struct, frozen=True, tag="take", gc=False):
     """keys: what was chosen, in the journal; None while it is still to be chosen."""
 
     task: str
@@ -72,7 +72,7 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     keys: list[SampleKey] | None = None
 
 
-class Complete(msgspec.Struct, frozen=True, tag="complete"):
+class Complete(msgspec.Struct, frozen=True, tag="complete", gc=False):
     task: str
     lease: int
     puts: list[Put]
@@ -80,7 +80,7 @@ class Complete(msgspec.Struct, frozen=True, tag="complete"):
     pinned: bool = False
 
 
-class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+class Unpin(msgspec.Struct, frozen=True, tag="unpin", gc=False):
     leases: list[int]
 
 
@@ -156,7 +156,7 @@ Event = (
 )
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One record of the journal.
 
     Attributes:

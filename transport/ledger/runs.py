@@ -53,6 +53,8 @@ def _next_rows(parts: list[Part], first: list[Part], by: int) -> bool:
     """Whether these are the rows of the same blocks, `by` further on."""
     if len(parts) != len(first):
         return False
+    if len(parts) == 1:
+        return parts[0].row == first[0].row + by and parts[0].block == first[0].block
     for n, part in enumerate(parts):
         other = first[n]
         if part.block != other.block or part.row != other.row + by:

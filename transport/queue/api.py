@@ -21,7 +21,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Inline = Annotated[bytes, msgspec.Meta(max_length=4096)]
 
 
-class SampleKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+class SampleKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Names a sample: its group and its place in it. Group ids are issued by the ledger and never reused."""
 
     group: Count
@@ -31,7 +31,7 @@ class SampleKey(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.group}.{self.member}"
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of a sample's completion were sampled with `version`.
 
     kv_version is the oldest version in the KV cache they were sampled on (equal to version unless weights were
@@ -44,7 +44,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     kv_version: Count
 
 
-class Extent(msgspec.Struct, frozen=True, array_like=True):
+class Extent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Bytes of a slab, the unit in which memory is given out and comes back.
 
     The slab's name begins with its owner, ``<slot>-<epoch>-``, or with ``spill-`` for a file on the broker's disk.
@@ -55,7 +55,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
 
 
-class BlockRef(msgspec.Struct, frozen=True, array_like=True):
+class BlockRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a block lies (see transport/block.py): columns of `rows` samples, in an extent or, when tiny, inline."""
 
     extent: Extent | None
@@ -64,7 +64,7 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True):
     inline: Inline = b""
 
 
-class BlobRef(msgspec.Struct, frozen=True, array_like=True):
+class BlobRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A value that several samples share, as an image of a group's prompt: a block of one row and one column.
 
     digest is the xxh3-128 of dtype, shape and bytes; rows of other blocks name the blob by it.
@@ -74,7 +74,7 @@ class BlobRef(msgspec.Struct, frozen=True, array_like=True):
     extent: Extent
 
 
-class RowPut(msgspec.Struct, frozen=True, array_like=True):
+class RowPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Row `row` of a block belongs to sample `key`.
 
     Attributes:
@@ -90,7 +90,7 @@ class RowPut(msgspec.Struct, frozen=True, array_like=True):
     priority: Finite = 0.0
 
 
-class Put(msgspec.Struct, frozen=True, array_like=True):
+class Put(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A block and whose its rows are. Every row belongs to one sample, and no sample is twice in a block.
 
     rows: empty in an offer of one block whose rows are the samples of its groups, in order; lengths are theirs then,
@@ -138,7 +138,7 @@ class Admission(msgspec.Struct, frozen=True):
     waiting_on: str = ""
 
 
-class Offered(msgspec.Struct, frozen=True):
+class Offered(msgspec.Struct, frozen=True, gc=False):
     """Ids that the ledger gave to the groups of an offer, in their order, or why it does not take them yet."""
 
     groups: list[int]
@@ -146,7 +146,7 @@ class Offered(msgspec.Struct, frozen=True):
     waiting_on: str = ""
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True):
+class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a consumer asks for.
 
     Attributes:
@@ -166,7 +166,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     readers: Count = 1
 
 
-class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
+class SampleInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A leased sample.
 
     Attributes:
@@ -186,7 +186,7 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
     masked: list[tuple[int, int]] = []
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Leased samples without prompt and versions that follow each other: a short form of as many SampleInfos.
 
     Attributes:
@@ -210,7 +210,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
             yield SampleInfo(key, -1, 0, parts, [], self.lengths[i] if self.lengths else -1)
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """Samples leased together. lease is 0 and there are none when nothing was ready in time: see waiting_on.
 
     runs: the samples of a queue without steps, instead of `samples`.

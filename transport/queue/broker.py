@@ -228,23 +228,23 @@ class Broker:
                 )
             self._apply(ev.Join(), who)
         entry = Entry(self._ledger.n + 1, self._clock(), event, who, seq)
-        failure: BaseException | None = RuntimeError(f"the ledger broke down on {entry}")
+        sound = False
         try:
             outcome = self._ledger.apply(entry)
             if outcome.changed:
                 assert outcome.event is not None
                 entry = Entry(entry.n, entry.at, outcome.event, who, seq)
                 self._journal.append(entry.n, self._encoder.encode(entry))
-            failure = None
+            sound = True
         except Refused:
-            failure = None
+            sound = True
             raise
         except OutOfSpace as error:
-            failure = error
+            self._fail(error)
             raise Unreachable("the queue's broker", why=str(error)) from error
         finally:
-            if failure is not None:
-                self._fail(failure)
+            if not sound:
+                self._fail(RuntimeError(f"the ledger broke down on {entry}"))
         if outcome.changed:
             for kind, fields in outcome.notices:
                 self._notify(kind, {**fields, "n": entry.n})
