@@ -1,0 +1,48 @@
+"""What all commands share: the app, exit codes, and the parameters that several of them take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from relax_rt import __version__
+
+DEFAULT_CONFIG = Path("roles.toml")
+OK, FAILED, BAD_INPUT = 0, 1, 2
+
+BEFORE = Group("Before a run", sort_key=1)
+RUN = Group("A run", sort_key=2)
+LOOK = Group("Look at it", sort_key=3)
+STEER = Group("Change it while it runs", sort_key=4)
+REST = Group("Options", sort_key=5)
+
+app = App(
+    name="relax-rt",
+    help="Asynchronous RL post-training on bare-metal nodes, as restartable processes.",
+    version=__version__,
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+    result_action="return_value",
+)
+for flag in ("--help", "--version"):
+    app[flag].group = REST
+
+Config = Annotated[Path, Parameter(help="The run's roles.toml.")]
+Overrides = Annotated[
+    list[str] | None,
+    Parameter(name="--set", help="Override a key, as algorithm.steps=20; may be repeated.", negative_iterable=()),
+]
+Run = Annotated[
+    Path | None,
+    Parameter(help="Run directory, or a name under ./runs; the living or newest run under ./runs if left out."),
+]
+Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """A struct as plain data."""
+    import msgspec
+
+    return dict(msgspec.to_builtins(value))

@@ -1,0 +1,108 @@
+"""What is done before a run: a starter, checks of a config, samples without training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from relax_rt.cli.app import BAD_INPUT, BEFORE, DEFAULT_CONFIG, OK, Config, Json, Overrides, app
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
+
+
+@app.command(group=BEFORE)
+def init(folder: Annotated[Path, Parameter(help="Where to write; made if it is not there.")]) -> int:
+    """Write a commented roles.toml and a reward function to start from. Nothing is overwritten."""
+    from relax_rt.cli.display import say
+    from relax_rt.cli.starter import write_starter
+
+    written = write_starter(folder)
+    say("\n".join([*(f"wrote {path}" for path in written), f"next: relax-rt validate {folder / 'roles.toml'}"]))
+    return OK
+
+
+@app.command(group=BEFORE)
+def validate(
+    config: Config = DEFAULT_CONFIG,
+    *,
+    overrides: Overrides = None,
+    quick: Annotated[bool, Parameter(help="Leave out the model, the data and the dry run of the reward.")] = False,
+    json: Json = False,
+) -> int:
+    """Check a config as a whole: every problem at once, each with its place."""
+    from relax_rt.cli.display import say, show_json
+    from relax_rt.config.loader import config_digest, load_config
+    from relax_rt.config.problems import ConfigErrors
+
+    try:
+        loaded = load_config(config, overrides or (), preflight=not quick)
+    except ConfigErrors as error:
+        if not json:
+            raise
+        show_json({"ok": False, "problems": error.problems})
+        return BAD_INPUT
+    if json:
+        show_json({"ok": True, "problems": [], "digest": config_digest(loaded), "run_dir": loaded.run.dir})
+    else:
+        roles = ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in loaded.roles.items() if s.count)
+        say(f"{config}: ok\n  run directory  {loaded.run.dir}\n  roles          {roles}")
+    return OK
+
+
+@app.command(group=BEFORE)
+def sample(
+    config: Annotated[Path | None, Parameter(help="A roles.toml; ./roles.toml if it is there.")] = None,
+    *,
+    items: Annotated[int, Parameter(name=["-n", "--items"], help="Prompts to sample, one completion of each.")] = 4,
+    run: Annotated[Path | None, Parameter(help="Sample from this run's newest checkpoint, with its config.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        Parameter(name="--prompt", help="Ask this instead of the data; may be repeated.", negative_iterable=()),
+    ] = None,
+    held_out: Annotated[bool, Parameter(help="Held-out prompts; else training prompts in the run's order.")] = False,
+    overrides: Overrides = None,
+    json: Json = False,
+) -> int:
+    """Rendered prompt, tokens, loss mask, completion and reward of a few samples, without training."""
+    from relax_rt.cli.display import show_json, show_samples
+    from relax_rt.config.job import load_job
+    from relax_rt.config.problems import BadInput
+
+    if items < 1:
+        raise BadInput(f"-n {items}", why="at least one prompt must be sampled")
+    if prompts and held_out:
+        raise BadInput("both --prompt and --held-out", why="a prompt of one's own is of no split", hint="give one")
+    try:
+        loaded, run_dir = _sampled_from(config, run, overrides or ())
+        job = load_job(loaded.run.job)
+        found = job.sample(loaded, run_dir, items, held_out=held_out, prompts=prompts or ())
+    except BadInput:
+        raise
+    except RelaxError as error:
+        raise BadInput(error.what, why=error.why, hint=error.hint) from error
+    show_json(found) if json else show_samples(found)
+    return OK
+
+
+def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """The config to sample with, and the run whose checkpoint is taken, if one is."""
+    from relax_rt.cli.runs import find_run_dir, resolved_config
+    from relax_rt.config.loader import load_config
+    from relax_rt.config.problems import BadInput
+
+    if run is not None and config is not None:
+        raise BadInput(f"both {config} and --run {run}", why="a run has its own config", hint="give one of them")
+    if config is None and run is None and DEFAULT_CONFIG.is_file():
+        config = DEFAULT_CONFIG
+    if config is not None:
+        return load_config(config, overrides), None
+    if overrides:
+        hint = "name the roles.toml to override its keys"
+        raise BadInput("--set with a run", why="a run is sampled with the config it was started with", hint=hint)
+    run_dir = find_run_dir(run)
+    return resolved_config(run_dir), run_dir

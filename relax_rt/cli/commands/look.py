@@ -1,0 +1,65 @@
+"""Looking at a run, alive or ended."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from relax_rt.cli.app import LOOK, OK, Json, Run, app, as_dict
+
+
+@app.command(group=LOOK)
+def ps(run: Run = None, *, json: Json = False) -> int:
+    """The slots of a run: what each does, and since when."""
+    from relax_rt.cli.display import show_json, show_status
+    from relax_rt.cli.runs import find_run_dir, versions_of
+    from relax_rt.supervision import control
+
+    run_dir = find_run_dir(run)
+    status = control.status(run_dir)
+    versions = versions_of(status)
+    show_json({**as_dict(status), "versions": versions}) if json else show_status(status, versions)
+    return OK
+
+
+@app.command(group=LOOK)
+def logs(
+    slot: Annotated[str | None, Parameter(help="A slot, or a kind of role; all if left out.")] = None,
+    run: Run = None,
+    *,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Go on as lines are written.")] = False,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Lines from the end of each log.")] = 40,
+    json: Json = False,
+) -> int:
+    """What the roles wrote."""
+    from relax_rt.cli.logs import show_logs
+    from relax_rt.cli.runs import find_run_dir
+
+    show_logs(find_run_dir(run), slot or "", lines=lines, follow=follow, as_json=json)
+    return OK
+
+
+@app.command(group=LOOK)
+def why(
+    slot: Annotated[str | None, Parameter(help="Tell of this slot only.")] = None,
+    run: Run = None,
+    *,
+    json: Json = False,
+) -> int:
+    """Why a run, or a slot, is as it is: the first failure, what was restarted, who waits for what."""
+    from relax_rt.cli.display import show_json, show_why
+    from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.why import account
+    from relax_rt.config.problems import BadInput, did_you_mean
+    from relax_rt.events import read_events
+    from relax_rt.supervision import control
+
+    run_dir = find_run_dir(run)
+    status = control.status(run_dir)
+    known = sorted({s.slot for s in status.slots} | {s.kind for s in status.slots})
+    if slot and known and slot not in known:
+        raise BadInput(f"there is no slot {slot!r}", hint=did_you_mean(slot, known) or f"slots: {', '.join(known)}")
+    found = account(read_events(run_dir), status, slot or "")
+    show_json(found) if json else show_why(found)
+    return OK
