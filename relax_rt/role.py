@@ -91,6 +91,10 @@ class Role:
     """permanent: always restarted; transient: only after a failure; temporary: never."""
     significant: ClassVar[bool] = False
     """The run ends in order when every significant role has finished (exit 0)."""
+    strategy: ClassVar[str] = "one_for_one"
+    """Which slots start again when one fails: one_for_one, one_for_all, rest_for_one (it and higher indices)."""
+    gang: ClassVar[bool] = False
+    """The slots are ranks of one whole: they start, fail and come back together, with a rendezvous of their own."""
 
     def __init__(self, ctx: RoleContext) -> None:
         self.ctx = ctx

@@ -40,6 +40,20 @@ class RestartTable(Table):
     """Longest wait before the first restart; doubled each time, drawn with full jitter."""
     backoff_max_s: Seconds = 5.0
     """Upper limit of the wait before a restart."""
+    role_restarts: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Restarts of a whole role allowed within `role_period_s` once one of its slots has used up its own; one more
+    ends the run with a diagnosis."""
+    role_period_s: Seconds = 3600.0
+    """Length of the window in which restarts of a whole role are counted."""
+
+
+class NodesTable(Table):
+    """How the head node treats the nodes that joined it."""
+
+    lease_s: Seconds = 10.0
+    """A node that is not heard of for this long is lost: its slots are failed, and it is fenced if it returns."""
+    on_loss: Literal["replace", "wait"] = "replace"
+    """What becomes of a lost node's slots: replace starts them where there is room, wait keeps their place for it."""
 
 
 class SupervisionTable(Table):
@@ -52,6 +66,11 @@ class SupervisionTable(Table):
     """After a stop request a role has this long before it is killed."""
     lease_s: Seconds = 10.0
     """Time to live of a role's entry in the registry without a renewal."""
+    zygote: bool = True
+    """Fork roles from a process that has the heavy imports done; false starts each from nothing."""
+    chaos: bool = True
+    """Let `relax-rt chaos` inject faults into the roles of this run; false refuses them."""
+    nodes: NodesTable = NodesTable()
 
 
 class QueueTable(Table):
@@ -99,7 +118,30 @@ class RoleSettings(Table):
     nice: Annotated[int, Field(ge=0, le=19)] = 0
     """Niceness of the process: higher gives way to others."""
     hang_after_s: Seconds = 120.0
-    """Busy without progress for this long is a hang: stacks are dumped to the log, then it is killed."""
+    """Busy without progress, or idle without a sign of life, for this long is a hang: stacks are dumped to the log,
+    then it is killed."""
+    start_timeout_s: Seconds | None = None
+    """From spawn to ready; unset: the one of [supervision]."""
+    live_every_s: Seconds | None = None
+    """How often the role's own `live()` check runs; unset: never."""
+    min_ready: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """Slots that must be ready before higher tiers start, and that must be left when one is given up; unset: all of
+    them."""
+    strategy: Literal["one_for_one", "one_for_all", "rest_for_one"] | None = None
+    """Which slots of the role are started again when one fails: that one, all, or it and those with a higher index;
+    unset: what the role's class says."""
+    spares: Annotated[int, Field(ge=0, le=64)] = 0
+    """Processes kept ready beside the slots, to take the place of one that dies."""
+    node: str | None = None
+    """Name of the node its slots must run on; unset: where there is room."""
+    gpus: Annotated[float, Field(ge=0, le=1024)] = 0
+    """GPUs of each slot; below 1, a share of one."""
+    cpus: list[Annotated[int, Field(ge=0)]] | None = None
+    """Cores its processes may run on; unset: all."""
+    memory_mib: Annotated[int, Field(ge=1)] | None = None
+    """Resident memory above which a process is killed, as measured by a watchdog; unset: no limit."""
+    open_files: Annotated[int, Field(ge=64)] | None = None
+    """Limit of open files of a process; unset: the agent's own."""
     python: str | None = None
     """Interpreter of this role, if it is another environment's."""
     env: dict[str, str] = {}

@@ -18,7 +18,7 @@ import uvloop
 from relax_rt.config.schema import RunConfig
 from relax_rt.events import EventLog
 from relax_rt.supervision import procfs
-from relax_rt.supervision.api import AgentApi, RunStatus, SlotStatus
+from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
 from relax_rt.supervision.channel import AddressMsg, FinishedMsg, FromRole, ProgressMsg, ReadyMsg
 from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
@@ -46,6 +46,7 @@ from relax_rt.supervision.protocol import (
     Tick,
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, update_run
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import Server, make_hello
 
@@ -282,7 +283,13 @@ class Agent:
             exit_code=done.exit_code if done else None,
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
+            nodes=self.nodes(),
         )
+
+    def nodes(self) -> list[NodeStatus]:
+        """The nodes of the run."""
+        slots = [view.slot for view in self._core.view() if view.pid]
+        return [NodeStatus(node="", host=os.uname().nodename, agent_pid=os.getpid(), slots=slots)]
 
     def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
         spec = self._specs[view.slot]
@@ -451,6 +458,18 @@ class _Desk:
 
     async def restart(self, slot: str) -> None:
         self._agent.post(RestartRequested(slot))
+
+    async def scale(self, kind: str, count: int) -> None:
+        raise Refused(f"cannot scale {kind} to {count}", why="not yet")
+
+    async def drain(self, what: str) -> None:
+        raise Refused(f"cannot drain {what}", why="not yet")
+
+    async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        raise Refused(f"cannot inject {fault} into {slot}", why="not yet")
+
+    async def nodes(self) -> list[NodeStatus]:
+        return self._agent.nodes()
 
 
 def _unspawned(slot: str, epoch: int, kind: Kind, cause: str) -> Diagnosis:

@@ -25,6 +25,11 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
         address: where it serves, or empty.
         log: its log file.
         last: why its previous incarnation ended.
+        node: where it runs or last ran; empty is the head's own node in a run of one node.
+        policy_version: the role's, as it reported it; -1 when it has not.
+        ready_s: time its living process took from spawn to ready, 0 until it is.
+        given_up: it used up its restarts and was set aside while enough others of its role go on.
+        generation: of the gang it belongs to; 0 outside gangs.
     """
 
     slot: str
@@ -42,6 +47,35 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     log: str = ""
     last: Diagnosis | None = None
+    node: str = ""
+    policy_version: int = -1
+    ready_s: float = 0.0
+    given_up: bool = False
+    generation: int = 0
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How one node of the run does.
+
+    Attributes:
+        node: its name; the head's is empty in a run of one node.
+        state: alive, lost or fenced.
+        host: name or address of the machine.
+        agent_pid: of its agent.
+        cores, memory_mib, gpus: what it offers.
+        slots: the slots that run on it.
+        seen_s: time since it was last heard of.
+    """
+
+    node: str
+    state: str = "alive"
+    host: str = ""
+    agent_pid: int = 0
+    cores: int = 0
+    memory_mib: int = 0
+    gpus: int = 0
+    slots: list[str] = []
+    seen_s: float = 0.0
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +86,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         reason: why it is ending or has ended.
         exit_code: once it has ended.
         diagnosis: the failure that ended it; first: the earliest one of that series, if another.
+        nodes: the nodes of the run, the head's first.
     """
 
     run_id: str
@@ -65,6 +100,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: list[SlotStatus] = []
     diagnosis: Diagnosis | None = None
     first: Diagnosis | None = None
+    nodes: list[NodeStatus] = []
 
     @property
     def ended(self) -> bool:
@@ -88,4 +124,25 @@ class AgentApi(Protocol):
         """End every role now. Returns at once."""
 
     async def restart(self, slot: str) -> None:
-        """Stop and start one slot; not counted as a failure. Refused for an unknown slot or an ending run."""
+        """Stop and start one slot (of a gang: the whole gang); not counted as a failure.
+
+        Refused for an unknown slot or an ending run."""
+
+    async def scale(self, kind: str, count: int) -> None:
+        """Change the number of a role's slots; the highest indices are drained first. Returns at once.
+
+        Refused for an unknown role, a gang, a system role or an ending run."""
+
+    async def drain(self, what: str) -> None:
+        """Stop a slot, a role or a node's slots in order; they stay down until scaled or restarted. Returns at once.
+
+        Refused when there is no such slot, role or node, or the run is ending."""
+
+    async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        """Have a role do itself harm, for tests of the others; see FaultMsg for the names of faults.
+
+        Refused for an unknown fault, a slot without a process, or a run with [supervision] chaos = false."""
+
+    @idempotent
+    async def nodes(self) -> list[NodeStatus]:
+        """Every node of the run."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.supervision.api import AgentApi, RunStatus
+from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus
 from relax_rt.supervision.rundir import RUNNING, RunPaths, owner_lives, read_run
 from relax_rt.transport.errors import RelaxError, Unreachable
 from relax_rt.transport.identity import Incarnation
@@ -94,6 +94,45 @@ def restart(run_dir: Path, slot: str) -> None:
         Refused: there is no such slot, or the run is ending.
     """
     _ask(_living(run_dir), lambda agent: agent.restart(slot))
+
+
+def scale(run_dir: Path, kind: str, count: int) -> None:
+    """Change the number of a role's slots.
+
+    Raises:
+        NoRun: no run lives there.
+        Refused: the role is unknown or cannot be scaled, or the run is ending.
+    """
+    _ask(_living(run_dir), lambda agent: agent.scale(kind, count))
+
+
+def drain(run_dir: Path, what: str) -> None:
+    """Stop a slot, a role or a node's slots in order, and leave them down.
+
+    Raises:
+        NoRun: no run lives there.
+        Refused: there is no such slot, role or node, or the run is ending.
+    """
+    _ask(_living(run_dir), lambda agent: agent.drain(what))
+
+
+def inject(run_dir: Path, slot: str, fault: str, seconds: float = 0.0, amount: float = 0.0) -> None:
+    """Have a role do itself harm.
+
+    Raises:
+        NoRun: no run lives there.
+        Refused: the run does not allow it, or there is no such fault or process.
+    """
+    _ask(_living(run_dir), lambda agent: agent.inject(slot, fault, seconds, amount))
+
+
+def nodes(run_dir: Path) -> list[NodeStatus]:
+    """The nodes of a run.
+
+    Raises:
+        NoRun: no run lives there.
+    """
+    return _ask(_living(run_dir), lambda agent: agent.nodes())
 
 
 def wait_ended(run_dir: Path, wait_s: float) -> bool:
