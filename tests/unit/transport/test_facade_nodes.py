@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +10,10 @@ import numpy as np
 import pytest
 from facade_far_end import FAR_SAMPLES, FAR_TOKENS
 from facade_world import World, settled
+from netns import Nodes
 
 from relax_rt.transport import TransferQueue
 from relax_rt.transport.queue.watch import NODE_ENV
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
-from two_nodes import Nodes, NotPermitted, two_nodes
 
 TOKENS_BYTES = FAR_SAMPLES * FAR_TOKENS * 4
 
@@ -26,16 +22,6 @@ TOKENS_BYTES = FAR_SAMPLES * FAR_TOKENS * 4
 def world(tmp_path: Path) -> Iterator[World]:
     with World(tmp_path) as made:
         yield made
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    with contextlib.ExitStack() as stack:
-        try:
-            pair = stack.enter_context(two_nodes())
-        except NotPermitted as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield pair
 
 
 def test_producer_and_trainer_on_another_node(world: World, nodes: Nodes, tmp_path: Path) -> None:

@@ -14,27 +14,14 @@ import numpy as np
 import payload_far_end
 import pytest
 import xxhash
+from netns import Nodes, cut
 from payload_far_end import SLAB, Far, environment, extents_of, reading, shm_dir, write_slab
 from rpc_far_end import eventually
 
 from relax_rt.transport.errors import Unreachable
 from relax_rt.transport.queue.api import Extent
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "tools" / "bench"))
-from two_nodes import Nodes, NotPermitted, cut, two_nodes
-
 MIB = 1 << 20
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    with contextlib.ExitStack() as stack:
-        try:
-            pair = stack.enter_context(two_nodes())
-        except NotPermitted as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield pair
-    assert not pathlib.Path("/run/netns", pair.first[-1]).exists()
 
 
 @pytest.fixture

@@ -8,12 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import pytest
 import queue_node_end
+from netns import Nodes, alone
 from queue_node_end import SAMPLES
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "tools" / "bench"))
-from two_nodes import NotPermitted, alone, two_nodes
 
 
 @contextlib.contextmanager
@@ -31,12 +28,8 @@ def line(running: subprocess.Popen[str]) -> str:
     return running.stdout.readline().strip()
 
 
-def test_samples_go_to_another_node_and_rewards_come_back(tmp_path: pathlib.Path) -> None:
+def test_samples_go_to_another_node_and_rewards_come_back(nodes: Nodes, tmp_path: pathlib.Path) -> None:
     with contextlib.ExitStack() as stack:
-        try:
-            nodes = stack.enter_context(two_nodes())
-        except NotPermitted as error:
-            pytest.skip(f"no network namespaces here: {error}")
         host = stack.enter_context(process(nodes.first, "host", str(tmp_path / "queue"), f"tcp://{nodes.host}:0"))
         address = line(host)
         assert address.startswith(f"tcp://{nodes.host}:")
