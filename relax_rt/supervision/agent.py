@@ -6,9 +6,8 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,12 +18,12 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.events import EventLog
 from relax_rt.supervision import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
-from relax_rt.supervision.channel import AddressMsg, FinishedMsg, FromRole, ProgressMsg, ReadyMsg
 from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.executor import Executor, StartOrder
+from relax_rt.supervision.local import LocalExecutor, unspawned
 from relax_rt.supervision.notices import AGENT_SLOT, Notices
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.process import Launch, RoleProcess, Spawner, host_argv, role_environment, rotate_log
 from relax_rt.supervision.protocol import (
     Action,
     Done,
@@ -33,11 +32,9 @@ from relax_rt.supervision.protocol import (
     Event,
     Kill,
     KillRequested,
-    Progress,
     RestartRequested,
     RunStarted,
     SlotExited,
-    SlotFinished,
     SlotReady,
     SlotSpawned,
     Start,
@@ -46,6 +43,7 @@ from relax_rt.supervision.protocol import (
     Tick,
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, update_run
+from relax_rt.supervision.standin import KeeperWatch
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import Server, make_hello
@@ -56,6 +54,15 @@ STATE_EVERY_S = 0.25
 MIB = 1 << 20
 
 OnState = Callable[[RunStatus], None]
+
+
+class _Life:
+    """What the agent knows of a living process."""
+
+    def __init__(self, node: str, began: float) -> None:
+        self.node, self.began = node, began
+        self.ready_s = 0.0
+        self.address = ""
 
 
 class Agent:
@@ -85,22 +92,22 @@ class Agent:
         self._core = Supervisor(specs, random.Random().random)
         self._log = structlog.get_logger()
         self._events = EventLog(paths.run_dir, "agent", config.events.segment_mib * MIB, config.events.keep_segments)
-        self._spawner = Spawner()
         self._notices = Notices(paths, has_registry="registry/0" in self._specs, has_queue="queue/0" in self._specs)
-        self._processes: dict[str, RoleProcess] = {}
-        self._starts: dict[str, asyncio.Task[None]] = {}
-        self._spawning: set[str] = set()
-        self._called_off: dict[str, tuple[Kind, str]] = {}
-        self._addresses: dict[str, str] = {}
+        self._local = LocalExecutor(
+            config, paths, plans, on_event=self.on_event, on_address=self._on_address, emit=self._events.emit
+        )
+        self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
-        self._stand_in_pid = 0
+        self._executors: dict[str, Executor] = {self._local.node: self._local}
+        self._starts: dict[str, asyncio.Task[None]] = {}
+        self._called_off: dict[str, Diagnosis] = {}
+        self._lives: dict[str, _Life] = {}
         self._on_state = on_state
         self._began = time.monotonic()
         self._asked = ""
         self._status = "starting"
         self._interrupts = 0
         self._done: asyncio.Future[Done] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> Done:
         """Run to the end; nothing of the run lives when this returns."""
@@ -110,7 +117,8 @@ class Agent:
         self.paths.own(os.getpid())
         self._write_status(agent=owner_of(os.getpid()))
         self._install_signals(loop)
-        self._watch_keeper()
+        if self._keeper_pid:
+            self._keeper.watch(self._keeper_pid)
         server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(AgentApi, _Desk(self))
         await server.listen(f"unix://{self.paths.agent_socket}")
@@ -140,23 +148,44 @@ class Agent:
         for action in actions:
             self._carry_out(action)
 
+    def on_event(self, event: Event) -> None:
+        """Take what an executor tells."""
+        if isinstance(event, SlotSpawned):
+            self._lives[event.slot] = _Life(event.node, time.monotonic())
+        elif isinstance(event, SlotReady) and event.slot in self._lives:
+            life = self._lives[event.slot]
+            life.ready_s = life.ready_s or time.monotonic() - life.began
+        elif isinstance(event, SlotExited):
+            self._lives.pop(event.slot, None)
+            if event.diagnosis.failed:
+                self._log.warning("role ended", slot=event.slot, why=str(event.diagnosis))
+            if event.diagnosis.pid:
+                who = Incarnation(event.slot, event.diagnosis.epoch)
+                self._notices.ended(who, f"{event.diagnosis.kind}: {event.diagnosis.cause}")
+        self.post(event)
+        if isinstance(event, SlotReady):
+            self._tell_running()
+
+    def _tell_running(self) -> None:
+        if self._status == "starting" and all(view.state in ("ready", "ended") for view in self._core.view()):
+            self._write_status("running")
+
+    def _on_address(self, slot: str, address: str) -> None:
+        if slot in self._lives:
+            self._lives[slot].address = address
+
     def _carry_out(self, action: Action) -> None:
         match action:
             case Start(slot=slot):
-                self._starts[slot] = asyncio.create_task(self._start(slot))
+                self._starts[slot] = asyncio.create_task(self._start(action))
             case Stop(slot=slot):
-                if slot in self._processes:
-                    self._processes[slot].stop()
-                else:
-                    self._call_off(slot, "clean", "called off before it was started")
+                if not self._call_off(unspawned(slot, 0, "clean", "called off before it was started")):
+                    self._executor(slot).stop(slot)
             case Kill(slot=slot, kind=kind, reason=reason):
-                if slot in self._processes:
-                    self._processes[slot].kill(kind, reason)
-                else:
-                    self._call_off(slot, kind, reason)
+                if not self._call_off(unspawned(slot, 0, kind, reason)):
+                    self._executor(slot).kill(slot, kind, reason)
             case DumpStacks(slot=slot):
-                if slot in self._processes:
-                    self._processes[slot].dump_stacks()
+                self._executor(slot).dump_stacks(slot)
             case Emit(kind=kind, fields=fields):
                 self._events.emit(kind, **fields)
                 self._log.info(kind, **{k: v for k, v in fields.items() if k != "diagnosis"})
@@ -166,85 +195,34 @@ class Agent:
         if self._core.draining and self._status in ("starting", "running"):
             self._write_status("draining", reason=self._core.draining)
 
-    async def _start(self, slot: str) -> None:
-        """Answered by SlotSpawned, or by SlotExited when no process comes of it."""
-        epoch = 0
+    async def _start(self, start: Start) -> None:
+        """Hand the order over once the slot has its epoch; from then on the executor answers for it."""
+        slot = start.slot
         try:
             epoch = await self._notices.issue_epoch(slot)
-            # From here on a process may exist: the start is not called off any more, the process is stopped.
-            self._spawning.add(slot)
-            try:
-                process = await self._spawner.spawn(
-                    self._launch(slot, epoch), self._hearer(slot), self._exit_taker(slot)
-                )
-            finally:
-                self._spawning.discard(slot)
+            self._executor(slot).start(StartOrder(slot=slot, epoch=epoch, attempt=start.attempt))
         except asyncio.CancelledError:
-            del self._starts[slot]
-            kind, reason = self._called_off.pop(slot, ("killed", "the agent is closing"))
-            self.post(SlotExited(slot, _unspawned(slot, epoch, kind, reason)))
-            return
+            off = self._called_off.pop(slot, None) or unspawned(slot, 0, "killed", "the agent is closing")
+            self._not_started(slot, off)
         except Exception as error:  # noqa: BLE001 whatever went wrong is this slot's diagnosis
+            self._not_started(slot, unspawned(slot, 0, "unknown", f"cannot be started: {error!r}"))
+        else:
             del self._starts[slot]
-            self.post(SlotExited(slot, _unspawned(slot, epoch, "unknown", f"cannot be started: {error!r}")))
-            return
+
+    def _not_started(self, slot: str, diagnosis: Diagnosis) -> None:
         del self._starts[slot]
-        self._processes[slot] = process
-        self.post(SlotSpawned(slot, epoch, process.pid))
+        self.on_event(SlotExited(slot, diagnosis))
 
-    def _call_off(self, slot: str, kind: Kind, reason: str) -> None:
-        if slot in self._starts and slot not in self._spawning:
-            self._called_off[slot] = (kind, reason)
-            self._starts[slot].cancel()
+    def _call_off(self, why: Diagnosis) -> bool:
+        """Cancel a start that no executor knows of yet; False when there is none."""
+        if why.slot not in self._starts:
+            return False
+        self._called_off[why.slot] = why
+        self._starts[why.slot].cancel()
+        return True
 
-    def _launch(self, slot: str, epoch: int) -> Launch:
-        plan = self._plans[self._specs[slot].kind]
-        relax = {
-            "RELAX_RUN_ID": self.paths.run_id,
-            "RELAX_RUN_DIR": str(self.paths.run_dir),
-            "RELAX_SLOT": slot,
-            "RELAX_EPOCH": str(epoch),
-            "RELAX_SOCKET_DIR": str(self.paths.socket_dir),
-            "RELAX_SHM_DIR": str(self.paths.shm_dir),
-            "RELAX_AGENT_PID": str(os.getpid()),
-            "RELAX_ROLE_TARGET": plan.target,
-            "RELAX_HAS_REGISTRY": "1" if "registry/0" in self._specs else "0",
-        }
-        return Launch(
-            slot=slot,
-            epoch=epoch,
-            argv=host_argv(plan.settings.python, slot),
-            env=role_environment(plan.settings.threads, plan.settings.env, relax),
-            log=self.paths.log(slot),
-            nice=plan.settings.nice,
-        )
-
-    def _hearer(self, slot: str) -> Callable[[FromRole], None]:
-        def hear(message: FromRole) -> None:
-            match message:
-                case ReadyMsg():
-                    self.post(SlotReady(slot))
-                    if self._status == "starting" and all(v.state in ("ready", "ended") for v in self._core.view()):
-                        self._write_status("running")
-                case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
-                    self.post(Progress(slot, n, waiting, extend_s, detail))
-                case AddressMsg(address=address):
-                    self._addresses[slot] = address
-                case FinishedMsg():
-                    self.post(SlotFinished(slot))
-
-        return hear
-
-    def _exit_taker(self, slot: str) -> Callable[[Diagnosis], None]:
-        def take(diagnosis: Diagnosis) -> None:
-            self._processes.pop(slot, None)
-            self._addresses.pop(slot, None)
-            if diagnosis.failed:
-                self._log.warning("role ended", slot=slot, why=str(diagnosis))
-            self._notices.ended(Incarnation(slot, diagnosis.epoch), f"{diagnosis.kind}: {diagnosis.cause}")
-            self.post(SlotExited(slot, diagnosis))
-
-        return take
+    def _executor(self, slot: str) -> Executor:
+        return self._local
 
     def stop(self, reason: str, exit_code: int = 0) -> None:
         """Drain."""
@@ -286,6 +264,18 @@ class Agent:
             nodes=self.nodes(),
         )
 
+    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        """Have a role do itself harm.
+
+        Raises:
+            Refused: the run does not allow it, or there is no such fault or process.
+        """
+        if not self.config.supervision.chaos:
+            raise Refused(f"cannot inject {fault} into {slot}", why="the run has [supervision] chaos = false")
+        if slot not in self._lives:
+            raise Refused(f"cannot inject {fault} into {slot}", why="the slot has no process now")
+        self._executor(slot).inject(slot, fault, seconds, amount)
+
     def nodes(self) -> list[NodeStatus]:
         """The nodes of the run."""
         slots = [view.slot for view in self._core.view() if view.pid]
@@ -293,7 +283,7 @@ class Agent:
 
     def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
         spec = self._specs[view.slot]
-        process = self._processes.get(view.slot)
+        life = self._lives.get(view.slot) or _Life("", now)
         return SlotStatus(
             slot=view.slot,
             kind=spec.kind,
@@ -302,14 +292,16 @@ class Agent:
             pid=view.pid,
             epoch=view.epoch,
             restarts=view.restarts,
-            uptime_s=now - process.started if process else 0.0,
+            uptime_s=now - life.began,
             state_s=now - view.since if view.since else 0.0,
             progress=view.progress,
             detail=view.detail,
             waiting=view.waiting,
-            address=self._addresses.get(view.slot, ""),
+            address=life.address,
             log=str(self.paths.log(view.slot)),
             last=view.last,
+            node=life.node,
+            ready_s=life.ready_s,
         )
 
     def _write_status(self, status: str = "", **fields: Any) -> None:
@@ -319,56 +311,6 @@ class Agent:
         except OSError as error:
             self._log.error("run.json cannot be written", error=str(error))
 
-    def _watch_keeper(self) -> None:
-        if not self._keeper_pid:
-            return
-        # If it died before we could look, our parent is another by now.
-        if os.getppid() != self._keeper_pid:
-            self._keeper_died(0)
-        else:
-            self._on_death(self._keeper_pid, self._keeper_died)
-
-    def _on_death(self, pid: int, callback: Callable[[int], None]) -> None:
-        loop = asyncio.get_running_loop()
-        pidfd = os.pidfd_open(pid)
-
-        def died() -> None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-            callback(pid)
-
-        loop.add_reader(pidfd, died)
-
-    def _keeper_died(self, pid: int) -> None:
-        self._log.warning("the keeper is dead; starting a stand-in", pid=pid)
-        self._events.emit("keeper_died", pid=pid)
-        self._background(self._start_stand_in())
-
-    async def _start_stand_in(self) -> None:
-        argv = [sys.executable, "-m", "relax_rt.supervision.keeper"]
-        argv += ["--run-id", self.paths.run_id, "--run-dir", str(self.paths.run_dir), "--watch", str(os.getpid())]
-        env = {name: value for name, value in os.environ.items() if name != "RELAX_RUN_ID"}
-        child = await self._spawner.spawn_plain(argv, env, self.paths.log("keeper"))
-        self._stand_in_pid = child.pid
-        self._events.emit("keeper_started", pid=child.pid)
-
-        def died(pid: int) -> None:
-            child.wait()
-            self._stand_in_pid = 0
-            self._events.emit("keeper_died", pid=pid)
-            self._background(self._after(HOUSEKEEPING_S, self._start_stand_in))
-
-        self._on_death(child.pid, died)
-
-    async def _after(self, wait_s: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await asyncio.sleep(wait_s)
-        await work()
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _tick(self) -> None:
         while True:
             deadline = self._core.next_deadline()
@@ -377,29 +319,13 @@ class Agent:
             self.post(Tick())
 
     async def _housekeeping(self) -> None:
-        limit = self.config.events.role_log_mib * MIB
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._reap_strangers()
+            await self._local.housekeep()
             try:
                 await asyncio.to_thread(self._events.rotate)
-                for slot, process in list(self._processes.items()):
-                    if await asyncio.to_thread(rotate_log, self.paths.log(slot), limit):
-                        process.log_truncated()
             except OSError as error:
-                self._log.error("logs cannot be rotated", error=str(error))
-
-    def _reap_strangers(self) -> None:
-        """Reap dead orphans that came to us as subreaper; our own roles are reaped when their pidfd says so."""
-        known = {process.pid for process in self._processes.values()} | {self._stand_in_pid}
-        while not self._spawner.in_flight:
-            try:
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if info is None or info.si_pid in known:
-                    return
-                os.waitpid(info.si_pid, 0)
-            except ChildProcessError:
-                return
+                self._log.error("the event log cannot be rotated", error=str(error))
 
     async def _show(self) -> None:
         while self._on_state is not None:
@@ -421,8 +347,9 @@ class Agent:
             status = "failed"
         await self._notices.close()
         await server.close()
-        await asyncio.to_thread(self._kill_rest)
-        self._spawner.close()
+        self._keeper.close()
+        for executor in self._executors.values():
+            await executor.close()
         self.paths.remove_private()
         self._events.emit("run_ended", status=status, exit_code=done.exit_code, reason=done.reason)
         self._events.close()
@@ -435,10 +362,6 @@ class Agent:
             first=msgspec.to_builtins(done.first),
         )
         self._tell(self.status(done))
-
-    def _kill_rest(self) -> None:
-        mine = {self._stand_in_pid, os.getpid()}
-        procfs.kill_until_none(lambda: procfs.descendants(os.getpid()) - mine, reap=True)
 
 
 class _Desk:
@@ -466,14 +389,10 @@ class _Desk:
         raise Refused(f"cannot drain {what}", why="not yet")
 
     async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
-        raise Refused(f"cannot inject {fault} into {slot}", why="not yet")
+        self._agent.inject(slot, fault, seconds, amount)
 
     async def nodes(self) -> list[NodeStatus]:
         return self._agent.nodes()
-
-
-def _unspawned(slot: str, epoch: int, kind: Kind, cause: str) -> Diagnosis:
-    return Diagnosis(slot=slot, epoch=epoch, kind=kind, cause=cause, at=time.time())
 
 
 def run_agent(

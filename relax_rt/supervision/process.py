@@ -50,6 +50,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         env: its whole environment, without the control channel's descriptor.
         log: file that its stdout and stderr are appended to.
         nice: niceness.
+        fds: descriptors handed over, by the environment variable that tells the process its number. The caller
+            closes its own once the spawn is over.
     """
 
     slot: str
@@ -58,6 +60,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str]
     log: Path
     nice: int = 0
+    fds: dict[str, int] = {}
 
 
 KEEP_PAGES = {
@@ -289,15 +292,16 @@ class Spawner:
 def _popen(launch: Launch) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     ours, theirs = control_pair()
     log_start = _begin_log(launch)
+    handed = {name: str(fd) for name, fd in launch.fds.items()}
     try:
         with theirs, launch.log.open("ab", buffering=0) as log:
             child = subprocess.Popen(
                 launch.argv,
-                env={**launch.env, "RELAX_CONTROL_FD": str(theirs.fileno())},
+                env={**launch.env, **handed, "RELAX_CONTROL_FD": str(theirs.fileno())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *launch.fds.values()],
                 start_new_session=True,
             )
     except BaseException:

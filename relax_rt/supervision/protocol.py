@@ -14,11 +14,12 @@ class RunStarted(msgspec.Struct, frozen=True):
 
 
 class SlotSpawned(msgspec.Struct, frozen=True):
-    """The process asked for by `Start` exists."""
+    """The process asked for by `Start` exists, on that node."""
 
     slot: str
     epoch: int
     pid: int
+    node: str = ""
 
 
 class SlotReady(msgspec.Struct, frozen=True):

@@ -1,0 +1,107 @@
+"""What stands between the supervisor's decisions and processes: one executor a node, given self-contained orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from relax_rt.supervision.protocol import Event
+
+
+class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's place in one generation of its gang.
+
+    Attributes:
+        generation: grows with each start of the gang; ranks of different generations never meet.
+        rank, world_size: among all slots of the gang.
+        local_rank, local_world_size: among those on the same node.
+        master_addr, master_port: of the rendezvous store that rank 0 serves. The socket listens already.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to start; says all that another node needs to know beside the run's config.
+
+    Attributes:
+        slot, epoch: who it will be.
+        attempt: starts of the slot before this one.
+        node: where.
+        devices: numbers of the GPUs it may use.
+        gang: its place in the gang, if its role is one.
+    """
+
+    slot: str
+    epoch: int
+    attempt: int = 0
+    node: str = ""
+    devices: list[int] = []
+    gang: GangOrder | None = None
+
+
+class Rendezvous(NamedTuple):
+    """Where a gang's ranks meet."""
+
+    host: str
+    port: int
+
+
+class Executor(Protocol):
+    """Starts, stops and watches the processes of one node.
+
+    What comes of an order is told by events: a start by SlotSpawned and later one SlotExited, or by SlotExited alone
+    when no process came of it; everything else by the SlotExited of the process. Orders for a slot without a process
+    are ignored: the core repeats them when it hears of the process. Nothing here waits or raises, but for what is
+    said below.
+    """
+
+    node: str
+    """Its name; empty is the head's own node in a run of one node."""
+
+    def start(self, order: StartOrder) -> None:
+        """Start a process."""
+
+    def stop(self, slot: str) -> None:
+        """Ask the slot's role to finish."""
+
+    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
+        """SIGKILL the slot's process group; kind and reason go into the diagnosis of the exit."""
+
+    def dump_stacks(self, slot: str) -> None:
+        """Have the stacks of all its threads written to its log."""
+
+    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        """Have a role do itself harm.
+
+        Raises:
+            Refused: there is no such fault, or the slot has no process.
+        """
+
+    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
+        """Bind the socket that the gang's next rank 0 will serve on; it is handed over by the start of `slot`.
+
+        Raises:
+            OSError: no port can be bound.
+        """
+
+    async def close(self) -> None:
+        """End whatever still runs on the node."""
+
+
+OnEvent = Callable[[Event], None]
+"""Takes what an executor has to tell."""
+
+OnAddress = Callable[[str, str], None]
+"""Takes (slot, address) of a role that serves; an empty address when it is gone."""
+
+EmitEvent = Callable[..., None]
+"""Appends to the run's event log: emit(kind, **fields)."""

@@ -1,0 +1,222 @@
+"""The executor of this node: turns orders into processes, and what they say and how they end into events."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from relax_rt.config.schema import RunConfig
+from relax_rt.supervision import procfs
+from relax_rt.supervision.channel import AddressMsg, FinishedMsg, FromRole, ProgressMsg, ReadyMsg
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
+from relax_rt.supervision.plan import RolePlan
+from relax_rt.supervision.process import Launch, RoleProcess, Spawner, host_argv, role_environment, rotate_log
+from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
+from relax_rt.supervision.rundir import RunPaths
+from relax_rt.transport.errors import Refused
+
+MIB = 1 << 20
+
+
+class LocalExecutor:
+    """Processes under this agent; see Executor.
+
+    Args:
+        config: the resolved config.
+        paths: the run's directories.
+        plans: the roles of the run.
+        on_event, on_address: take what comes to pass.
+        emit: appends to the run's event log.
+        node: this node's name.
+        host: address at which other nodes reach this one; ranks of a gang meet there.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        plans: Sequence[RolePlan],
+        *,
+        on_event: OnEvent,
+        on_address: OnAddress,
+        emit: EmitEvent,
+        node: str = "",
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.node, self._host = node, host
+        self._config, self._paths = config, paths
+        self._plans = {plan.kind: plan for plan in plans}
+        self._on_event, self._on_address, self._emit = on_event, on_address, emit
+        self._log = structlog.get_logger()
+        self._spawner = Spawner()
+        self._processes: dict[str, RoleProcess] = {}
+        self._starts: dict[str, asyncio.Task[None]] = {}
+        self._listeners: dict[str, socket.socket] = {}
+        self._helpers: set[int] = set()
+
+    def start(self, order: StartOrder) -> None:
+        """See Executor."""
+        self._starts[order.slot] = asyncio.create_task(self._start(order))
+
+    def stop(self, slot: str) -> None:
+        """See Executor."""
+        if slot in self._processes:
+            self._processes[slot].stop()
+
+    def kill(self, slot: str, kind: Literal["killed", "hang"], reason: str) -> None:
+        """See Executor."""
+        if slot in self._processes:
+            self._processes[slot].kill(kind, reason)
+
+    def dump_stacks(self, slot: str) -> None:
+        """See Executor."""
+        if slot in self._processes:
+            self._processes[slot].dump_stacks()
+
+    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
+        """See Executor."""
+        raise Refused(f"cannot inject {fault} into {slot}", why="not yet")
+
+    async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
+        """See Executor."""
+        self._forget_listener(slot)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, 0), family=family, backlog=1024)
+        self._listeners[slot] = listener
+        return Rendezvous(self._host, listener.getsockname()[1])
+
+    async def close(self) -> None:
+        """See Executor. Helpers are left alone."""
+        for task in self._starts.values():
+            task.cancel()
+        for slot in list(self._listeners):
+            self._forget_listener(slot)
+        mine = {*self._helpers, os.getpid()}
+        await asyncio.to_thread(procfs.kill_until_none, lambda: procfs.descendants(os.getpid()) - mine, reap=True)
+        self._spawner.close()
+
+    async def helper(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a process of the run that is no role; `helper_gone` must follow once it was waited for."""
+        child = await self._spawner.spawn_plain(argv, env, log)
+        self._helpers.add(child.pid)
+        return child
+
+    def helper_gone(self, pid: int) -> None:
+        """The helper has been waited for."""
+        self._helpers.discard(pid)
+
+    async def housekeep(self) -> None:
+        """What is to be done once a second: dead orphans reaped, long logs rotated."""
+        self._reap_strangers()
+        limit = self._config.events.role_log_mib * MIB
+        for slot, process in list(self._processes.items()):
+            try:
+                if await asyncio.to_thread(rotate_log, self._paths.log(slot), limit):
+                    process.log_truncated()
+            except OSError as error:
+                self._log.error("log cannot be rotated", slot=slot, error=str(error))
+
+    async def _start(self, order: StartOrder) -> None:
+        slot = order.slot
+        try:
+            process = await self._spawner.spawn(self._launch(order), self._hearer(slot), self._exit_taker(slot))
+        except Exception as error:  # noqa: BLE001 whatever went wrong is this slot's diagnosis
+            cause = f"cannot be started: {error!r}"
+            self._on_event(SlotExited(slot, unspawned(slot, order.epoch, "unknown", cause)))
+            return
+        finally:
+            del self._starts[slot]
+            self._forget_listener(slot)
+        self._processes[slot] = process
+        self._on_event(SlotSpawned(slot, order.epoch, process.pid, self.node))
+
+    def _launch(self, order: StartOrder) -> Launch:
+        slot = order.slot
+        plan = self._plans[slot.partition("/")[0]]
+        relax = {
+            "RELAX_RUN_ID": self._paths.run_id,
+            "RELAX_RUN_DIR": str(self._paths.run_dir),
+            "RELAX_SLOT": slot,
+            "RELAX_EPOCH": str(order.epoch),
+            "RELAX_SOCKET_DIR": str(self._paths.socket_dir),
+            "RELAX_SHM_DIR": str(self._paths.shm_dir),
+            "RELAX_AGENT_PID": str(os.getpid()),
+            "RELAX_ROLE_TARGET": plan.target,
+            "RELAX_HAS_REGISTRY": "1" if "registry" in self._plans else "0",
+            **(gang_environment(order.gang) if order.gang is not None else {}),
+        }
+        listener = self._listeners.get(slot)
+        return Launch(
+            slot=slot,
+            epoch=order.epoch,
+            argv=host_argv(plan.settings.python, slot),
+            env=role_environment(plan.settings.threads, plan.settings.env, relax),
+            log=self._paths.log(slot),
+            nice=plan.settings.nice,
+            fds={} if listener is None else {"RELAX_RENDEZVOUS_FD": listener.fileno()},
+        )
+
+    def _forget_listener(self, slot: str) -> None:
+        if (listener := self._listeners.pop(slot, None)) is not None:
+            listener.close()
+
+    def _hearer(self, slot: str) -> Callable[[FromRole], None]:
+        def hear(message: FromRole) -> None:
+            match message:
+                case ReadyMsg():
+                    self._on_event(SlotReady(slot))
+                case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
+                    self._on_event(Progress(slot, n, waiting, extend_s, detail))
+                case AddressMsg(address=address):
+                    self._on_address(slot, address)
+                case FinishedMsg():
+                    self._on_event(SlotFinished(slot))
+
+        return hear
+
+    def _exit_taker(self, slot: str) -> Callable[[Diagnosis], None]:
+        def take(diagnosis: Diagnosis) -> None:
+            self._processes.pop(slot, None)
+            self._on_address(slot, "")
+            self._on_event(SlotExited(slot, diagnosis))
+
+        return take
+
+    def _reap_strangers(self) -> None:
+        """Reap dead orphans that came to us as subreaper; our own roles are reaped when their pidfd says so."""
+        known = {process.pid for process in self._processes.values()} | self._helpers
+        while not self._spawner.in_flight:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if info is None or info.si_pid in known:
+                    return
+                os.waitpid(info.si_pid, 0)
+            except ChildProcessError:
+                return
+
+
+def gang_environment(gang: GangOrder) -> dict[str, str]:
+    """What torch.distributed's env:// start reads, and the generation."""
+    return {
+        "RELAX_GENERATION": str(gang.generation),
+        "RANK": str(gang.rank),
+        "WORLD_SIZE": str(gang.world_size),
+        "LOCAL_RANK": str(gang.local_rank),
+        "LOCAL_WORLD_SIZE": str(gang.local_world_size),
+        "MASTER_ADDR": gang.master_addr,
+        "MASTER_PORT": str(gang.master_port),
+    }
+
+
+def unspawned(slot: str, epoch: int, kind: Literal["clean", "killed", "hang", "unknown"], cause: str) -> Diagnosis:
+    """The diagnosis of a process that never was."""
+    return Diagnosis(slot=slot, epoch=epoch, kind=kind, cause=cause, at=time.time())
