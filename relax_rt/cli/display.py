@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from relax_rt.cli.figures import Figures
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
 from relax_rt.observe.text import NOTHING, clip, count, duration
@@ -21,7 +22,7 @@ from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
 TRACE_LINES = 15
-PIPE_WIDTH = 200
+PIPE_WIDTH = 240
 WIDE = 110
 """From this width on `ps` has room for all of its columns."""
 HEAD_WIDTH = 12
@@ -62,7 +63,7 @@ def show_plan(lines: Sequence[PlanLine]) -> None:
         console.print(table)
 
 
-def show_status(status: RunStatus, versions: Mapping[str, int]) -> None:
+def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
     """Print the slots of a run."""
     console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
@@ -76,57 +77,73 @@ def show_status(status: RunStatus, versions: Mapping[str, int]) -> None:
             console.print(Text(f"  {diagnosis}", "red"))
     if not status.slots:
         return
-    wide = console.width >= WIDE
+    several = any(slot.node for slot in status.slots)
+    shown = [c for c in COLUMNS if console.width >= c.width and (several or c.title != "node")]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     if console.width < PIPE_WIDTH:
         table.width = console.width
-    for column in COLUMNS:
-        if wide or column.always:
-            side: Literal["left", "right"] = "right" if column.number else "left"
-            # The last column takes the room that is left.
-            table.add_column(column.title, justify=side, no_wrap=True, ratio=1 if column is COLUMNS[-1] else None)
+    for column in shown:
+        side: Literal["left", "right"] = "right" if column.number else "left"
+        # The last column takes the room that is left.
+        table.add_column(column.title, justify=side, no_wrap=True, ratio=1 if column is COLUMNS[-1] else None)
     for slot in status.slots:
-        cells = _row(slot, versions.get(slot.slot))
-        table.add_row(*(cell for column, cell in zip(COLUMNS, cells, strict=True) if wide or column.always))
+        cells = _row(slot, figures.get(slot.slot, Figures()))
+        table.add_row(*(cells[column.title] for column in shown))
     console.print(table)
 
 
 class _Column(NamedTuple):
+    """width: of the terminal, from which on there is room for it."""
+
     title: str
     number: bool = False
-    always: bool = True
+    width: int = 0
 
 
 COLUMNS = (
     _Column("slot"),
-    _Column("kind", always=False),
+    _Column("role", width=150),
+    _Column("node"),
     _Column("state"),
     _Column("pid", number=True),
-    _Column("epoch", number=True, always=False),
+    _Column("epoch", number=True, width=WIDE),
     _Column("restarts", number=True),
-    _Column("up", number=True),
-    _Column("version", number=True),
-    _Column("progress", number=True, always=False),
+    _Column("ready", number=True),
+    _Column("ver", number=True),
+    _Column("stale", number=True, width=WIDE),
+    _Column("progress", number=True, width=WIDE),
+    _Column("depth", number=True, width=WIDE),
     _Column("now"),
 )
 
 
-def _row(slot: SlotStatus, version: int | None) -> list[Text]:
+def _row(slot: SlotStatus, figures: Figures) -> dict[str, Text]:
     doing = f"waits: {slot.waiting}" if slot.waiting else slot.detail
     if slot.state not in ("ready", "starting") and slot.last is not None and slot.last.failed:
         doing = f"{slot.last.kind}: {slot.last.cause}"
-    return [
-        Text(slot.slot),
-        Text(slot.kind),
-        Text(slot.state, STYLE.get(slot.state, "bright_black")),
-        Text(str(slot.pid) if slot.pid else NOTHING),
-        Text(str(slot.epoch) if slot.epoch else NOTHING),
-        Text(str(slot.restarts), "yellow" if slot.restarts else ""),
-        Text(duration(slot.uptime_s) if slot.pid else NOTHING),
-        Text(str(version) if version else NOTHING),
-        Text(count(slot.progress)),
-        Text(clip(doing, 120), overflow="ellipsis"),
-    ]
+    if slot.given_up:
+        doing = f"given up, the others go on: {doing}"
+    ready_s = (slot.ready_s or slot.state_s) if slot.state == "ready" else None
+    depth = _known(figures.depth) + (f"/{count(figures.depth_bound)}" if figures.depth_bound is not None else "")
+    return {
+        "slot": Text(slot.slot),
+        "role": Text(slot.kind),
+        "node": Text(slot.node or NOTHING),
+        "state": Text(slot.state, STYLE.get(slot.state, "bright_black")),
+        "pid": Text(str(slot.pid) if slot.pid else NOTHING),
+        "epoch": Text(str(slot.epoch) if slot.epoch else NOTHING),
+        "restarts": Text(str(slot.restarts), "yellow" if slot.restarts else ""),
+        "ready": Text(duration(ready_s) if ready_s is not None else NOTHING),
+        "ver": Text(str(figures.version) if figures.version else NOTHING),
+        "stale": Text(_known(figures.staleness)),
+        "progress": Text(count(slot.progress)),
+        "depth": Text(depth),
+        "now": Text(clip(doing, 120), overflow="ellipsis"),
+    }
+
+
+def _known(value: int | None) -> str:
+    return NOTHING if value is None else count(value)
 
 
 def show_why(found: Account) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.problems import did_you_mean
 from relax_rt.config.schema import RunConfig
-from relax_rt.registry.api import RegistryApi
-from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON
-from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.rpc import Client, make_hello
 
 RUNS = Path("runs")
-ASK_TIMEOUT_S = 1.0
 
 
 def find_run_dir(given: Path | None) -> Path:
@@ -51,26 +44,6 @@ def find_run_dir(given: Path | None) -> Path:
 def resolved_config(run_dir: Path) -> RunConfig:
     """The config of a run, as it was started."""
     return read_resolved(run_dir / RESOLVED_CONFIG)
-
-
-def versions_of(status: RunStatus) -> dict[str, int]:
-    """The policy version of each slot that has one, as the registry tells it; empty when it does not answer."""
-    address = next((slot.address for slot in status.slots if slot.slot == "registry/0"), "")
-    if not address:
-        return {}
-
-    async def ask() -> dict[str, int]:
-        client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
-        try:
-            found = await client.bind(RegistryApi, timeout_s=ASK_TIMEOUT_S).watch(0, 0.0)
-        finally:
-            await client.close()
-        return {m.who.slot: m.policy_version for m in found.members if m.policy_version and m.state != "gone"}
-
-    try:
-        return asyncio.run(ask())
-    except RelaxError:
-        return {}
 
 
 def _runs() -> list[Path]:

@@ -13,30 +13,40 @@ from relax_rt.cli.app import LOOK, OK, Json, Run, app, as_dict
 def ps(run: Run = None, *, json: Json = False) -> int:
     """The slots of a run: what each does, and since when."""
     from relax_rt.cli.display import show_json, show_status
-    from relax_rt.cli.runs import find_run_dir, versions_of
+    from relax_rt.cli.figures import Figures, figures_of
+    from relax_rt.cli.runs import find_run_dir
     from relax_rt.supervision import control
 
-    run_dir = find_run_dir(run)
-    status = control.status(run_dir)
-    versions = versions_of(status)
-    show_json({**as_dict(status), "versions": versions}) if json else show_status(status, versions)
+    status = control.status(find_run_dir(run))
+    figures = figures_of(status)
+    if json:
+        plain = as_dict(status)
+        for slot in plain["slots"]:
+            known = as_dict(figures.get(slot["slot"], Figures()))
+            slot.update({"policy_version": known.pop("version"), **known})
+        show_json(plain)
+    else:
+        show_status(status, figures)
     return OK
 
 
 @app.command(group=LOOK)
 def logs(
-    slot: Annotated[str | None, Parameter(help="A slot, or a kind of role; all if left out.")] = None,
-    run: Run = None,
+    patterns: Annotated[
+        list[str] | None,
+        Parameter(help="Slots or roles, or patterns of them as 'roll*'; all logs if left out.", negative_iterable=()),
+    ] = None,
     *,
+    run: Run = None,
     follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Go on as lines are written.")] = False,
     lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Lines from the end of each log.")] = 40,
     json: Json = False,
 ) -> int:
-    """What the roles wrote."""
+    """What the roles wrote, rotated files included."""
     from relax_rt.cli.logs import show_logs
     from relax_rt.cli.runs import find_run_dir
 
-    show_logs(find_run_dir(run), slot or "", lines=lines, follow=follow, as_json=json)
+    show_logs(find_run_dir(run), patterns or (), lines=lines, follow=follow, as_json=json)
     return OK
 
 

@@ -6,16 +6,61 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from relax_rt.cli.app import OK, STEER, Run, app
+from relax_rt.cli.app import OK, STEER, Json, Run, app
+
+Seconds = Annotated[float, Parameter(name="--wait", help="Seconds to wait until it has come to pass; 0: do not wait.")]
 
 
 @app.command(group=STEER)
-def restart(slot: Annotated[str, Parameter(help="As rollout/0.")], run: Run = None) -> int:
-    """Stop and start one slot; it is not counted as a failure."""
-    from relax_rt.cli.display import say
+def restart(
+    what: Annotated[str, Parameter(help="A slot, as rollout/0, or a role, as rollout: all of its slots.")],
+    run: Run = None,
+    *,
+    json: Json = False,
+) -> int:
+    """Stop and start slots; it is not counted as a failure."""
     from relax_rt.cli.runs import find_run_dir
-    from relax_rt.supervision import control
+    from relax_rt.cli.steering import restart
 
-    control.restart(find_run_dir(run), slot)
-    say(f"{slot} restarts")
+    _tell(restart(find_run_dir(run), what), as_json=json)
     return OK
+
+
+@app.command(group=STEER)
+def scale(
+    role: Annotated[str, Parameter(help="As rollout.")],
+    count: Annotated[int, Parameter(help="How many slots it is to have; the highest are drained first.")],
+    run: Run = None,
+    *,
+    wait: Seconds = 60.0,
+    json: Json = False,
+) -> int:
+    """Give a role another number of slots. The file is left as it is: a resumed run has its number again."""
+    from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.steering import scale
+
+    _tell(scale(find_run_dir(run), role, count, wait), as_json=json)
+    return OK
+
+
+@app.command(group=STEER)
+def drain(
+    what: Annotated[str, Parameter(help="A slot, a role or a node.")],
+    run: Run = None,
+    *,
+    wait: Seconds = 60.0,
+    json: Json = False,
+) -> int:
+    """Stop slots in order; they stay down until they are restarted or their role is scaled."""
+    from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.steering import drain
+
+    _tell(drain(find_run_dir(run), what, wait), as_json=json)
+    return OK
+
+
+def _tell(found: tuple[str, list[str]], *, as_json: bool) -> None:
+    from relax_rt.cli.display import say, show_json
+
+    text, slots = found
+    show_json({"did": text, "slots": slots}) if as_json else say(text)

@@ -164,6 +164,12 @@ class ToyJob:
     def shm_bytes(self, config: Any) -> int:
         return 0
 
+    def steps(self, config: Any) -> int | None:
+        return None
+
+    def closing(self, summary: dict[str, Any]) -> list[str]:
+        return [f"toys: {', '.join(summary['toys'])}"]
+
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         return LedgerPolicy(group_size=2, prompts_per_step=1, max_staleness=1, tasks={"train": ()})
 

@@ -17,6 +17,7 @@ from relax_rt.cli.logs import LogFile, show_logs
 from relax_rt.cli.main import main
 from relax_rt.cli.runs import find_run_dir
 from relax_rt.supervision.control import NoRun
+from relax_rt.supervision.process import rotate_log
 from relax_rt.supervision.rundir import owner_of, write_json
 
 TINY_JOB = Path(__file__).parents[2] / "tiny_job"
@@ -92,7 +93,12 @@ def test_validate_shows_every_problem_and_says_so_in_json(capsys: Capture) -> No
         ["up", "nothing.toml"],
         ["why", "rollout/0", "--run", "nowhere"],
         ["down", "over"],
-        ["logs", "rolout", "over"],
+        ["logs", "rolout", "--run", "over"],
+        ["logs", "rollout", "train*", "--run", "over"],
+        ["restart", "rollout/0", "over"],
+        ["scale", "rollout", "-1", "over"],
+        ["scale", "rollout", "2", "over"],
+        ["drain", "rollout", "over"],
         ["sample"],
         ["sample", "nothing.toml"],
         ["sample", "nothing.toml", "--run", "over"],
@@ -186,6 +192,9 @@ def test_logs_of_one_slot_of_a_kind_and_of_all(capsys: Capture) -> None:
     assert (code, out) == (0, "rollout-1 98\nrollout-1 99\n")
     out = call(capsys, "logs", "rollout", "-n", "1")[1]
     assert out == "rollout-0 | rollout-0 99\nrollout-1 | rollout-1 99\n"
+    for patterns in (["roll*"], ["rollout/*"], ["rollout-0", "rollout/1"], ["*-[01]", "rollout"]):
+        chosen = call(capsys, "logs", *patterns, "-n", "1")[1].splitlines()
+        assert [line for line in chosen if "rollout" in line] == out.splitlines()
     lines = [json.loads(line) for line in call(capsys, "logs", "-n", "1", "--json")[1].splitlines()]
     assert [line["log"] for line in lines] == ["rollout-0", "rollout-1", "trainer-0"]
     assert call(capsys, "logs", "rollout/1", "-n", "0")[1] == ""
@@ -204,6 +213,26 @@ def test_log_that_is_emptied_is_followed_from_its_new_start(tmp_path: Path) -> N
     assert list(log.added()) == ["new"]
 
 
+def test_rotated_files_belong_to_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "rollout-0.log"
+    for name, lines in (("rollout-0.log.2", "a\nb\n"), ("rollout-0.log.1", "c\nd"), ("rollout-0.log", "e\nf")):
+        (tmp_path / name).write_text(lines)
+    assert LogFile(path).end(4) == ["c", "d", "e", "f"]
+    assert LogFile(path).end(100) == list("abcdef")
+    assert LogFile(path).end(1) == ["f"]
+
+
+def test_nothing_is_missed_of_a_log_that_is_rotated_between_two_looks(tmp_path: Path) -> None:
+    path = tmp_path / "rollout-0.log"
+    path.write_text("seen\nbeg")
+    log = LogFile(path)
+    log.end(0)
+    path.write_text("seen\nbegun and more\n")
+    assert rotate_log(path, 1)
+    path.write_text("new\n")
+    assert list(log.added()) == ["begun and more", "new"]
+
+
 def test_following_ends_with_the_run_and_misses_nothing(capsys: Capture) -> None:
     run_dir = make_run("one", alive=True)
     path = run_dir / "logs/rollout-0.log"
@@ -218,7 +247,7 @@ def test_following_ends_with_the_run_and_misses_nothing(capsys: Capture) -> None
 
     writer = threading.Thread(target=write)
     writer.start()
-    show_logs(run_dir, "rollout/0", lines=1000, follow=True, as_json=False)
+    show_logs(run_dir, ["rollout/0"], lines=1000, follow=True, as_json=False)
     writer.join()
     assert capsys.readouterr().out.splitlines() == ["before", *(f"line {n}" for n in range(20))]
 

@@ -1,0 +1,133 @@
+"""What the registry and the metrics say of each slot, beside what the agent says: version, staleness, queue depth."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_rt.metrics import METRICS
+from relax_rt.observe.tail import Tail
+from relax_rt.registry.api import Changes, RegistryApi
+from relax_rt.supervision.api import RunStatus
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc import Client, make_hello
+from relax_rt.transport.versions import VersionRecord, VersionTree
+
+ASK_TIMEOUT_S = 1.0
+LOOK_BACK_BYTES = 256 << 10
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of one slot; None where it has none.
+
+    Attributes:
+        version: its policy version.
+        staleness: of an engine, the distance from its version to the newest committed one; of a trainer, the largest
+            among the samples of its last step.
+        depth: work that waits in it: samples outstanding, sequences admitted.
+        depth_bound: most that may wait.
+    """
+
+    version: int | None = None
+    staleness: int | None = None
+    depth: int | None = None
+    depth_bound: int | None = None
+
+
+def figures_of(status: RunStatus) -> dict[str, Figures]:
+    """The figures of every living slot that has any; what cannot be learnt is left out."""
+    changes, records = _ask_registry(status)
+    return judge(status, changes, records, newest(_metrics(Path(status.run_dir))))
+
+
+def judge(
+    status: RunStatus,
+    changes: Changes | None,
+    versions: Sequence[VersionRecord],
+    metrics: Mapping[tuple[str, str], Mapping[str, Any]],
+) -> dict[str, Figures]:
+    """Figures from what was read; see `figures_of`.
+
+    Args:
+        metrics: the newest record of each incarnation and kind of record.
+    """
+    members = {m.who.slot: m for m in changes.members if m.state != "gone"} if changes else {}
+    tree = VersionTree(versions)
+    found: dict[str, Figures] = {}
+    for slot in status.slots:
+        version = slot.policy_version if slot.policy_version > 0 else None
+        member = members.get(slot.slot)
+        if member is not None and member.policy_version:
+            version = member.policy_version
+        stale = _behind(tree, version, changes.committed if changes else None)
+        depth: tuple[int | None, int | None] = (None, None)
+        who = f"{slot.slot}#{slot.epoch}"
+        for (by, _), record in metrics.items():
+            if by == who:
+                stale = _largest(record.get("staleness"), stale)
+                depth = _depth(record, depth)
+        one = Figures(version, stale, *depth)
+        if one != Figures():
+            found[slot.slot] = one
+    return found
+
+
+def newest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The newest record of each incarnation and kind."""
+    return {(str(record.get("by", "")), str(record.get("kind", ""))): record for record in records}
+
+
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    tail = Tail(run_dir / METRICS, last_bytes=LOOK_BACK_BYTES, read_bytes=2 * LOOK_BACK_BYTES)
+    try:
+        return tail.poll()
+    finally:
+        tail.close()
+
+
+def _behind(tree: VersionTree, version: int | None, committed: VersionRecord | None) -> int | None:
+    if version is None or committed is None or version not in tree or committed.version not in tree:
+        return None
+    return tree.distance(version, committed.version)
+
+
+def _largest(value: Any, otherwise: int | None) -> int | None:
+    known = [v for v in value if isinstance(v, int)] if isinstance(value, list) else []
+    if isinstance(value, int):
+        known = [value]
+    return max(known, default=otherwise)
+
+
+def _depth(record: Mapping[str, Any], otherwise: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    bound = record.get("bound")
+    most = int(bound) if isinstance(bound, int | float) and math.isfinite(bound) else None
+    for keys in (("depth",), ("outstanding",), ("running", "waiting")):
+        known = [record.get(key) for key in keys]
+        if all(isinstance(value, int) for value in known):
+            return sum(value for value in known if isinstance(value, int)), most
+    return otherwise
+
+
+def _ask_registry(status: RunStatus) -> tuple[Changes | None, list[VersionRecord]]:
+    address = next((slot.address for slot in status.slots if slot.slot == "registry/0"), "")
+    if not address:
+        return None, []
+
+    async def ask() -> tuple[Changes, list[VersionRecord]]:
+        client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+        try:
+            registry = client.bind(RegistryApi, timeout_s=ASK_TIMEOUT_S)
+            return await registry.watch(0, 0.0), await registry.versions()
+        finally:
+            await client.close()
+
+    try:
+        return asyncio.run(ask())
+    except RelaxError:
+        return None, []

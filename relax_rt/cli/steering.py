@@ -1,0 +1,127 @@
+"""Restart, scale and drain, as people ask for them: by slot, role or node, and until it has come to pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from relax_rt.config.problems import BadInput, did_you_mean
+from relax_rt.observe.text import clip
+from relax_rt.supervision import control
+from relax_rt.supervision.api import RunStatus, SlotStatus
+from relax_rt.transport.errors import RelaxError
+
+POLL_S = 0.1
+DOWN = ("ended", "pending")
+
+Done = tuple[str, list[str]]
+"""What was done, in words, and the slots concerned."""
+
+
+def restart(run_dir: Path, what: str) -> Done:
+    """Restart a slot, or all slots of a role; of a gang one stands for all.
+
+    Raises:
+        BadInput: there is no such slot or role.
+        NoRun, Refused: see control.restart.
+    """
+    status = control.status(run_dir)
+    slots = slots_meant(status, what, nodes=False)
+    # An ended run has no slots: the call itself says so best.
+    asked = [what] if not slots else [slots[0].slot] if slots[0].generation else [slot.slot for slot in slots]
+    for slot in asked:
+        control.restart(run_dir, slot)
+    names = [slot.slot for slot in slots]
+    return f"{_listed(names)} restart{'s' if len(names) == 1 else ''}", names
+
+
+def scale(run_dir: Path, role: str, count: int, wait_s: float) -> Done:
+    """Scale a role; with wait_s, stay until it has that many slots ready and no other is up.
+
+    Raises:
+        BadInput: there is no such role, or the number cannot be.
+        NoRun, Refused: see control.scale.
+        RelaxError: it has not come to pass within wait_s.
+    """
+    if count < 0:
+        raise BadInput(f"{role} cannot have {count} slots", hint="0 drains all of them")
+    before = control.status(run_dir)
+    roles = sorted({slot.kind for slot in before.slots})
+    if roles and role not in roles:
+        raise BadInput(f"there is no role {role!r}", hint=did_you_mean(role, roles) or f"roles: {', '.join(roles)}")
+    had = len([slot for slot in before.slots if slot.kind == role and slot.state not in DOWN])
+    control.scale(run_dir, role, count)
+
+    def late(status: RunStatus) -> str:
+        mine = [slot for slot in status.slots if slot.kind == role]
+        up = [slot for slot in mine if slot.state not in DOWN]
+        ready = [slot for slot in up if slot.state == "ready"]
+        if len(ready) == len(up) == count:
+            return ""
+        return _states(up) or f"none of {count} started"
+
+    status = _wait(run_dir, late, wait_s, f"{role} does not have {count} slots ready")
+    names = [slot.slot for slot in status.slots if slot.kind == role and slot.state not in DOWN]
+    return f"{role}: {had} -> {count} slots", names
+
+
+def drain(run_dir: Path, what: str, wait_s: float) -> Done:
+    """Drain a slot, a role or a node; with wait_s, stay until they are down.
+
+    Raises:
+        BadInput: there is no such thing.
+        NoRun, Refused: see control.drain.
+        RelaxError: it has not come to pass within wait_s.
+    """
+    slots = slots_meant(control.status(run_dir), what, nodes=True)
+    control.drain(run_dir, what)
+    names = [slot.slot for slot in slots]
+
+    def late(status: RunStatus) -> str:
+        return _states([slot for slot in status.slots if slot.slot in names and slot.state not in DOWN])
+
+    _wait(run_dir, late, wait_s, f"{what} is not drained")
+    return f"{_listed(names)} drained", names
+
+
+def slots_meant(status: RunStatus, what: str, *, nodes: bool) -> list[SlotStatus]:
+    """The slots of that name, role or node; empty if the run has ended.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if status.ended:
+        return []
+    named = [slot for slot in status.slots if what in (slot.slot, slot.kind)]
+    if not named and nodes and any(node.node == what for node in status.nodes):
+        return [slot for slot in status.slots if slot.node == what]
+    if not named:
+        known = [*(slot.slot for slot in status.slots), *sorted({slot.kind for slot in status.slots})]
+        known += [node.node for node in status.nodes if node.node] if nodes else []
+        hint = did_you_mean(what, known) or f"there is {', '.join(known)}"
+        raise BadInput(f"there is no slot{', role or node' if nodes else ' or role'} {what!r}", hint=hint)
+    return named
+
+
+def _wait(run_dir: Path, late: Callable[[RunStatus], str], wait_s: float, what: str) -> RunStatus:
+    end = time.monotonic() + wait_s
+    while True:
+        status = control.status(run_dir)
+        if status.ended:
+            raise RelaxError(f"{what}: the run has ended", why=status.reason)
+        left = late(status) if wait_s > 0 else ""
+        if not left:
+            return status
+        if time.monotonic() > end:
+            raise RelaxError(f"{what} after {wait_s:g} s", why=clip(left, 200), hint="`relax-rt why` shows why")
+        time.sleep(POLL_S)
+
+
+def _states(slots: Sequence[SlotStatus]) -> str:
+    return ", ".join(f"{slot.slot} {slot.state}" for slot in slots)
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
