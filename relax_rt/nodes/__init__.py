@@ -1,0 +1,1 @@
+"""Runs over several nodes: who joins, who is lost, and which slot runs where."""
