@@ -38,7 +38,15 @@ class Unreachable(RelaxError):
 
 
 class ActorDied(Unreachable):
-    """The far end died while it worked on a request that must not be repeated."""
+    """The far end died while it worked on a request that must not be repeated.
+
+    Attributes:
+        who: the incarnation that died, as ``reward/0#7``; empty if it is not known.
+        diagnosis: how its process ended, as its supervisor says; empty if that is not known.
+    """
+
+    who: str = ""
+    diagnosis: str = ""
 
 
 class DeadlineExceeded(RelaxError):

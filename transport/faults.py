@@ -41,7 +41,10 @@ def error_of(fault: Fault) -> RelaxError:
     A subclass keeps `what`, `why` and `hint`; fields of its own do not cross. Where it was raised is a note on it.
     """
     if not fault.kinds:
-        return RemoteError(fault.kind, fault.message, where=fault.where, trace=fault.trace)
+        remote = RemoteError(fault.kind, fault.message, where=fault.where, trace=fault.trace)
+        if fault.trace:
+            remote.add_note(f"traceback at {fault.where}:\n{fault.trace.rstrip()}")
+        return remote
     kind = next((known for name in fault.kinds if (known := _known_kind(name)) is not None), RelaxError)
     error = kind.__new__(kind)
     RelaxError.__init__(error, fault.what, why=fault.why, hint=fault.hint)

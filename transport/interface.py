@@ -1,4 +1,8 @@
-"""Interfaces: classes of `async def` methods whose annotations are the contract between two processes."""
+"""Interfaces: classes of `async def` methods whose annotations are the contract between two processes.
+
+A method that yields (`async def … -> AsyncIterator[T]`, in a Protocol plainly `def … -> AsyncIterator[T]`) is answered by
+a stream of items. A class that is more than an interface says by `__relax_interface__` which of its methods are one.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _IDEMPOTENT = "__relax_idempotent__"
 _TELL = "__relax_tell__"
+_STREAMS = (AsyncIterator, AsyncGenerator, AsyncIterable)
 
 
 def idempotent(fn: F) -> F:
@@ -45,6 +51,7 @@ class Method:
         api, name: how it is called on the wire.
         parameters: names, in the order of the wire; keyword_only of them, at the end, are passed by name.
         idempotent, one_way: its marks.
+        stream: it yields items; `result` decodes one of them.
     """
 
     api: str
@@ -54,6 +61,7 @@ class Method:
     keyword_only: int
     idempotent: bool
     one_way: bool
+    stream: bool
     arguments: msgspec.msgpack.Decoder[Any]
     result: msgspec.msgpack.Decoder[Any]
 
@@ -92,12 +100,25 @@ class Method:
         try:
             values = self.arguments.decode(raw)
         except codec.UNDECODABLE as error:
-            names = ", ".join(f"$[{i}] is {name}" for i, name in enumerate(self.parameters))
-            raise Refused(f"arguments of {self}", why=str(error), hint=names) from error
+            raise Refused(f"arguments of {self}", why=self._named(str(error)), hint=f"it takes {self.takes}") from error
         if not self.keyword_only:
             return values, {}
         cut = len(self.parameters) - self.keyword_only
         return values[:cut], dict(zip(self.parameters[cut:], values[cut:], strict=True))
+
+    @property
+    def takes(self) -> str:
+        """Its parameters and what they are, for people."""
+        return str(self.signature.replace(return_annotation=inspect.Signature.empty))
+
+    def _named(self, message: str) -> str:
+        """msgspec's message with the argument's name in place of its position: ``$[1].x`` is ``point.x``."""
+
+        def name(place: re.Match[str]) -> str:
+            index = int(place[1])
+            return f"`{self.parameters[index]}" if index < len(self.parameters) else place[0]
+
+        return re.sub(r"`\$\[(\d+)\]", name, message)
 
     def decode_result(self, raw: msgspec.Raw) -> Any:
         """Raises: ProtocolError, when the result is not what the annotation says."""
@@ -110,7 +131,7 @@ class Method:
 
 
 def methods_of(api: type) -> dict[str, Method]:
-    """The methods of an interface by name: every public `async def` of the class and its bases.
+    """The methods of an interface by name: every public one of the class and its bases, or those it names itself.
 
     Raises:
         Refused: a public method is not `async def`, or an annotation is missing or cannot cross the wire.
@@ -120,17 +141,37 @@ def methods_of(api: type) -> dict[str, Method]:
 
 @functools.cache
 def _methods_of(api: type) -> dict[str, Method]:
+    own = getattr(api, "__relax_interface__", None)
+    names = own() if own is not None else [name for name in dir(api) if not name.startswith("_")]
     methods: dict[str, Method] = {}
-    for name in dir(api):
+    for name in names:
         function = inspect.getattr_static(api, name)
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        if not inspect.iscoroutinefunction(function):
-            raise Refused(f"interface {api.__name__}", why=f"its method {name} is not `async def`")
-        methods[name] = _method(api.__name__, name, function)
+        if inspect.isfunction(function):
+            methods[name] = _method(api.__name__, name, function)
     if not methods:
         raise Refused(f"interface {api.__name__}", why="it has no public `async def` method")
     return methods
+
+
+def _item_type(label: str, function: Callable[..., Any], result: Any) -> Any:
+    """What a stream yields; None when the method is no stream.
+
+    Raises:
+        Refused: it is neither a coroutine function nor a stream.
+    """
+    streams = typing.get_origin(result) in _STREAMS or result in _STREAMS
+    if inspect.iscoroutinefunction(function):
+        if streams:
+            raise Refused(label, why="it is to give a stream and yields nothing", hint="in a Protocol, write `def`")
+        return None
+    if not streams:
+        if inspect.isasyncgenfunction(function):
+            raise Refused(label, why=f"it yields, and its result is {result}", hint="annotate it `-> AsyncIterator[…]`")
+        raise Refused(label, why="it is not `async def`")
+    items = typing.get_args(result)
+    if not items:
+        raise Refused(label, why="its annotation does not say what it yields", hint="write `AsyncIterator[str]`")
+    return items[0]
 
 
 def _method(api: str, name: str, function: Callable[..., Any]) -> Method:
@@ -152,6 +193,7 @@ def _method(api: str, name: str, function: Callable[..., Any]) -> Method:
         raise Refused(label, why="its result has no annotation")
     one_way = getattr(function, _TELL, False)
     result = hints["return"]
+    item = _item_type(label, function, result)
     if one_way and result is not type(None):
         raise Refused(label, why="a one-way method has no result", hint="annotate it `-> None`")
     names = tuple(p.name for p in parameters)
@@ -165,18 +207,22 @@ def _method(api: str, name: str, function: Callable[..., Any]) -> Method:
         keyword_only=sum(p.kind is p.KEYWORD_ONLY for p in parameters),
         idempotent=getattr(function, _IDEMPOTENT, False),
         one_way=one_way,
+        stream=item is not None,
         arguments=codec.decoder_for(kinds, f"arguments of {label}"),
-        result=codec.decoder_for(result, f"result of {label}"),
+        result=codec.decoder_for(result if item is None else item, f"result of {label}"),
     )
 
 
 def check_implementation(api: type, implementation: object) -> None:
     """Raises: Refused, when the object lacks a method of the interface or has one that is not `async def`."""
-    for name in methods_of(api):
+    for name, method in methods_of(api).items():
         candidate = getattr(implementation, name, None)
         if candidate is None:
             raise Refused(f"offering {api.__name__}", why=f"{type(implementation).__name__} has no method {name}")
-        if not inspect.iscoroutinefunction(candidate):
+        if method.stream:
+            if inspect.iscoroutinefunction(candidate):
+                raise Refused(f"offering {api.__name__}", why=f"{type(implementation).__name__}.{name} does not yield")
+        elif not inspect.iscoroutinefunction(candidate):
             raise Refused(f"offering {api.__name__}", why=f"{type(implementation).__name__}.{name} is not `async def`")
 
 

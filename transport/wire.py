@@ -1,27 +1,31 @@
 """The messages of the RPC layer, and how they are framed on a byte stream.
 
 A connection begins with one `HelloFrame` from each side, the client's first. After that a client sends
-`Request`, `Tell` and `Cancel`, a server `Reply` and `Fault`. Messages are msgpack; on a byte stream each is preceded
-by its length, four bytes, little-endian. The structs are positional: a change of any of them is a new PROTOCOL.
+`Request`, `Tell`, `Open`, `Grant` and `Cancel`, a server `Reply`, `Item`, `End` and `Fault`. Messages are msgpack; on a
+byte stream each is preceded by its length, four bytes, little-endian. The structs are positional: a change of any of
+them is a new PROTOCOL.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from typing import Annotated
 
 import msgspec
 
 from relax_rt.transport.errors import ProtocolError
 from relax_rt.transport.identity import Hello, Incarnation
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything on the wire; both ends must have the same."""
 
 HEADER = struct.Struct("<I")
 HELLO_MAX_BYTES = 16 * 1024
 """Bound on the first message of a connection, which comes from a peer that is not yet known."""
 
+CREDIT_MAX = 1 << 20
+"""Bound on the items of a stream that may be under way."""
 TRACE_MAX_CHARS = 4_000
 TEXT_MAX_CHARS = 16_000
 
@@ -68,6 +72,40 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     result: msgspec.Raw
 
 
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):
+    """A call that is answered by a stream of items.
+
+    `timeout_s` is the longest the producer may take for one item; `credit` is how many it may send before a Grant.
+    """
+
+    id: int
+    api: str
+    method: str
+    timeout_s: float
+    credit: Annotated[int, msgspec.Meta(ge=1, le=CREDIT_MAX)]
+    args: msgspec.Raw
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+    """The consumer of stream `id` has taken items: the producer may send `credit` more."""
+
+    id: int
+    credit: Annotated[int, msgspec.Meta(ge=1, le=CREDIT_MAX)]
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
+    """The next item of stream `id`."""
+
+    id: int
+    value: msgspec.Raw
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
+    """Stream `id` has no more items."""
+
+    id: int
+
+
 class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Request `id` failed.
 
@@ -91,8 +129,8 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
     trace: str = ""
 
 
-FromClient = Request | Tell | Cancel
-FromServer = Reply | Fault
+FromClient = Request | Tell | Cancel | Open | Grant
+FromServer = Reply | Fault | Item | End
 
 
 def make_hello(run_id: str, who: Incarnation) -> Hello:

@@ -149,7 +149,7 @@ async def test_unknown_names_are_refused_with_a_suggestion(tmp_path: pathlib.Pat
 
 async def test_wrong_types_are_named(tmp_path: pathlib.Path) -> None:
     async with pair("unix", tmp_path) as (_, _, _, far):
-        with pytest.raises(Refused, match=r"arguments of FarEnd\.move: Expected `int`.*\$\[1\].*\$\[1\] is by"):
+        with pytest.raises(Refused, match=r"arguments of FarEnd\.move: Expected `int`, got `str` - at `by`"):
             await far.move(Point(1), "two")  # type: ignore[arg-type]
         with pytest.raises(Refused, match=r"arguments of FarEnd\.echo: cannot be sent"):
             await far.echo(object())  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ async def test_interfaces_that_cannot_cross_are_refused_at_once(tmp_path: pathli
 
     server = Server(hello())
     for api, why in (
-        (NotAsync, "get is not `async def`"),
+        (NotAsync, "NotAsync.get: it is not `async def`"),
         (Untyped, "parameter key has no annotation"),
         (Starred, "it takes"),
         (Answering, "a one-way method has no result"),

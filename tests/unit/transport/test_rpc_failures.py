@@ -129,7 +129,7 @@ async def test_other_protocol_other_run(carrier: str, tmp_path: pathlib.Path) ->
     address = f"unix://{tmp_path}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
     async with serving(address) as (server, real, _):
         newer = Client(real, hello(protocol=PROTOCOL + 1))
-        with pytest.raises(ProtocolError, match=rf"speaks protocol version {PROTOCOL}, this process version 2"):
+        with pytest.raises(ProtocolError, match=rf"speaks protocol version {PROTOCOL}, this process version {PROTOCOL + 1}"):
             await newer.bind(FarEnd, timeout_s=10).nothing()
         other = Client(real, hello(run_id="beef0002"))
         with pytest.raises(ProtocolError, match=r"queue/0#3 belongs to run cafe0001, this process to run beef0002"):
