@@ -30,6 +30,8 @@ from relax_rt.supervision.rundir import (
 from relax_rt.transport.errors import RelaxError
 
 MIB = 1 << 20
+OUTPUT = "up"
+"""Log of what a run prints that has no terminal."""
 
 
 class Prepared:
@@ -69,24 +71,60 @@ def up(
         RelaxError: the run must not start, and which setting says so. Nothing was started.
     """
     run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
+    command = _command(run, screen, system)
+    try:
+        if replace:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.execv(sys.executable, command)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return subprocess.run(command, pass_fds=[run.lock_fd], check=False).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+    finally:
+        run.give_up()
+
+
+def start(
+    config_path: Path, overrides: Sequence[str] = (), *, screen: str = "", system: Sequence[str] = SYSTEM_ROLES
+) -> tuple[RunPaths, subprocess.Popen[bytes]]:
+    """Bring a run up that goes on without this process and its terminal; what it prints goes to ``logs/up.log``.
+
+    Returns:
+        The run's directories, and its keeper.
+
+    Raises:
+        RelaxError: see `up`.
+    """
+    run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
+    try:
+        run.paths.logs.mkdir(parents=True, exist_ok=True)
+        with run.paths.log(OUTPUT).open("ab") as out:
+            keeper = subprocess.Popen(
+                _command(run, screen, system),
+                pass_fds=[run.lock_fd],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+    except BaseException:
+        run.give_up()
+        raise
+    os.close(run.lock_fd)
+    return run.paths, keeper
+
+
+def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
+    """The keeper's command line, which has the agent's in it; the lock on the run directory goes with it."""
     keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
     keeper += ["--run-id", run.paths.run_id, "--run-dir", str(run.paths.run_dir)]
     agent = [sys.executable, "-m", "relax_rt.supervision", *keeper[3:]]
     agent += ["--screen", screen] if screen else []
     agent += ["--system", ",".join(system)]
     os.set_inheritable(run.lock_fd, True)
-    try:
-        if replace:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.execv(sys.executable, [*keeper, "--", *agent])
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            return subprocess.run([*keeper, "--", *agent], pass_fds=[run.lock_fd], check=False).returncode
-        finally:
-            signal.signal(signal.SIGINT, before)
-    finally:
-        run.give_up()
+    return [*keeper, "--", *agent]
 
 
 def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> Prepared:
