@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import count
 
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.blocks import owner_key
 from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.slab_names import owner_key
 
 CELL = 64
 """Bytes."""

@@ -1,9 +1,9 @@
 """Shared memory of a node: each process writes blocks to slabs of its own, all the others read them in place."""
 
 from relax_rt.transport.arena.reader import Reader, ReaderStatistics
-from relax_rt.transport.arena.slab import SPILL_PREFIX, slab_name
 from relax_rt.transport.arena.writer import Placed, Writer, WriterStatistics
 from relax_rt.transport.block import ALIGNMENT, INLINE_BYTES, Block
+from relax_rt.transport.slab_names import SPILL_PREFIX, slab_name
 from relax_rt.transport.values import Bf16, Raw, Shared
 
 __all__ = [

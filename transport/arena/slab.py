@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
 from pathlib import Path
 
@@ -13,23 +12,9 @@ from numpy.typing import NDArray
 
 from relax_rt.transport.arena.allocator import Heap
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
-from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.slab_names import is_slab_name, is_spill_name
 
-SPILL_PREFIX = "spill-"
-"""Names of files on the broker's disk begin with it; no slab's does."""
 PAGE_BYTES = mmap.PAGESIZE
-_SLAB_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}-\d{1,20}-\d{1,20}\.slab")
-_SPILL_NAME = re.compile(r"spill-[A-Za-z0-9_.-]{1,200}")
-
-
-def slab_name(who: Incarnation, n: int) -> str:
-    """``rollout-0-7-1.slab``: slot, epoch, running number."""
-    return f"{who.slot.replace('/', '-')}-{who.epoch}-{n}.slab"
-
-
-def is_slab_name(name: str) -> bool:
-    """Whether a slab can have this name."""
-    return not name.startswith(SPILL_PREFIX) and _SLAB_NAME.fullmatch(name) is not None
 
 
 def path_of(name: str, shm_dir: Path, spill_dir: Path | None) -> Path:
@@ -40,7 +25,7 @@ def path_of(name: str, shm_dir: Path, spill_dir: Path | None) -> Path:
     """
     if is_slab_name(name):
         return shm_dir / name
-    if spill_dir is not None and _SPILL_NAME.fullmatch(name):
+    if spill_dir is not None and is_spill_name(name):
         return spill_dir / name
     raise Corrupt(f"slab {name[:256]!r}", why="that is not a slab's name")
 

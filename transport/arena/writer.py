@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from relax_rt.transport.arena.allocator import aligned
 from relax_rt.transport.arena.dedupe import Hashes, Pairs, share_repeated
-from relax_rt.transport.arena.slab import PAGE_BYTES, SPILL_PREFIX, Slab, slab_name
+from relax_rt.transport.arena.slab import PAGE_BYTES, Slab
 from relax_rt.transport.block import Plan, Source
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent
+from relax_rt.transport.slab_names import SPILL_PREFIX, is_spilled, slab_name
 from relax_rt.transport.values import BLOB, BLOB_KIND, BYTES, Data, Kind, Shared, encoded
 
 Given = tuple[str, Kind, Any]
@@ -131,7 +132,7 @@ class Writer:
     ) -> None:
         if capacity_bytes < PAGE_BYTES:
             raise Refused(f"an arena of {capacity_bytes} bytes", why=f"a slab has at least a page, {PAGE_BYTES}")
-        if slab_name(who, 0).startswith(SPILL_PREFIX):
+        if is_spilled(slab_name(who, 0)):
             raise Refused(f"slabs of {who}", why=f"names with '{SPILL_PREFIX}' are those of spilled files")
         self._dir, self._who = shm_dir, who
         self._capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES

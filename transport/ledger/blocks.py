@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -10,27 +9,10 @@ import msgspec
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import BlobRef, BlockRef, Extent, Put
+from relax_rt.transport.slab_names import is_slab_name, is_spilled, owner_key, owner_of
 
 AliveTest = Callable[[str], bool]
 """Whether the owner with this key can still be told."""
-SLAB_NAME = re.compile(r"[A-Za-z0-9_.-]+-\d+-\d+\.slab")
-SPILL = "spill"
-"""Owner in the names of slabs that are files on the broker's disk."""
-
-
-def owner_of(slab: str) -> str:
-    """The owner's key in a slab's name ``<slot>-<epoch>-<n>.slab``."""
-    return slab.rpartition("-")[0]
-
-
-def owner_key(who: Incarnation) -> str:
-    """How an incarnation is named in slab names."""
-    return f"{who.slot.replace('/', '-')}-{who.epoch}"
-
-
-def is_spilled(extent: Extent) -> bool:
-    """Whether the extent is in a file on the broker's disk."""
-    return extent.slab.startswith(SPILL + "-")
 
 
 def extents_in(puts: Iterable[Put]) -> list[Extent]:
@@ -112,7 +94,7 @@ class BlockTable(msgspec.Struct):
             if at in seen:
                 raise Refused(f"put by {who}", why=f"extent {extent.slab}+{extent.offset} is twice in the same call")
             seen.add(at)
-            if owner_of(extent.slab) != mine or not SLAB_NAME.fullmatch(extent.slab):
+            if owner_of(extent.slab) != mine or not is_slab_name(extent.slab):
                 raise Refused(f"put by {who}", why=f"slab {extent.slab!r} is not its own")
             if extent.offset in self.live.get(extent.slab, ()):
                 raise Refused(f"put by {who}", why=f"extent {extent.slab}+{extent.offset} is in use")
@@ -151,7 +133,7 @@ class BlockTable(msgspec.Struct):
             self._count(extent, extent.nbytes)
 
     def _count(self, extent: Extent, nbytes: int) -> None:
-        if is_spilled(extent):
+        if is_spilled(extent.slab):
             self.spilled_bytes += nbytes
         else:
             self.payload_bytes += nbytes

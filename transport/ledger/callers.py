@@ -8,8 +8,8 @@ import msgspec
 
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.blocks import SPILL, owner_key
 from relax_rt.transport.queue.api import Admission, Advice, Extent, Offered
+from relax_rt.transport.slab_names import is_spilled, owner_key
 
 ANSWERS_KEPT = 128
 """Answers kept for each incarnation; a client has fewer changing calls under way (see QueueClient)."""
@@ -102,17 +102,17 @@ class Callers(msgspec.Struct):
     def _memory_of(self, owner: str) -> tuple[str, str]:
         """Node and payload server of an owner's slabs. Processes that serve their own do not share memory."""
         home = self.homes.get(owner)
-        if home is None or not home.payloads or owner.startswith(SPILL + "-"):
+        if home is None or not home.payloads or is_spilled(owner + "-"):
             return self.node_of(owner), self.payloads
         return home.node, home.payloads
 
     def node_of(self, owner: str) -> str:
         """The node of a slab's owner; one that did not say, and spilled blocks, are on the broker's."""
         home = self.homes.get(owner)
-        return home.node if home is not None and not owner.startswith(SPILL + "-") else self.node
+        return home.node if home is not None and not is_spilled(owner + "-") else self.node
 
     def alive(self, owner: str) -> bool:
-        """Whether the incarnation with this key (see blocks.owner_key) is one that is heard."""
+        """Whether the incarnation with this key (see slab_names.owner_key) is one that is heard."""
         return owner in self.answers
 
     def answer(self, who: Incarnation, seq: int) -> Kept | None:

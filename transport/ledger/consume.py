@@ -9,7 +9,6 @@ import msgspec
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.admission import MAX_SAMPLES, check_fields, return_extents
-from relax_rt.transport.ledger.blocks import owner_of
 from relax_rt.transport.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.events import Abandon, Complete, Take
@@ -17,6 +16,7 @@ from relax_rt.transport.ledger.failures import fail_members, stuck
 from relax_rt.transport.ledger.runs import runs_of
 from relax_rt.transport.ledger.state import Group, Lease, Part, Sample, Stream
 from relax_rt.transport.queue.api import Batch, Extent, Put, Run, SampleInfo, SampleKey, Want
+from relax_rt.transport.slab_names import owner_of
 from relax_rt.transport.targets import did_you_mean
 
 MAX_READERS = 4096

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.blocks import owner_key
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.state import Group, Sample
 from relax_rt.transport.queue.api import Failure, SampleKey
+from relax_rt.transport.slab_names import owner_key
 
 
 def fail_members(core: Core, task: str, failures: list[Failure]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Mapping
 
 import msgspec
@@ -11,7 +10,6 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import account, admission, consume, failures, keyed, spill, training
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.blocks import SPILL, owner_key, owner_of
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
 from relax_rt.transport.ledger.configure import configure
@@ -20,13 +18,10 @@ from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import State
 from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Offered
 from relax_rt.transport.samplers import load_sampler
+from relax_rt.transport.slab_names import owner_key, owner_of, unfit_slot
 from relax_rt.transport.store.api import Fetched, Found, Stored
 
 Answer = Admission | Offered | Batch | Advice | list[Extent] | keyed.Answer | None
-
-
-SLOT = re.compile(r"[A-Za-z0-9_.-]{1,100}/\d{1,9}")
-"""With it no two incarnations have the same key in slab names."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -261,12 +256,10 @@ class Ledger:
         """The slot has a newer incarnation: the older ones can finish nothing more, though they may still read."""
         core, callers = self.core, self.core.state.callers
         callers.check(who)
-        if not SLOT.fullmatch(who.slot):
-            raise Refused(f"joining as '{who.slot}'", why="a slot's name is letters, digits, _ . - then / and a number")
+        if unfit := unfit_slot(who):
+            raise Refused(f"joining as {who.slot[:200]!r}", why=unfit, hint="use one as reader/0")
         if callers.knows(who):
             return
-        if owner_key(who).startswith(SPILL + "-"):
-            raise Refused(f"joining as {who}", why=f"'{SPILL}' is how files of spilled payloads are named")
         core.changed = True
         callers.join(who)
         if event.issued:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
-from relax_rt.transport.ledger.blocks import Block, is_spilled, owner_of
+from relax_rt.transport.ledger.blocks import Block
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Spilled
 from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.slab_names import is_spilled, owner_of
 
 _NOBODY: Mapping[str, int] = {}
 MOVE_BYTES = 64 << 20
@@ -33,7 +34,7 @@ def wanted(core: Core, skip: Container[int] = (), short: Mapping[str, int] = _NO
         extent = block.ref.extent
         if over <= 0 and not needs:
             break
-        if extent is None or is_spilled(extent) or extent.nbytes > room or _is_read(core, extent) or id_ in skip:
+        if extent is None or is_spilled(extent.slab) or extent.nbytes > room or _is_read(core, extent) or id_ in skip:
             continue
         owner = owner_of(extent.slab)
         if (over <= 0 and owner not in needs) or (callers.homes and callers.node_of(owner) != callers.node):
@@ -73,7 +74,7 @@ def spilled(core: Core, event: Spilled) -> list[Extent]:
         block = core.blocks.blocks.get(id_)
         now = block.ref.extent if block is not None else None
         # Who took it while it was copied has pinned the old place, and may ask once more where that is.
-        if now is None or is_spilled(now) or _is_read(core, now):
+        if now is None or is_spilled(now.slab) or _is_read(core, now):
             useless.append(to)
             continue
         core.blocks.move(id_, to, core.state.callers.alive)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from relax_rt.transport.arena import Block
 from relax_rt.transport.errors import Refused
-from relax_rt.transport.ledger.blocks import owner_of
 from relax_rt.transport.queue.api import Batch, BlockRef, Extent, SampleInfo, SampleKey
+from relax_rt.transport.slab_names import owner_of
 from relax_rt.transport.values import STORAGE
 
 if TYPE_CHECKING:

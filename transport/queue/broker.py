@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from relax_rt.transport import rpc
-from relax_rt.transport.arena.slab import is_slab_name, slab_name
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.blocks import owner_key
 from relax_rt.transport.ledger.callers import Home
 from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Answer, load_samplers
@@ -38,6 +36,7 @@ from relax_rt.transport.queue.disk import Disk, dead_slabs
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.queue.waits import Waits
 from relax_rt.transport.queue.watch import Watch, start_time
+from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.store import state as sv
 from relax_rt.transport.store.api import Found, Stored
 from relax_rt.transport.store.desk import StoreDesk
@@ -297,8 +296,6 @@ class Broker:
         callers = self._ledger.state.callers
         # Where a supervisor issued epochs too, those of this name are passed over.
         who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
-        if not is_slab_name(slab_name(who, 1)):
-            raise Refused(f"joining as {name[:200]!r}", why="no slab can have that name", hint="use one as reader/0")
         # A caller on this node puts into this node's slabs, which its own payload server gives out.
         self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
         self._know(callers.homes[owner_key(who)])

@@ -15,7 +15,7 @@ from relax_rt.transport.arena import Reader, Writer
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.fields import check_row, parse_fields
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.blocks import extents_in, owner_of
+from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.payload import Fetcher
 from relax_rt.transport.queue.api import (
     Admission,
@@ -38,6 +38,7 @@ from relax_rt.transport.queue.pins import Pins
 from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Rows, Space
 from relax_rt.transport.queue.statistics import ClientStatistics
+from relax_rt.transport.slab_names import owner_of
 from relax_rt.transport.versions import VersionRecord
 
 __all__ = ["LeasedBatch", "LeasedSample", "NewSample", "QueueClient"]

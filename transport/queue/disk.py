@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_rt.transport.errors import OutOfSpace
-from relax_rt.transport.ledger.blocks import SPILL, owner_of
 from relax_rt.transport.ledger.state import State
 from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.slab_names import SPILL_PREFIX, is_spilled, owner_of
 
 Moves = list[tuple[int, Extent]]
 
@@ -36,7 +36,7 @@ class Disk:
         """
         self._spill_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._made += 1
-        name = f"{SPILL}-{self._epoch}-{self._made}.slab"
+        name = f"{SPILL_PREFIX}{self._epoch}-{self._made}.slab"
         self._writing = name
         path = self._spill_dir / name
         try:
@@ -94,12 +94,14 @@ class Disk:
     def names(self) -> list[str]:
         """Slabs and spill files that are there."""
         found = [path.name for path in self._shm_dir.glob("*.slab")]
-        return found + [path.name for path in self._spill_dir.glob(f"{SPILL}-*.slab") if path.name != self._writing]
+        return found + [
+            path.name for path in self._spill_dir.glob(f"{SPILL_PREFIX}*.slab") if path.name != self._writing
+        ]
 
     def unlink(self, names: Sequence[str]) -> None:
         """Remove slabs and spill files."""
         for name in names:
-            folder = self._spill_dir if name.startswith(SPILL + "-") else self._shm_dir
+            folder = self._spill_dir if is_spilled(name) else self._shm_dir
             (folder / name).unlink(missing_ok=True)
 
 
@@ -110,7 +112,7 @@ def dead_slabs(names: Sequence[str], state: State) -> list[str]:
     def is_dead(slab: str) -> bool:
         if slab in state.blocks.live:
             return False
-        if slab.startswith(SPILL + "-"):
+        if is_spilled(slab):
             return True
         slot, _, epoch = owner_of(slab).rpartition("-")
         return slot in lowest and epoch.isdigit() and int(epoch) < lowest[slot]

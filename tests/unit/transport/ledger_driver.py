@@ -15,7 +15,6 @@ from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.admission import crowded, obstacle
 from relax_rt.transport.ledger.batch import stragglers
-from relax_rt.transport.ledger.blocks import owner_key
 from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Outcome
 from relax_rt.transport.queue.api import (
@@ -35,6 +34,7 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
+from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.versions import VersionRecord
 
 TASKS = {"reward": ("tokens",), "train": ("tokens", "reward")}

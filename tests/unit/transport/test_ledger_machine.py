@@ -19,8 +19,9 @@ from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import QueueLimits
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.blocks import extents_in, owner_key
+from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.queue.api import Admission, Batch, BlockRef, Extent, Offered, Put, RowPut, SampleKey, Ticket
+from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.versions import VersionRecord
 
 OUTCOMES = ("done", "done", "done", "done", "pinned", "failed", "abandoned")
