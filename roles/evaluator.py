@@ -51,6 +51,7 @@ class EvaluatorRole(Role):
         self._expected = 0
         self._before: dict[str, Any] | None = None
         self._last_step = -1
+        self._worked = False
         self.engine: EmbeddedEngine
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
@@ -175,6 +176,9 @@ class EvaluatorRole(Role):
             "seconds": round(time.monotonic() - began, 3),
         }
         self.ctx.metrics(result)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"evaluation {when}")
         self.ctx.log.info(
             f"held out, {when}", **{k: result[k] for k in ("step", "version", "items", "exact", "lenient")}
         )

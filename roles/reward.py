@@ -48,6 +48,7 @@ class RewardRole(Role):
         self.queue: QueueClient
         self.task: GymTask | None = None
         self._failures_in_a_row = 0
+        self._worked = False
         self._tally = Tally(time.monotonic())
 
     async def setup(self) -> None:
@@ -122,6 +123,9 @@ class RewardRole(Role):
             else:
                 columns[sample.key] = _columns(result)
         await self.queue.complete(TASK, batch, columns, failures)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"{len(results)} samples scored")
         self._tally.add(results, time.monotonic() - began)
         self._report()
         self._judge(results)

@@ -46,7 +46,7 @@ class RolloutRole(Role):
         # Bounded by the tickets held: groups_in_flight groups.
         self._done: asyncio.Queue[Completion] = asyncio.Queue()
         self._room = asyncio.Event()
-        self._complete = False
+        self._complete = self._worked = False
         self._measured = (0, time.monotonic())
         self.engine: EmbeddedEngine
         self.tokenizer: ChatTokenizer
@@ -180,7 +180,12 @@ class RolloutRole(Role):
             while not self._done.empty():
                 finished.append(self._done.get_nowait())
             mine = [c for c in finished if c.request in self._tickets]
-            await self.queue.put_samples([self._sample(c) for c in mine])
+            samples = [self._as_sample(c) for c in mine]
+            self._record_made(samples)
+            await self.queue.put_samples([self._new(sample) for sample in samples])
+            if mine and not self._worked:
+                self._worked = True
+                self.ctx.event("first_work", what=f"{len(mine)} samples")
             for completion in mine:
                 if completion.request not in self._left:
                     continue  # lost while it was put
@@ -198,11 +203,21 @@ class RolloutRole(Role):
         self.ctx.event("groups_lost", groups=groups)
         self._room.set()
 
-    def _sample(self, completion: Completion) -> NewSample:
+    def _record_made(self, samples: list[Sample]) -> None:
+        """Our own word of what we made, apart from the queue's: the checker holds the trainer's records against it."""
+        from relax_rt.roles.sample import content_digest
+
+        made = [
+            (f"{s.meta.group}.{s.meta.member}", content_digest(s), sorted({span.version for span in s.versions}))
+            for s in samples
+        ]
+        if made:
+            self.ctx.metrics({"kind": "made", "slot": self.ctx.who.slot, "samples": made})
+
+    def _new(self, sample: Sample) -> NewSample:
         from relax_rt.roles.columns import generated_columns
         from relax_rt.transport.queue.client import NewSample
 
-        sample = self._as_sample(completion)
         key = SampleKey(sample.meta.group, sample.meta.member)
         return NewSample(key, generated_columns(sample), sample.versions)
 

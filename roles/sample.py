@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from relax_rt.transport.queue.api import VersionSpan
@@ -95,3 +96,13 @@ TASK_FIELDS: dict[str, tuple[str, ...]] = {
     "train": ("tokens", "loss_mask", "behaviour_logprobs", "meta", "reward", "rewards"),
 }
 """The fields that each consumer task waits for. `train` is the task whose completion is a step."""
+
+
+def content_digest(sample: Sample) -> str:
+    """16 hex digits of what was sampled: tokens and their log-probabilities.
+
+    Recorded by who made a sample and by who trained on it, so that the two can be compared.
+    """
+    digest = xxhash.xxh3_64(np.ascontiguousarray(sample.tokens).tobytes())
+    digest.update(np.ascontiguousarray(sample.behaviour_logprobs).tobytes())
+    return digest.hexdigest()

@@ -52,6 +52,7 @@ class TrainerRole(Role):
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._saving: asyncio.Task[None] | None = None
         self._skipped = 0
+        self._worked = False
         self._committed = 0
         self._early = ""
         self._trained_before_s = 0.0
@@ -150,6 +151,7 @@ class TrainerRole(Role):
 
     async def _one_step(self) -> None:
         from relax_rt.roles.columns import read_sample
+        from relax_rt.roles.sample import content_digest
 
         asked = time.monotonic()
         lease = await self._batch()
@@ -157,12 +159,16 @@ class TrainerRole(Role):
             return
         got = time.monotonic()
         samples = [read_sample(leased) for leased in lease.samples]
+        digests = [content_digest(sample) for sample in samples]
         result = await asyncio.to_thread(self._train, samples)
         trained = time.monotonic()
         await self._account(lease, result)
         done = time.monotonic()
-        record = self._record(lease, samples, result, (asked, got, trained, done))
+        record = {**self._record(lease, samples, result, (asked, got, trained, done)), "digests": digests}
         self.ctx.metrics(record)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"step {self.step}")
         shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
         self.ctx.log.info(f"step {self.step} of {self.config.algorithm.steps}", version=self.weights.version, **shown)
         self.ctx.progress.advance(1, f"step {self.step} of {self.config.algorithm.steps}")

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from relax_rt.cli.app import BAD_INPUT, FAILED, OK, app
+from relax_rt.cli import chaos
+from relax_rt.cli.app import BAD_INPUT, FAILED, INTERRUPTED, OK, app
 from relax_rt.cli.commands import before, look, plan, run, steer
 from relax_rt.transport.errors import RelaxError
 
 __all__ = ["app", "main"]
-COMMANDS = (before, plan, run, look, steer)
+COMMANDS = (before, plan, run, look, steer, chaos)
 """Modules that register their commands on import."""
 
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return OK
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return found if isinstance(found, int) else OK
 
 

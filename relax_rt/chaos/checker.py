@@ -1,0 +1,56 @@
+"""The invariant checker: every promise that a run under faults must keep, held against independent records; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from relax_rt.chaos import process_checks as processes
+from relax_rt.chaos import training_checks as training
+from relax_rt.chaos.findings import Breach, Evidence, Finding
+
+Check = Callable[[Evidence], Iterator[int | Breach]]
+
+CHECKS: dict[str, tuple[Check, str]] = {
+    "one_incarnation": (processes.one_incarnation, "processes"),
+    "epochs_grow": (processes.epochs_grow, "epochs"),
+    "deaths_answered": (processes.deaths_answered, "deaths"),
+    "faults_seen": (processes.faults_seen, "kills"),
+    "late_writes": (processes.late_writes, "accepted writes"),
+    "supervisor_sound": (processes.supervisor_sound, "sessions"),
+    "steps_once": (training.steps_once, "steps"),
+    "trained_once": (training.trained_once, "samples"),
+    "trained_what_was_made": (training.trained_what_was_made, "samples"),
+    "staleness_held": (training.staleness_held, "samples"),
+    "versions_grow": (training.versions_grow, "versions"),
+    "checkpoint_stands": (training.checkpoint_stands, "checkpoints"),
+    "nothing_left": (processes.nothing_left, "run"),
+}
+OF_TRAINING = {"steps_once", "trained_once", "trained_what_was_made", "staleness_held", "checkpoint_stands"}
+
+
+def check(evidence: Evidence) -> list[Finding]:
+    """Every check on what is known of a run; a check that has nothing to judge says why."""
+    return [_finding(name, *how, evidence) for name, how in CHECKS.items()]
+
+
+def breaches(findings: list[Finding]) -> list[Breach]:
+    """All that is wrong."""
+    return [breach for finding in findings for breach in finding.breaches]
+
+
+def _finding(name: str, judge: Check, of: str, evidence: Evidence) -> Finding:
+    promise = (judge.__doc__ or "").strip().splitlines()[0]
+    why_not = ""
+    if name in OF_TRAINING and not evidence.steps:
+        why_not = "no training step is recorded"
+    elif name == "nothing_left" and not evidence.ended:
+        why_not = "the run goes on"
+    if why_not:
+        return Finding(check=name, promise=promise, looked_at=0, of=of, why_not=why_not)
+    looked_at, found = 0, list[Breach]()
+    for one in judge(evidence):
+        if isinstance(one, Breach):
+            found.append(one)
+        else:
+            looked_at += one
+    return Finding(check=name, promise=promise, looked_at=looked_at, of=of, breaches=found)

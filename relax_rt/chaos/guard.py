@@ -1,0 +1,29 @@
+"""``python guard.py``: continues stopped process groups when the one who stopped them is gone, however it ended.
+
+Reads lines ``+PGID`` and ``-PGID``; at the end of its input every group that is still noted is continued. Standard
+library only, and started by path, so that it is there at once and nothing of the runtime can take it down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Note until the input ends, then continue what is left."""
+    os.setsid()
+    stopped: set[int] = set()
+    for text in sys.stdin:
+        word = text.strip()
+        (stopped.add if word.startswith("+") else stopped.discard)(int(word[1:]))
+    for group in stopped:
+        try:
+            os.killpg(group, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Carries faults out on a living run, says so in its event log, and undoes what has to be undone, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_rt.chaos import guard
+from relax_rt.chaos.disk import MOST_BYTES, Filling
+from relax_rt.chaos.faults import FAULTS, Fault
+from relax_rt.chaos.intensity import Intensity
+from relax_rt.chaos.schedule import Strike
+from relax_rt.chaos.timeline import REGISTRY
+from relax_rt.events import EventFollower, EventLog
+from relax_rt.registry.api import RegistryApi
+from relax_rt.supervision import control
+from relax_rt.supervision.api import RunStatus, SlotStatus
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.rpc import Client, make_hello
+
+CHAOS_SLOT = "chaos/0"
+QUEUE = "queue/0"
+CALL_TIMEOUT_S = 5.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a strike: carried out, or withheld for a reason."""
+
+    strike: Strike
+    withheld: str = ""
+    pid: int = 0
+
+
+class Withheld(Exception):
+    """A strike that is not carried out; the reason is its text."""
+
+
+class _Undo(msgspec.Struct):
+    due: float
+    strike: Strike
+    slot: SlotStatus | None
+    work: Callable[[], None]
+
+
+class Injector:
+    """Does harm to one run. Use it as a context manager: what lasts is undone when it is left.
+
+    Args:
+        run_dir: of a living run.
+        seed: told in the events, so that a strike can be found again.
+        intensity: keeps harm within the restarts that each slot has left; None: not kept.
+        most_disk_bytes: a fault `disk` that needs more is withheld.
+    """
+
+    def __init__(
+        self, run_dir: Path, seed: int, *, intensity: Intensity | None = None, most_disk_bytes: int = MOST_BYTES
+    ) -> None:
+        self.run_dir, self.seed = run_dir, seed
+        self._intensity, self._most_disk_bytes = intensity, most_disk_bytes
+        self._events = EventLog(run_dir, "chaos")
+        self._follower = EventFollower(run_dir)
+        self._undo: list[_Undo] = []
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Injector:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo(float("inf"))
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            self._guard.wait()
+        self._follower.close()
+        self._events.close()
+
+    @property
+    def next_undo(self) -> float | None:
+        """When something is to be undone (monotonic seconds); None: nothing lasts."""
+        return min((one.due for one in self._undo), default=None)
+
+    def strike(self, strike: Strike) -> Outcome:
+        """Carry a strike out, unless the slot has no process, or no restart left."""
+        fault = FAULTS[strike.fault]
+        try:
+            pid = self._disk(strike) if fault.means == "disk" else self._on_slot(strike, fault)
+        except (Withheld, RelaxError, OSError) as error:
+            self._events.emit("fault_withheld", **self._told(strike, None), why=str(error))
+            return Outcome(strike, str(error) or type(error).__name__)
+        return Outcome(strike, pid=pid)
+
+    def undo(self, now: float) -> None:
+        """End what has lasted long enough."""
+        for one in [one for one in self._undo if one.due <= now]:
+            self._undo.remove(one)
+            try:
+                one.work()
+                self._events.emit("fault_ended", **self._told(one.strike, one.slot))
+            except ProcessLookupError:
+                why = "the process is gone"
+                self._events.emit("fault_ended", **self._told(one.strike, one.slot), reason=why)
+
+    def _on_slot(self, strike: Strike, fault: Fault) -> int:
+        status = control.status(self.run_dir)
+        slot = next((one for one in status.slots if one.slot == strike.slot), None)
+        if slot is None:
+            raise Withheld("the run has no such slot now")
+        if not slot.pid:
+            raise Withheld(f"no process lives in it now ({slot.state})")
+        if any(one.slot is not None and one.slot.slot == slot.slot for one in self._undo):
+            raise Withheld("another fault still lasts there")
+        self._check_intensity(slot.slot)
+        if fault.means == "inside":
+            self._inside(strike, fault, slot)
+            return slot.pid
+        self._check_local(status, slot)
+        if strike.fault == "kill":
+            # A second look at the pid would not help: it stays the role's until its agent has reaped it.
+            pidfd = os.pidfd_open(slot.pid)
+            try:
+                self._tell(strike, slot)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
+        else:
+            self._stop(strike, slot, status, overtake=fault.means == "epoch")
+        return slot.pid
+
+    def _check_intensity(self, slot: str) -> None:
+        if self._intensity is None:
+            return
+        for event in self._follower.poll():
+            self._intensity.take(event)
+        if self._intensity.left(slot, time.monotonic()) < 1:
+            raise Withheld("it has used up its restarts: one failure more would be escalated (--beyond-intensity)")
+
+    def _check_local(self, status: RunStatus, slot: SlotStatus) -> None:
+        here = status.nodes[0].node if status.nodes else ""
+        if slot.node not in ("", here):
+            raise Withheld(f"it runs on node {slot.node}: signals reach processes of this node only")
+
+    def _inside(self, strike: Strike, fault: Fault, slot: SlotStatus) -> None:
+        self._tell(strike, slot)
+        control.inject(self.run_dir, strike.slot, fault.order, strike.seconds, strike.amount)
+        # The role ends it by itself; only the word of it is ours.
+        self._later(strike, slot, lambda: os.kill(slot.pid, 0))
+
+    def _disk(self, strike: Strike) -> int:
+        filling = Filling(self.run_dir, most_bytes=self._most_disk_bytes)
+        self._events.emit("fault_injected", **self._told(strike, None), nbytes=filling.nbytes)
+        self._later(strike, None, filling.close)
+        return 0
+
+    def _stop(self, strike: Strike, slot: SlotStatus, status: RunStatus, *, overtake: bool) -> None:
+        if overtake and slot.slot == REGISTRY:
+            raise Withheld("the registry issues the epochs: nobody else can overtake it")
+        group = os.getpgid(slot.pid)
+        if group == os.getpgid(0):
+            raise Withheld("it shares a process group with this command")
+        self._note(f"+{group}")
+        self._tell(strike, slot)
+        os.killpg(group, signal.SIGSTOP)
+
+        def go_on() -> None:
+            try:
+                os.killpg(group, signal.SIGCONT)
+            finally:
+                self._note(f"-{group}")
+
+        self._later(strike, slot, go_on)
+        if overtake:
+            epoch = asyncio.run(_overtake(status, slot))
+            self._events.emit("slot_overtaken", slot=slot.slot, epoch=slot.epoch, by_epoch=epoch, number=strike.number)
+
+    def _later(self, strike: Strike, slot: SlotStatus | None, work: Callable[[], None]) -> None:
+        self._undo.append(_Undo(time.monotonic() + strike.seconds, strike, slot, work))
+
+    def _tell(self, strike: Strike, slot: SlotStatus) -> None:
+        self._events.emit("fault_injected", **self._told(strike, slot))
+
+    def _told(self, strike: Strike, slot: SlotStatus | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"name": strike.fault, "number": strike.number, "seed": self.seed}
+        if strike.slot:
+            fields |= {"slot": strike.slot, "role": strike.slot.partition("/")[0]}
+        if slot is not None:
+            fields |= {"epoch": slot.epoch, "pid": slot.pid}
+        return fields | {"seconds": strike.seconds, "amount": strike.amount}
+
+    def _note(self, word: str) -> None:
+        """Have the guard know which groups are stopped: it continues them when this process is killed."""
+        if self._guard is None:
+            # By path, without the site packages: it must be there before the first stop.
+            self._guard = subprocess.Popen([sys.executable, "-I", "-S", str(guard.__file__)], stdin=subprocess.PIPE)
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(word.encode() + b"\n")
+        self._guard.stdin.flush()
+
+
+async def _overtake(status: RunStatus, slot: SlotStatus) -> int:
+    """What the head does when it replaces a process that it cannot reach: issue an epoch, tell the queue."""
+    addresses = {one.slot: one.address for one in status.slots}
+    registry = Client(addresses[REGISTRY], make_hello(status.run_id, Incarnation(CHAOS_SLOT, 0)))
+    clients = [registry]
+    try:
+        epochs = registry.bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
+        epoch = await epochs.issue_epoch(slot.slot)
+        if addresses.get(QUEUE) and slot.slot != QUEUE:
+            me = Incarnation(CHAOS_SLOT, await epochs.issue_epoch(CHAOS_SLOT))
+            clients.append(Client(addresses[QUEUE], make_hello(status.run_id, me)))
+            queue = clients[-1].bind(QueueApi, timeout_s=CALL_TIMEOUT_S)
+            await queue.gone(1, Incarnation(slot.slot, slot.epoch), "overtaken on purpose")
+            await epochs.gone(me, "done")
+        return epoch
+    finally:
+        for client in clients:
+            await client.close()

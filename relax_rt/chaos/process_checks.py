@@ -1,0 +1,188 @@
+"""Checks of processes: who lived when, under which epoch, who came back; no I/O.
+
+Each check yields an int for every batch of things it has looked at, and a Breach for each promise not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from relax_rt.chaos.findings import Breach, Evidence
+from relax_rt.chaos.timeline import REGISTRY, Event, Life, line, lives
+
+Found = Iterator[int | Breach]
+BACK_WITHIN_S = 60.0
+"""A death this close to the end of the log may still be on its way to its restart."""
+EXIT_SEEN_WITHIN_S = 10.0
+
+
+def by_slot(found: list[Life]) -> dict[str, list[Life]]:
+    """Lives of each slot, in the order of their starts."""
+    slots: dict[str, list[Life]] = {}
+    for life in found:
+        slots.setdefault(life.slot, []).append(life)
+    return slots
+
+
+def one_incarnation(evidence: Evidence) -> Found:
+    """A slot never has two living incarnations: the earlier one's exit is confirmed before the next is spawned."""
+    found = lives(evidence.events)
+    yield len(found)
+    for slot, of_slot in by_slot(found).items():
+        for before, after in pairwise(of_slot):
+            if before.session == after.session and (before.exited is None or before.exited > after.spawned):
+                what = f"{slot}#{after.epoch} was spawned while {slot}#{before.epoch} (pid {before.pid}) lived"
+                yield Breach("one_incarnation", what, evidence.lines([*before.lines, *after.lines[:1]]))
+    yield from _words_of_the_dead(evidence, found)
+
+
+def _words_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
+    """What a process wrote itself must lie before its exit was told: the agent does not grade itself."""
+    ends = {f"{one.slot}#{one.epoch}": one for one in found if one.exited is not None and one.slot != REGISTRY}
+    for number, event in enumerate(evidence.events):
+        life = ends.get(str(event.get("by")))
+        if life is not None and life.exited is not None and float(event.get("m", 0.0)) > life.exited:
+            what = f"{event['by']} wrote an event after its exit"
+            yield Breach("one_incarnation", what, evidence.lines([*life.lines[-1:], number]))
+
+
+def epochs_grow(evidence: Evidence) -> Found:
+    """An epoch is issued once, and each incarnation of a slot has a higher one than the last."""
+    newest, newest_at = 0, -1
+    for number, event in enumerate(evidence.events):
+        if event.get("kind") != "epoch_issued":
+            continue
+        yield 1
+        epoch = int(event.get("epoch", 0))
+        if epoch <= newest:
+            what = f"epoch {epoch} was issued after epoch {newest}"
+            yield Breach("epochs_grow", what, evidence.lines([n for n in (newest_at, number) if n >= 0]))
+        newest, newest_at = max(newest, epoch), number
+    for slot, of_slot in by_slot(lives(evidence.events)).items():
+        if slot == REGISTRY:
+            continue
+        yield len(of_slot)
+        for before, after in pairwise(of_slot):
+            if after.epoch <= before.epoch:
+                what = f"{slot} was spawned with epoch {after.epoch} after epoch {before.epoch}"
+                yield Breach("epochs_grow", what, evidence.lines([before.lines[0], after.lines[0]]))
+
+
+def deaths_answered(evidence: Evidence) -> Found:
+    """Each death has a diagnosis, and a restart or an escalation that says why there is none."""
+    found = lives(evidence.events)
+    end_m = max((float(e.get("m", 0.0)) for e in evidence.events), default=0.0)
+    for slot, of_slot in by_slot(found).items():
+        for place, life in enumerate(of_slot):
+            if life.exited is None or life.diagnosis is None or life.finished or not life.failed:
+                continue
+            yield 1
+            if not life.diagnosis.get("cause"):
+                yield Breach(
+                    "deaths_answered", f"{slot}#{life.epoch} died without a diagnosis", evidence.lines(life.lines)
+                )
+            back = any(after.session == life.session for after in of_slot[place + 1 :])
+            patient = not evidence.ended and end_m - life.exited < BACK_WITHIN_S
+            if not back and not patient and not _let_go(evidence.events, life):
+                what = f"{slot}#{life.epoch} died, and nobody came after it or said why"
+                yield Breach("deaths_answered", what, evidence.lines(life.lines[-1:]))
+
+
+def _let_go(events: list[Event], life: Life) -> bool:
+    """The log tells why no process came after this one: the run ended or its agent did, or the slot was given up."""
+    role, session = life.slot.partition("/")[0], -1
+    for event in events:
+        kind = event.get("kind")
+        session += kind == "run_started"
+        if max(0, session) != life.session:
+            continue
+        if kind in ("run_draining", "agent_died", "run_ended"):
+            return True
+        if kind in ("slot_given_up", "drained", "scaled", "node_lost") and (
+            life.slot in (event.get("slot"), event.get("what")) or role in (event.get("role"), event.get("what"))
+        ):
+            return True
+        if kind == "node_lost":
+            return True
+    # The last session's agent may have died with a keeper that had no time to say so.
+    return life.session < session
+
+
+def faults_seen(evidence: Evidence) -> Found:
+    """Each process that was killed on purpose is told of as killed: the injector's record against the agent's."""
+    known = {(life.slot, life.pid): life for life in lives(evidence.events)}
+    end_m = max((float(e.get("m", 0.0)) for e in evidence.events), default=0.0)
+    for number, event in enumerate(evidence.events):
+        if event.get("kind") != "fault_injected" or event.get("name") != "kill":
+            continue
+        yield 1
+        life = known.get((str(event.get("slot")), int(event.get("pid", 0))))
+        if life is None:
+            what = f"{event.get('slot')} (pid {event.get('pid')}) was killed, and no start of it is told"
+            yield Breach("faults_seen", what, evidence.lines([number]))
+            continue
+        at = float(event.get("m", 0.0))
+        if life.exited is None:
+            if not life.over and end_m - at > EXIT_SEEN_WITHIN_S:
+                what = f"the exit of {life.slot}#{life.epoch} after its kill is not told"
+                yield Breach("faults_seen", what, evidence.lines([*life.lines, number]))
+        elif (life.diagnosis or {}).get("signal") != "SIGKILL":
+            what = f"{life.slot}#{life.epoch} was killed, and its exit is told as {(life.diagnosis or {}).get('kind')}"
+            yield Breach("faults_seen", what, evidence.lines([number, life.lines[-1]]))
+
+
+def late_writes(evidence: Evidence) -> Found:
+    """Nothing that a fenced incarnation writes is accepted: by the registry, the queue, the checkpoint folder."""
+    yield from _late_in_registry(evidence)
+    yield from _late_in_queue(evidence)
+
+
+def _late_in_registry(evidence: Evidence) -> Found:
+    newest: dict[str, tuple[int, int]] = {}
+    for number, event in enumerate(evidence.events):
+        kind, slot = event.get("kind"), str(event.get("slot", ""))
+        epoch = int(event.get("epoch", 0) or 0)
+        if kind == "epoch_issued":
+            newest[slot] = (epoch, number)
+        elif kind in ("announced", "version_issued", "version_committed") and slot in newest:
+            yield 1
+            if epoch < newest[slot][0]:
+                what = f"the registry accepted '{kind}' of {slot}#{epoch} after epoch {newest[slot][0]} was issued"
+                yield Breach("late_writes", what, [line(n, evidence.events[n]) for n in (newest[slot][1], number)])
+
+
+def _late_in_queue(evidence: Evidence) -> Found:
+    """The journal is the queue's own; who was fenced when is counted here anew."""
+    newest: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    for write in evidence.writes:
+        if write.what == "gone" and write.about:
+            ended.setdefault(write.about, write.n)
+        slot, _, epoch = write.who.rpartition("#")
+        if not slot:
+            continue
+        yield 1
+        if int(epoch) < newest.get(slot, 0) or write.who in ended:
+            why = (
+                f"it was gone at {ended[write.who]}" if write.who in ended else f"epoch {newest[slot]} was heard before"
+            )
+            shown = [f"journal {write.n}: {write.what} of {write.who}"]
+            yield Breach("late_writes", f"the queue accepted '{write.what}' of {write.who}: {why}", shown)
+        newest[slot] = max(newest.get(slot, 0), int(epoch))
+
+
+def supervisor_sound(evidence: Evidence) -> Found:
+    """The supervisor itself met nothing that cannot be."""
+    for number, event in enumerate(evidence.events):
+        if event.get("kind") == "run_started":
+            yield 1
+        elif event.get("kind") == "supervisor_fault":
+            yield Breach("supervisor_sound", str(event.get("error", "")), evidence.lines([number]))
+
+
+def nothing_left(evidence: Evidence) -> Found:
+    """An ended run leaves no process, no socket and no shared memory."""
+    yield 1
+    for what in evidence.leftovers:
+        yield Breach("nothing_left", what)

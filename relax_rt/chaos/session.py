@@ -1,0 +1,134 @@
+"""A session of harm: strikes fall when they are due, what lasts is undone, and the run is given time to recover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.chaos.injector import Injector, Outcome
+from relax_rt.chaos.schedule import Strike
+from relax_rt.metrics import METRICS
+from relax_rt.observe.tail import Tail
+from relax_rt.supervision import control
+from relax_rt.transport.errors import RelaxError
+
+POLL_S = 0.02
+LOOK_S = 0.25
+QUIET_S = 0.5
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """What came of it.
+
+    Attributes:
+        outcomes: of each strike that fell due. left: strikes that never did.
+        over: the run ended meanwhile. recovered: every slot was ready or had ended, at the end.
+        interrupted: somebody wanted it to stop.
+    """
+
+    outcomes: list[Outcome] = []
+    left: int = 0
+    over: bool = False
+    recovered: bool = False
+    interrupted: bool = False
+    seconds: float = 0.0
+
+
+class StepWatch:
+    """The newest training step, from the metrics as they grow."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail = Tail(run_dir / METRICS)
+        self.step = 0
+
+    def look(self) -> int:
+        """The newest step that was recorded; after a fall-back it is lower than before."""
+        for record in self._tail.poll():
+            if record.get("kind") == "step":
+                self.step = int(record["step"])
+        return self.step
+
+    def close(self) -> None:
+        """Release the file."""
+        self._tail.close()
+
+
+def play(
+    run_dir: Path,
+    injector: Injector,
+    strikes: Sequence[Strike],
+    *,
+    settle_s: float = 60.0,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+) -> Session:
+    """Carry a schedule out on a living run, until its end or the run's.
+
+    Args:
+        settle_s: how long the run may take to recover after the last strike.
+    """
+    began = time.monotonic()
+    session = Session()
+    by_time = sorted((s for s in strikes if not s.at_step), key=lambda s: s.at_s)
+    by_step = sorted((s for s in strikes if s.at_step), key=lambda s: s.at_step)
+    steps = StepWatch(run_dir)
+    looked = 0.0
+    try:
+        while (by_time or by_step or injector.next_undo is not None) and not session.over:
+            now = time.monotonic()
+            injector.undo(now)
+            while by_time and by_time[0].at_s <= now - began:
+                _strike(injector, by_time.pop(0), session, on_outcome)
+            if by_step and by_step[0].at_step <= steps.look():
+                _strike(injector, by_step.pop(0), session, on_outcome)
+            if now - looked >= LOOK_S:
+                looked, session.over = now, not control.find_run(run_dir).alive
+            time.sleep(_pause(injector, by_time, began, fine=bool(by_step)))
+        session.recovered = _settle(run_dir, settle_s)
+    except KeyboardInterrupt:
+        session.interrupted = True
+    finally:
+        injector.undo(float("inf"))
+        steps.close()
+    session.left = len(by_time) + len(by_step)
+    session.over = session.over or not control.find_run(run_dir).alive
+    session.seconds = time.monotonic() - began
+    return session
+
+
+def _strike(injector: Injector, strike: Strike, session: Session, on_outcome: Callable[[Outcome], None]) -> None:
+    outcome = injector.strike(strike)
+    session.outcomes.append(outcome)
+    on_outcome(outcome)
+
+
+def _pause(injector: Injector, by_time: Sequence[Strike], began: float, *, fine: bool) -> float:
+    now = time.monotonic()
+    due = [began + by_time[0].at_s] if by_time else []
+    if injector.next_undo is not None:
+        due.append(injector.next_undo)
+    left_s = min(due, default=now + LOOK_S) - now
+    return max(0.0, min(left_s, POLL_S if fine else LOOK_S))
+
+
+def _settle(run_dir: Path, settle_s: float) -> bool:
+    """Wait until every slot is ready or has ended, and stays so for a moment. An ended run has settled."""
+    end = time.monotonic() + settle_s
+    since: float | None = None
+    while time.monotonic() < end:
+        try:
+            slots = control.status(run_dir).slots
+        except RelaxError:
+            slots = []
+        if not control.find_run(run_dir).alive:
+            return True
+        if not slots or any(slot.state not in ("ready", "ended") for slot in slots):
+            since = None
+        else:
+            since = since or time.monotonic()
+            if time.monotonic() - since >= QUIET_S:
+                return True
+        time.sleep(LOOK_S / 5)
+    return False

@@ -1,0 +1,180 @@
+"""What the event log tells of processes: their lives, and how each came back after a fault; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+Event = dict[str, Any]
+REGISTRY = "registry/0"
+"""The only slot whose processes are started before an epoch can be issued."""
+
+
+def line(number: int, event: Event) -> str:
+    """An event in one line, with its place in the log, as evidence."""
+    who = str(event.get("slot") or event.get("role") or "")
+    epoch = event.get("epoch")
+    name = who + (f"#{epoch}" if who and epoch else "")
+    extra = {k: event[k] for k in ("pid", "version", "step", "name", "reason", "wait_s") if event.get(k) is not None}
+    told = " ".join(f"{k}={v}" for k, v in extra.items())
+    return " ".join(
+        word for word in (f"[{number}]", f"{event.get('m', 0.0):.3f}", str(event.get("kind")), name, told) if word
+    )
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """One process of a slot, in seconds of the machine's monotonic clock; None where the log tells of no such thing.
+
+    Attributes:
+        session: which `up` of the run it belongs to, from 0.
+        diagnosis: of its end. lines: the events that tell of it, by place in the log.
+        over: its agent died with it, and no exit was told.
+    """
+
+    slot: str
+    epoch: int
+    pid: int
+    session: int
+    spawned: float
+    ready: float | None = None
+    exited: float | None = None
+    first_work: float | None = None
+    diagnosis: dict[str, Any] | None = None
+    finished: bool = False
+    over: bool = False
+    lines: list[int] = []
+
+    @property
+    def failed(self) -> bool:
+        """It ended, and not in good order."""
+        return self.diagnosis is not None and self.diagnosis.get("kind") != "clean"
+
+
+def lives(events: Sequence[Event]) -> list[Life]:
+    """Every process that the log tells of, in the order of their starts."""
+    found: list[Life] = []
+    present: dict[str, Life] = {}
+    session = -1
+    for number, event in enumerate(events):
+        kind, slot, m = event.get("kind"), str(event.get("slot", "")), float(event.get("m", 0.0))
+        if kind in ("run_started", "agent_died"):
+            session += kind == "run_started"
+            for life in present.values():
+                life.over = True
+            present = {}
+        elif kind == "slot_spawned":
+            life = Life(
+                slot=slot,
+                epoch=int(event.get("epoch", 0)),
+                pid=int(event.get("pid", 0)),
+                session=max(0, session),
+                spawned=m,
+                lines=[number],
+            )
+            found.append(life)
+            present[slot] = life
+        elif slot in present and kind == "slot_ready":
+            present[slot].ready = m
+            present[slot].lines.append(number)
+        elif slot in present and kind == "slot_exited":
+            life = present.pop(slot)
+            life.exited, life.finished = m, bool(event.get("finished"))
+            life.diagnosis = event.get("diagnosis") or {}
+            life.lines.append(number)
+        elif kind == "first_work":
+            life_now = present.get(str(event.get("by", "")).partition("#")[0])
+            if life_now is not None and life_now.first_work is None and _is_by(event, life_now):
+                life_now.first_work = m
+    return found
+
+
+def _is_by(event: Event, life: Life) -> bool:
+    return life.slot == REGISTRY or str(event.get("by")) == f"{life.slot}#{life.epoch}"
+
+
+class Recovery(msgspec.Struct, kw_only=True):
+    """What came after a fault that ended a process, in seconds from the fault on; None: it never did.
+
+    Attributes:
+        exited_s: the exit was in the event log. ready_s: the next process of the slot was ready.
+        worked_s: it had done its first new work.
+        wait_s: of this, the restart was held back on purpose (back-off).
+    """
+
+    number: int
+    fault: str
+    slot: str
+    at: float
+    exited_s: float | None = None
+    ready_s: float | None = None
+    worked_s: float | None = None
+    wait_s: float = 0.0
+    cause: str = ""
+
+    @property
+    def role(self) -> str:
+        """The kind of role."""
+        return self.slot.partition("/")[0]
+
+
+def recoveries(events: Sequence[Event]) -> list[Recovery]:
+    """How the run came back from each fault that was carried out on a process which ended of it."""
+    by_slot: dict[str, list[Life]] = {}
+    for life in lives(events):
+        by_slot.setdefault(life.slot, []).append(life)
+    waits = _waits(events)
+    found = []
+    for event in _injected(events):
+        of_slot = by_slot.get(str(event.get("slot", "")), [])
+        place = next((n for n, life in enumerate(of_slot) if life.pid == event.get("pid")), None)
+        if place is None:
+            continue
+        dead, at = of_slot[place], float(event["m"])
+        end_m = at + float(event.get("seconds", 0.0)) + 600.0
+        if event.get("name") != "kill" and (dead.exited is None or dead.exited > end_m):
+            continue
+        one = Recovery(number=int(event.get("number", 0)), fault=str(event.get("name")), slot=dead.slot, at=at)
+        if dead.exited is not None:
+            one.exited_s = dead.exited - at
+            one.cause = str((dead.diagnosis or {}).get("cause", ""))
+            one.wait_s = waits.get((dead.slot, dead.exited), 0.0)
+        for after in of_slot[place + 1 :]:
+            if after.ready is not None and one.ready_s is None:
+                one.ready_s = after.ready - at
+            if after.first_work is not None:
+                one.worked_s = after.first_work - at
+                break
+        found.append(one)
+    return found
+
+
+def _injected(events: Iterable[Event]) -> list[Event]:
+    return [e for e in events if e.get("kind") == "fault_injected" and e.get("pid")]
+
+
+def _waits(events: Iterable[Event]) -> dict[tuple[str, float], float]:
+    """Back-off after each exit, by slot and time of the exit."""
+    found: dict[tuple[str, float], float] = {}
+    exits: dict[str, float] = {}
+    for event in events:
+        slot = str(event.get("slot", ""))
+        if event.get("kind") == "slot_exited":
+            exits[slot] = float(event.get("m", 0.0))
+        elif event.get("kind") == "slot_restarting" and slot in exits:
+            found[slot, exits.pop(slot)] = float(event.get("wait_s", 0.0))
+    return found
+
+
+def over(durations: Sequence[float]) -> dict[str, float | int]:
+    """n, median, and the 99th percentile where there are at least 200, else the maximum; seconds."""
+    if not durations:
+        return {"n": 0}
+    ordered = sorted(durations)
+    n = len(ordered)
+    found: dict[str, float | int] = {"n": n, "p50": (ordered[(n - 1) // 2] + ordered[n // 2]) / 2}
+    if n >= 200:
+        found["p99"] = ordered[min(n - 1, -(-99 * n // 100) - 1)]
+    found["max"] = ordered[-1]
+    return found

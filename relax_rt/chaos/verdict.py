@@ -1,0 +1,153 @@
+"""The verdict on a run under faults: what was done to it, how it came back, what it cost, what it broke; no I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from relax_rt.chaos.checker import breaches, check
+from relax_rt.chaos.ettr import Ettr, ettr
+from relax_rt.chaos.findings import MAX_SHOWN, Evidence, Finding
+from relax_rt.chaos.timeline import Recovery, over, recoveries
+
+Figures = dict[str, float | int]
+
+
+class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How one kind of role came back, in seconds from each fault that ended its process.
+
+    Attributes:
+        exited: until the exit was seen. ready: until a replacement was ready, back-off included; wait: the back-off
+            alone. worked: until its first new work.
+        lost: faults after which no replacement was ready while the log lasts.
+    """
+
+    role: str
+    faults: int
+    exited: Figures
+    ready: Figures
+    worked: Figures
+    wait: Figures
+    lost: int
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it.
+
+    Attributes:
+        ok: no promise was broken.
+        injected, withheld: faults by name.
+    """
+
+    ok: bool
+    status: str
+    ended: bool
+    injected: dict[str, int]
+    withheld: int
+    roles: list[RoleFigures]
+    ettr: Ettr
+    findings: list[Finding]
+
+
+def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None) -> Verdict:
+    """The verdict on what is known of a run.
+
+    Args:
+        baseline: step records of an undisturbed run of the same config.
+    """
+    findings = check(evidence)
+    came_back = recoveries(evidence.events)
+    kinds = Counter(str(e.get("kind")) for e in evidence.events)
+    injected = Counter(str(e.get("name")) for e in evidence.events if e.get("kind") == "fault_injected")
+    return Verdict(
+        ok=not breaches(findings),
+        status=evidence.status,
+        ended=evidence.ended,
+        injected=dict(sorted(injected.items())),
+        withheld=kinds["fault_withheld"],
+        roles=role_figures(came_back),
+        ettr=ettr(evidence.steps, baseline, disturbances(evidence, came_back)),
+        findings=findings,
+    )
+
+
+def role_figures(came_back: Sequence[Recovery]) -> list[RoleFigures]:
+    """Figures of each kind of role, in the order of their names."""
+    by_role: dict[str, list[Recovery]] = {}
+    for one in came_back:
+        by_role.setdefault(one.role, []).append(one)
+    return [
+        RoleFigures(
+            role=role,
+            faults=len(of_role),
+            exited=over([r.exited_s for r in of_role if r.exited_s is not None]),
+            ready=over([r.ready_s for r in of_role if r.ready_s is not None]),
+            worked=over([r.worked_s for r in of_role if r.worked_s is not None]),
+            wait=over([r.wait_s for r in of_role if r.exited_s is not None]),
+            lost=sum(r.ready_s is None for r in of_role),
+        )
+        for role, of_role in sorted(by_role.items())
+    ]
+
+
+def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tuple[float, float]]:
+    """Wall-clock begin and end of each fault, with the recovery from it."""
+    back = {(r.number, r.at): max(r.ready_s or 0.0, r.worked_s or 0.0) for r in came_back}
+    found = []
+    for event in evidence.events:
+        if event.get("kind") == "fault_injected":
+            lasted = max(float(event.get("seconds", 0.0)), back.get((event.get("number", 0), event["m"]), 0.0))
+            found.append((float(event["t"]), float(event["t"]) + lasted))
+    return found
+
+
+def render(verdict: Verdict) -> str:
+    """The verdict as text for people."""
+    lines = [_harm(verdict), *_recovery_table(verdict.roles), _ettr(verdict.ettr), ""]
+    for finding in verdict.findings:
+        state = f"{len(finding.breaches)} BROKEN" if finding.breaches else "ok" if not finding.why_not else "-"
+        about = finding.why_not or f"{finding.looked_at} {finding.of}"
+        lines.append(f"{state:>9}  {finding.check:22} {about:22} {finding.promise}")
+        for breach in finding.breaches[:MAX_SHOWN]:
+            lines.append(f"{'':11}{breach.what}")
+            lines += [f"{'':13}{event}" for event in breach.events]
+        if len(finding.breaches) > MAX_SHOWN:
+            lines.append(f"{'':11}and {len(finding.breaches) - MAX_SHOWN} more")
+    lines += ["", "verdict: every promise was kept" if verdict.ok else "verdict: promises were BROKEN"]
+    return "\n".join(lines)
+
+
+def _harm(verdict: Verdict) -> str:
+    told = ", ".join(f"{n} x {name}" for name, n in verdict.injected.items()) or "none"
+    withheld = f"; {verdict.withheld} withheld" if verdict.withheld else ""
+    return f"faults: {told}{withheld}; the run {'has ended: ' + verdict.status if verdict.ended else 'goes on'}"
+
+
+def _recovery_table(roles: Sequence[RoleFigures]) -> list[str]:
+    if not roles:
+        return []
+    lines = [f"{'role':14}{'ends':>6}{'exit seen, ms':>20}{'ready, s':>20}{'first work, s':>20}{'not back':>10}"]
+    for one in roles:
+        cells = f"{_cell(one.exited, 1000)}{_cell(one.ready)}{_cell(one.worked)}"
+        lines.append(f"{one.role:14}{one.faults:>6}{cells}{one.lost or '':>10}")
+    return lines
+
+
+def _cell(figures: Figures, scale: float = 1.0) -> str:
+    if not figures["n"]:
+        return f"{'-':>20}"
+    name = "p99" if "p99" in figures else "max"
+    return f"{figures['p50'] * scale:>9.2f} {name} {figures[name] * scale:>6.2f}"
+
+
+def _ettr(found: Ettr) -> str:
+    if found.value is None:
+        return f"ETTR: cannot be told: {found.why}"
+    kind = "measured" if found.measured else "ESTIMATE from this run's undisturbed steps"
+    return (
+        f"ETTR: {found.value:.1%} ({kind}): steps {found.first} to {found.last} in {found.disturbed_s:.1f} s, "
+        f"undisturbed {found.undisturbed_s:.1f} s"
+    )
