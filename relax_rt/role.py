@@ -96,6 +96,10 @@ class Role:
     gang: ClassVar[bool] = False
     """The slots are ranks of one whole: they start, fail and come back together, with a rendezvous of their own."""
 
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that take long to import and that `setup` will need. They are imported beforehand, in the process that
+    roles are forked from: they must start no thread and touch no GPU when they are imported."""
+
     def __init__(self, ctx: RoleContext) -> None:
         self.ctx = ctx
 

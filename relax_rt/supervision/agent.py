@@ -117,6 +117,7 @@ class Agent:
         self.paths.own(os.getpid())
         self._write_status(agent=owner_of(os.getpid()))
         self._install_signals(loop)
+        self._local.prepare()
         if self._keeper_pid:
             self._keeper.watch(self._keeper_pid)
         server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))

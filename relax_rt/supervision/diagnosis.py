@@ -12,6 +12,9 @@ import msgspec
 
 Kind = Literal["clean", "killed", "oom", "exception", "import_error", "config", "hang", "cuda", "unknown"]
 
+OwnKill = Literal["killed", "hang", "oom"]
+"""Why the runtime itself kills a process."""
+
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 TRACE_LINES = 30
@@ -85,7 +88,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None
     signal: int = 0
     report: Report | None = None
-    kill: tuple[Literal["killed", "hang"], str] | None = None
+    kill: tuple[OwnKill, str] | None = None
     oom: str = ""
     log: str = ""
 

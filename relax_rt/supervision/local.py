@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import Literal
 
 import structlog
 
-from relax_rt.config.schema import RunConfig
+from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.supervision import procfs
 from relax_rt.supervision.channel import AddressMsg, FinishedMsg, FromRole, ProgressMsg, ReadyMsg
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
-from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.process import Launch, RoleProcess, Spawner, host_argv, role_environment, rotate_log
+from relax_rt.supervision.limits import Limits
+from relax_rt.supervision.nursery import ZygoteKey
+from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
+from relax_rt.supervision.process import Launch, RoleProcess, host_argv, role_environment, rotate_log
 from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
-from relax_rt.supervision.rundir import RunPaths
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
+from relax_rt.supervision.spawn import Spawner
 from relax_rt.transport.errors import Refused
 
 MIB = 1 << 20
@@ -57,11 +61,24 @@ class LocalExecutor:
         self._plans = {plan.kind: plan for plan in plans}
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
         self._log = structlog.get_logger()
-        self._spawner = Spawner()
+        self._spawner = Spawner(emit)
         self._processes: dict[str, RoleProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, socket.socket] = {}
         self._helpers: set[int] = set()
+
+    def prepare(self) -> None:
+        """Start the zygotes, in the background. Roles that start before they are there are spawned, or wait for them
+        when that is shorter."""
+        if not self._config.supervision.zygote:
+            return
+        config = self._paths.run_dir / RESOLVED_CONFIG
+        nursery = self._spawner.with_zygotes(self._paths.log("zygote"), config, self._paths.run_id)
+        for plan in self._plans.values():
+            # The runtime's own roles are known to the light zygote, which must be there first.
+            target = "" if plan.kind in SYSTEM_ROLES else plan.target
+            nursery.want(zygote_key(plan.settings), target, plan.preload)
+        nursery.start()
 
     def start(self, order: StartOrder) -> None:
         """See Executor."""
@@ -100,6 +117,7 @@ class LocalExecutor:
             task.cancel()
         for slot in list(self._listeners):
             self._forget_listener(slot)
+        await self._spawner.aclose()
         mine = {*self._helpers, os.getpid()}
         await asyncio.to_thread(procfs.kill_until_none, lambda: procfs.descendants(os.getpid()) - mine, reap=True)
         self._spawner.close()
@@ -161,7 +179,11 @@ class LocalExecutor:
             argv=host_argv(plan.settings.python, slot),
             env=role_environment(plan.settings.threads, plan.settings.env, relax),
             log=self._paths.log(slot),
-            nice=plan.settings.nice,
+            limits=limits_of(plan.settings),
+            memory_mib=plan.settings.memory_mib or 0,
+            key=zygote_key(plan.settings) if self._config.supervision.zygote else None,
+            target=plan.target,
+            preload=plan.preload,
             fds={} if listener is None else {"RELAX_RENDEZVOUS_FD": listener.fileno()},
         )
 
@@ -193,7 +215,7 @@ class LocalExecutor:
 
     def _reap_strangers(self) -> None:
         """Reap dead orphans that came to us as subreaper; our own roles are reaped when their pidfd says so."""
-        known = {process.pid for process in self._processes.values()} | self._helpers
+        known = {process.pid for process in self._processes.values()} | self._helpers | self._spawner.helpers
         while not self._spawner.in_flight:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -202,6 +224,21 @@ class LocalExecutor:
                 os.waitpid(info.si_pid, 0)
             except ChildProcessError:
                 return
+
+
+def limits_of(settings: RoleSettings) -> Limits:
+    """What a process of a role may take."""
+    return Limits(
+        nice=settings.nice,
+        cpus=settings.cpus or [],
+        open_files=settings.open_files or 0,
+        threads=settings.threads,
+    )
+
+
+def zygote_key(settings: RoleSettings) -> ZygoteKey:
+    """Which zygote a role can be forked from."""
+    return ZygoteKey(settings.python or sys.executable, tuple(sorted(settings.env.items())))
 
 
 def gang_environment(gang: GangOrder) -> dict[str, str]:

@@ -25,6 +25,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     tier: int
     restart: RestartClass
     significant: bool
+    preload: tuple[str, ...] = ()
 
     def specs(self, rules: SupervisionTable) -> list[SlotSpec]:
         """Its slots."""
@@ -77,6 +78,7 @@ def _plan(config: RunConfig, kind: str) -> RolePlan:
         tier=role.tier,
         restart=cast(RestartClass, role.restart),
         significant=role.significant,
+        preload=role.preload,
     )
 
 

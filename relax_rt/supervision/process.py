@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,19 +24,21 @@ from relax_rt.supervision.channel import (
     FromRole,
     HelloMsg,
     StopMsg,
-    control_pair,
     decode_from_role,
     send_now,
 )
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
     Exit,
+    OwnKill,
     Report,
     cgroup_oom_kills,
     diagnose,
     memory_kill,
     read_tail,
 )
+from relax_rt.supervision.limits import Limits
+from relax_rt.supervision.nursery import ZygoteKey
 
 LOGS_KEPT = 2
 
@@ -49,7 +51,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         argv: the command.
         env: its whole environment, without the control channel's descriptor.
         log: file that its stdout and stderr are appended to.
-        nice: niceness.
+        limits: what it may take.
+        memory_mib: memory above which it is killed; 0: no limit.
+        key: which zygotes may fork it; None: it is spawned.
+        target, preload: its class, and modules that a zygote must know to be of use.
         fds: descriptors handed over, by the environment variable that tells the process its number. The caller
             closes its own once the spawn is over.
     """
@@ -59,7 +64,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     env: dict[str, str]
     log: Path
-    nice: int = 0
+    limits: Limits = Limits()
+    memory_mib: int = 0
+    key: ZygoteKey | None = None
+    target: str = ""
+    preload: tuple[str, ...] = ()
     fds: dict[str, int] = {}
 
 
@@ -72,6 +81,18 @@ KEEP_PAGES = {
 """glibc settings of a role: freed tensors stay with the process. By default each large tensor is a fresh mapping, and
 touching fresh pages costs up to twenty times the copy (measured: decoding 314 -> 555 tokens/s, 80% of a busy machine's
 time in page faults before)."""
+
+
+class Born(NamedTuple):
+    """A process that has just begun: our end of its control channel, and where its part of the log begins.
+
+    `child` is there when it was spawned; one that was forked by a zygote is known by its pid alone.
+    """
+
+    pid: int
+    control: socket.socket
+    log_start: int
+    child: subprocess.Popen[bytes] | None = None
 
 
 def role_environment(threads: int, extra: dict[str, str], relax: dict[str, str]) -> dict[str, str]:
@@ -103,25 +124,30 @@ class RoleProcess:
     def __init__(
         self,
         launch: Launch,
-        child: subprocess.Popen[bytes],
-        control: socket.socket,
-        log_start: int,
+        born: Born,
         on_message: Callable[[FromRole], None],
         on_exit: Callable[[Diagnosis], None],
+        judges: Executor | None = None,
     ) -> None:
         self.launch = launch
-        self.pid = child.pid
+        self.pid = born.pid
         self.started = time.monotonic()
-        self._child = child
-        self._control = control
-        self._pidfd = os.pidfd_open(child.pid)
-        self._log_start = log_start
+        self._child = born.child
+        self._control = born.control
+        self._pidfd = os.pidfd_open(born.pid)
+        self._log_start = born.log_start
         self._on_message, self._on_exit = on_message, on_exit
+        self._judges = judges
         self._oom_kills = cgroup_oom_kills()
-        self._kill: tuple[Literal["killed", "hang"], str] | None = None
+        self._kill: tuple[OwnKill, str] | None = None
         self._report: Report | None = None
         self._greeted = False
         self._judging: asyncio.Task[None] | None = None
+
+    @property
+    def living(self) -> bool:
+        """False once its exit was seen."""
+        return self._pidfd >= 0
 
     def watch(self) -> None:
         """Begin to listen. Call it on the loop."""
@@ -141,7 +167,7 @@ class RoleProcess:
         else:
             send_now(self._control, DumpStacksMsg(), socket.MSG_DONTWAIT)
 
-    def kill(self, kind: Literal["killed", "hang"], reason: str) -> None:
+    def kill(self, kind: OwnKill, reason: str) -> None:
         """SIGKILL the process group; kind and reason become the diagnosis."""
         self._kill = self._kill or (kind, reason)
         self._kill_group()
@@ -204,14 +230,16 @@ class RoleProcess:
         self._pidfd = -1
         assert info is not None
         by_signal = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        self._child.returncode = -info.si_status if by_signal else info.si_status
-        self._judging = loop.create_task(self._judge(self._child.returncode, at))
+        status = -info.si_status if by_signal else info.si_status
+        if self._child is not None:
+            self._child.returncode = status
+        self._judging = loop.create_task(self._judge(status, at))
 
     async def _judge(self, status: int, at: float) -> None:
-        self._on_exit(await asyncio.to_thread(self._diagnose, status, at))
+        self._on_exit(await asyncio.get_running_loop().run_in_executor(self._judges, self._diagnose, status, at))
 
     def _diagnose(self, status: int, at: float) -> Diagnosis:
-        kill_strays(self.launch.slot, self.launch.epoch)
+        kill_strays(self.launch.slot, self.launch.epoch, self.pid)
         asked = self._kill is not None
         facts = Exit(
             exit_code=status if status >= 0 else None,
@@ -224,12 +252,20 @@ class RoleProcess:
         return diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at)
 
 
-def kill_strays(slot: str, epoch: int) -> None:
-    """Kill what a dead incarnation left behind under us: we are the subreaper, so its orphans are our children."""
+def kill_strays(slot: str, epoch: int, session: int = 0) -> None:
+    """Kill what a dead incarnation left behind under us: we are the subreaper, so its orphans are our children.
+
+    They bear its names in their environment (a forked role writes them there, see `zygote.stamp`), or are of its
+    session, whose number no other process can get while they live.
+    """
     tags = (f"RELAX_SLOT={slot}", f"RELAX_EPOCH={epoch}")
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
-        left = [pid for pid in procfs.children(os.getpid()) if procfs.has_environment(pid, *tags)]
+        left = [
+            pid
+            for pid in procfs.children(os.getpid())
+            if (session and procfs.session_of(pid) == session) or procfs.has_environment(pid, *tags)
+        ]
         if not left:
             return
         for pid in left:
@@ -240,89 +276,7 @@ def kill_strays(slot: str, epoch: int) -> None:
         time.sleep(0.002)
 
 
-class Spawner:
-    """Starts processes from one thread that lives as long as the agent.
-
-    A child's PR_SET_PDEATHSIG fires when the *thread* that spawned it ends, so pool threads that come and go
-    would kill roles.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "relax-spawn")
-        self.in_flight = 0
-
-    async def spawn(
-        self, launch: Launch, on_message: Callable[[FromRole], None], on_exit: Callable[[Diagnosis], None]
-    ) -> RoleProcess:
-        """Start a process and watch it.
-
-        Raises:
-            OSError: the interpreter or the log file cannot be opened.
-        """
-        self.in_flight += 1
-        try:
-            loop = asyncio.get_running_loop()
-            child, control, log_start = await loop.run_in_executor(self._thread, _popen, launch)
-            try:
-                process = RoleProcess(launch, child, control, log_start, on_message, on_exit)
-                process.watch()
-            except BaseException:
-                # Nobody would ever see it exit.
-                control.close()
-                child.kill()
-                child.wait()
-                raise
-            return process
-        finally:
-            self.in_flight -= 1
-
-    async def spawn_plain(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a helper process without a control channel, in a session of its own."""
-        self.in_flight += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, _popen_plain, argv, env, log)
-        finally:
-            self.in_flight -= 1
-
-    def close(self) -> None:
-        """End the thread. Every child must be gone: they would be killed by it."""
-        self._thread.shutdown(wait=False)
-
-
-def _popen(launch: Launch) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    ours, theirs = control_pair()
-    log_start = _begin_log(launch)
-    handed = {name: str(fd) for name, fd in launch.fds.items()}
-    try:
-        with theirs, launch.log.open("ab", buffering=0) as log:
-            child = subprocess.Popen(
-                launch.argv,
-                env={**launch.env, **handed, "RELAX_CONTROL_FD": str(theirs.fileno())},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno(), *launch.fds.values()],
-                start_new_session=True,
-            )
-    except BaseException:
-        ours.close()
-        raise
-    if launch.nice:
-        try:
-            os.setpriority(os.PRIO_PROCESS, child.pid, launch.nice)
-        except OSError:
-            pass
-    return child, ours, log_start
-
-
-def _popen_plain(argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab", buffering=0) as out:
-        return subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, close_fds=True
-        )
-
-
-def _begin_log(launch: Launch) -> int:
+def begin_log(launch: Launch) -> int:
     """Write the line that opens this incarnation's part of the log; answers with where the part begins."""
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from relax_rt.transport.process_stat import start_time as start_time
+from relax_rt.transport.process_stat import stat_fields as stat_fields
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -29,22 +32,6 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the state on: [0] state, [1] ppid, [19] start in clock ticks, [48] env_end."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The command may hold spaces and parentheses: the last closing one ends it.
-    return text[text.rindex(")") + 2 :].split()
-
-
-def start_time(pid: int) -> int:
-    """Start of a living process in clock ticks since boot; 0 when it is gone or a zombie. With the pid it is unique."""
-    fields = _stat(pid)
-    return 0 if fields is None or fields[0] in "ZX" else int(fields[19])
-
-
 def boot_id() -> str:
     """Changes with every boot of the host."""
     try:
@@ -63,13 +50,31 @@ def pids() -> list[int]:
     return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
 
 
+def session_of(pid: int) -> int:
+    """The session of a living process; 0 when it is gone."""
+    fields = stat_fields(pid)
+    return 0 if fields is None or fields[0] in "ZX" else int(fields[3])
+
+
 def children(root: int) -> list[int]:
     """Living direct children."""
+    listed = _listed_children(root)
     found = []
-    for pid in pids():
-        fields = _stat(pid)
+    for pid in pids() if listed is None else listed:
+        fields = stat_fields(pid)
         if fields is not None and fields[0] not in "ZX" and int(fields[1]) == root:
             found.append(pid)
+    return found
+
+
+def _listed_children(root: int) -> list[int] | None:
+    """Children as the kernel lists them for each thread; None where it is built without that list."""
+    found = []
+    try:
+        for thread in Path(f"/proc/{root}/task").iterdir():
+            found += [int(pid) for pid in (thread / "children").read_text().split()]
+    except OSError:
+        return None
     return found
 
 
@@ -78,7 +83,7 @@ def descendants(root: int) -> set[int]:
     kin: dict[int, list[int]] = {}
     zombies = set()
     for pid in pids():
-        fields = _stat(pid)
+        fields = stat_fields(pid)
         if fields is not None:
             kin.setdefault(int(fields[1]), []).append(pid)
             if fields[0] in "ZX":
@@ -98,7 +103,7 @@ def in_exec(pid: int) -> bool:
 
     Those who spawned it may already be told that it runs: descriptors with close-on-exec are closed before that point.
     """
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if fields is None or fields[0] in "ZX" or int(fields[48]) != 0:
         return False
     try:
