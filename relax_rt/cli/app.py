@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter
 from relax_rt import __version__
 
 DEFAULT_CONFIG = Path("roles.toml")
-OK, FAILED, BAD_INPUT = 0, 1, 2
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 BEFORE = Group("Before a run", sort_key=1)
 RUN = Group("A run", sort_key=2)

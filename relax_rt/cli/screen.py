@@ -1,4 +1,4 @@
-"""What the agent shows of a run on the terminal of `relax-rt up`."""
+"""What is shown of a run on a terminal: by the agent to `relax-rt up`, and from outside to `attach`."""
 
 from __future__ import annotations
 

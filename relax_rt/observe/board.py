@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from relax_rt.observe.headline import Headline
-from relax_rt.observe.story import Note, Story
+from relax_rt.observe.story import Note, Starts, Story
 
 NOTES = 5
 MAX_LINES = 500
@@ -64,15 +64,19 @@ class Board:
 
     Records and events older than `began` fill the board but give no lines: they belong to an earlier part of a
     resumed run.
+
+    Args:
+        began: wall-clock time (s); now if none is given.
     """
 
-    def __init__(self, headline: Headline, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, headline: Headline, clock: Callable[[], float] = time.time, began: float | None = None) -> None:
         self.headline = headline
         self.clock = clock
-        self.began = clock()
+        self.began = clock() if began is None else began
         self.status: StatusLike | None = None
         self.notes: deque[Note] = deque(maxlen=NOTES)
-        self._story = Story()
+        self._story, self._starts = Story(), Starts()
+        self._started: deque[str] = deque(maxlen=MAX_LINES)
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._told = ""
 
@@ -99,6 +103,10 @@ class Board:
     def take_events(self, events: Sequence[dict[str, Any]]) -> None:
         """New lines of the event log."""
         for event in events:
+            t = event.get("t")
+            if isinstance(t, int | float) and t >= self.began and (line := self._starts.take(event)):
+                self._started.append(line)
+                self._say(t, line)
             note = self._story.note(event)
             if note is not None and note.t >= self.began:
                 self.notes.append(note)
@@ -109,6 +117,12 @@ class Board:
         """The lines told since the last call."""
         lines = list(self._lines)
         self._lines.clear()
+        return lines
+
+    def take_started(self) -> list[str]:
+        """The slots that have become ready for the first time since the last call."""
+        lines = list(self._started)
+        self._started.clear()
         return lines
 
     def heartbeat(self) -> str:

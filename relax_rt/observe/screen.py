@@ -35,6 +35,8 @@ class Screen:
         headline: what to show of the metrics.
         target_steps: steps the run is to make, if known.
         console: where to show it; standard output if none.
+        began: tell of what happened from then on (wall-clock s); from now on if none is given.
+        starts: on a live screen, leave a line above it for each slot that becomes ready for the first time.
     """
 
     def __init__(
@@ -44,10 +46,14 @@ class Screen:
         target_steps: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
+        *,
+        began: float | None = None,
+        starts: bool = True,
     ) -> None:
         self.console = console or Console()
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal and self._can_draw()
-        self.board = Board(Headline(headline, target_steps), clock)
+        self.board = Board(Headline(headline, target_steps), clock, began)
+        self._starts = starts
         self._metrics = Tail(run_dir / METRICS, last_bytes=LOOK_BACK_BYTES)
         self._events = Tail(run_dir / "events" / CURRENT, last_bytes=LOOK_BACK_BYTES)
         self._status: StatusLike | None = None
@@ -117,6 +123,10 @@ class Screen:
 
     def _draw(self) -> None:
         self.board.take_lines()
+        started = self.board.take_started()
+        if started and self._starts:
+            # Above the picture, where they stay.
+            self._print(started)
         size = self.console.size
         picture = render(self.board, size.width, size.height)
         try:

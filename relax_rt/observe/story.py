@@ -48,8 +48,7 @@ class Story:
             case "slot_killed":
                 return Note(at, "warning", clip(f"{slot} is killed: {reason}", LINE))
             case "run_draining":
-                tone: Tone = "error" if event.get("exit_code") not in (0, None) else "plain"
-                return Note(at, tone, clip(f"the run ends: {reason}", LINE))
+                return self._ending(at, reason, event.get("exit_code"))
             case "supervisor_fault":
                 return Note(at, "error", clip(f"fault of the supervisor: {event.get('error', '')}", LINE))
             case "keeper_died":
@@ -57,6 +56,11 @@ class Story:
             case "agent_died":
                 return Note(at, "error", clip(f"the node agent died: {event.get('cause', '')}", LINE))
         return None
+
+    def _ending(self, at: float, reason: str, exit_code: Any) -> Note:
+        if reason == "Ctrl-C":
+            return Note(at, "warning", "Ctrl-C: the roles finish the work in hand; Ctrl-C again ends them at once")
+        return Note(at, "error" if exit_code not in (0, None) else "plain", clip(f"the run ends: {reason}", LINE))
 
     def _exited(self, at: float, slot: str, event: dict[str, Any]) -> Note | None:
         diagnosis = event.get("diagnosis")
@@ -75,3 +79,24 @@ class Story:
         # The first death of a series counts: the slot is away until it is ready again.
         if len(self._down) < MAX_SLOTS:
             self._down.setdefault(slot, at)
+
+
+class Starts:
+    """Tells of each slot that has become ready for the first time, with the seconds it took. Bounded; no I/O."""
+
+    def __init__(self) -> None:
+        self._spawned: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def take(self, event: dict[str, Any]) -> str:
+        """The line for one event of the event log; empty if it deserves none."""
+        slot, t = str(event.get("slot", "")), event.get("t")
+        if not isinstance(t, int | float) or slot in self._told or len(self._told) >= MAX_SLOTS:
+            return ""
+        if event.get("kind") == "slot_spawned" and len(self._spawned) < MAX_SLOTS:
+            self._spawned[slot] = float(t)
+        if event.get("kind") != "slot_ready":
+            return ""
+        self._told.add(slot)
+        began = self._spawned.pop(slot, None)
+        return f"{slot} ready" + (f" in {duration(max(0.0, float(t) - began))}" if began is not None else "")

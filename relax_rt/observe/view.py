@@ -45,7 +45,7 @@ def render(board: Board, width: int, height: int) -> RenderableType:
     ending = status is not None and status.status not in ("starting", "running")
     parts += [_progress(board.headline, now, inner, ending=ending), Text("")]
     parts += [_values(row) for row in values]
-    if status is not None:
+    if status is not None and status.slots:
         around = 6 + 2 * len(values) + (2 + len(board.notes) if board.notes else 0)
         parts += [Text(""), _slots(status.slots, board.headline.versions, inner, max(3, height - around))]
     if board.notes:

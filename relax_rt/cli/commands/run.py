@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Overrides, Run, app
+from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict
 from relax_rt.transport.errors import RelaxError
 
 
@@ -16,21 +18,58 @@ def up(
     *,
     overrides: Overrides = None,
     plain: Annotated[bool, Parameter(help="Print lines instead of the live screen.")] = False,
+    detach: Annotated[
+        bool, Parameter(help="Return when the run is ready, or has failed; it goes on without the terminal.")
+    ] = False,
+    json: Annotated[bool, Parameter(name="--json", help="With --detach: print JSON.")] = False,
 ) -> int:
     """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once."""
+    from relax_rt.cli.brief import brief
+    from relax_rt.cli.display import say
     from relax_rt.config.loader import load_config
     from relax_rt.config.problems import BadInput
     from relax_rt.supervision import launch
 
+    if json and not detach:
+        raise BadInput("--json without --detach", why="a run that is watched prints lines, not one result")
     # The slow checks; `launch.up` makes the quick ones again before it starts anything.
-    load_config(config, overrides or (), preflight=True)
-    screen = "relax_rt.cli.screen:plain" if plain else "relax_rt.cli.screen:live"
+    loaded = load_config(config, overrides or (), preflight=True)
+    if not json:
+        say("\n".join(brief(loaded)))
     try:
+        if detach:
+            return _detached(config, overrides or (), Path(loaded.run.dir), as_json=json)
+        screen = "relax_rt.cli.screen:plain" if plain else "relax_rt.cli.screen:live"
         return launch.up(config, overrides or (), screen=screen)
     except BadInput:
         raise
     except RelaxError as error:
         raise BadInput(error.what, why=error.why, hint=error.hint) from error
+
+
+def _detached(config: Path, overrides: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
+    from relax_rt.cli.detach import detach
+    from relax_rt.cli.display import say, show_json
+
+    code, status = detach(config, overrides, run_dir, (lambda _: None) if as_json else say)
+    if as_json:
+        show_json({"ready": status.status == "running", "exit_code": status.exit_code, **as_dict(status)})
+    elif status.status == "running":
+        say(f"{status.name} is running in {run_dir}\n  relax-rt attach, ps, logs -f; relax-rt down ends it")
+    return code
+
+
+@app.command(group=RUN)
+def attach(
+    run: Run = None,
+    *,
+    plain: Annotated[bool, Parameter(help="Print lines instead of the live screen.")] = False,
+) -> int:
+    """The live screen of a run that goes on elsewhere. Ctrl-C leaves it running."""
+    from relax_rt.cli.attach import attach
+    from relax_rt.cli.runs import find_run_dir
+
+    return attach(find_run_dir(run), plain=plain)
 
 
 @app.command(group=RUN)
@@ -39,13 +78,15 @@ def down(
     *,
     kill: Annotated[bool, Parameter(help="End every role at once instead of letting it finish its work.")] = False,
     wait: Annotated[float, Parameter(help="Seconds to wait for the end; 0 returns at once.")] = 60.0,
+    json: Json = False,
 ) -> int:
     """End a run in order: every role finishes the work in hand. `up` resumes it later."""
-    from relax_rt.cli.display import say
+    from relax_rt.cli.display import say, show_json
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.supervision import control
 
     run_dir = find_run_dir(run)
     (control.kill if kill else control.stop)(run_dir, wait_s=wait)
-    say(f"{run_dir}: {'ended' if wait > 0 else 'ending'}")
+    did = "ended" if wait > 0 else "ending"
+    show_json({"run_dir": str(run_dir.absolute()), "did": did}) if json else say(f"{run_dir}: {did}")
     return OK

@@ -1,0 +1,33 @@
+"""A run in a few lines, before it starts: what will run, how much of the machine it takes, where it goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from relax_rt.config.job import load_job
+from relax_rt.config.schema import MIB, RunConfig
+from relax_rt.supervision.rundir import SHM_ROOT, read_run
+
+
+def brief(config: RunConfig) -> list[str]:
+    """The short plan of a run; `relax-rt plan` has the long one."""
+    run_dir = Path(config.run.dir)
+    before = read_run(run_dir)
+    resumed = f"resumes the run there, last {before.get('status', 'unknown')}" if before else "new"
+    roles = {kind: settings for kind, settings in config.roles.items() if settings.count}
+    processes = sum(settings.count for settings in roles.values())
+    threads = sum(settings.count * settings.threads for settings in roles.values())
+    cores = len(os.sched_getaffinity(0))
+    job_bytes = load_job(config.run.job).shm_bytes(config)
+    need = config.queue.capacity_mib + job_bytes // MIB
+    free = shutil.disk_usage(SHM_ROOT).free // MIB
+    gpus = sum(settings.count * settings.gpus for settings in roles.values())
+    return [
+        f"{config.run.name}  {run_dir} ({resumed})",
+        "  roles   " + ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in roles.items()),
+        f"  takes   {processes} processes, {threads} compute threads on {cores} cores"
+        + (f", {gpus:g} GPUs" if gpus else "")
+        + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
+    ]

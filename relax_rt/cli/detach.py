@@ -1,0 +1,107 @@
+"""`up --detach`: start a run that goes on without the terminal, and stay until it is ready or has ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from relax_rt.cli.app import FAILED, OK
+from relax_rt.events import CURRENT
+from relax_rt.observe.story import Starts
+from relax_rt.observe.tail import Tail
+from relax_rt.observe.text import clip, duration
+from relax_rt.supervision import control, launch
+from relax_rt.supervision.api import RunStatus
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.rundir import read_run
+from relax_rt.transport.errors import RelaxError
+
+POLL_S = 0.1
+TELL_EVERY_S = 10.0
+SHOWN_LINES = 12
+SCREEN = "relax_rt.cli.screen:plain"
+
+Say = Callable[[str], None]
+
+
+def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> tuple[int, RunStatus]:
+    """Start a run and stay until it is ready; answers with 0, or with its exit code if it ended before.
+
+    Raises:
+        RelaxError: the run must not start.
+    """
+    events = Tail(run_dir / "events" / CURRENT, last_bytes=0)
+    # The first look settles where the log of an earlier start ends.
+    events.poll()
+    _, keeper = launch.start(config, overrides, screen=SCREEN)
+    try:
+        code = _until_ready(run_dir, keeper, events, say)
+    except KeyboardInterrupt:
+        say(f"the run goes on starting without you; `relax-rt down {run_dir}` ends it")
+        raise
+    finally:
+        events.close()
+    if code is None:
+        return OK, control.status(run_dir)
+    status = control.status(run_dir)
+    _tell_end(run_dir, status, code)
+    # It may have finished within the moment that it was ready for.
+    return code if code or status.status == "finished" else FAILED, status
+
+
+def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, say: Say) -> int | None:
+    """None when the run is ready, else its exit code."""
+    starts = Starts()
+    began = told = time.monotonic()
+    while True:
+        # Asked before the files are read, so that the last lines of a run that ends are seen.
+        code = keeper.poll()
+        for line in [line for event in events.poll() if (line := starts.take(event))]:
+            say(line)
+            told = time.monotonic()
+        if code is not None:
+            return code
+        if (read_run(run_dir) or {}).get("status") == "running":
+            return None
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            say(f"{duration(told - began)}: {_who_is_awaited(run_dir)}")
+        time.sleep(POLL_S)
+
+
+def _who_is_awaited(run_dir: Path) -> str:
+    try:
+        status = control.status(run_dir)
+    except RelaxError as error:
+        return str(error)
+    late = [slot for slot in status.slots if slot.state != "ready"]
+    told = ", ".join(f"{s.slot} {s.state}" + (f" ({s.detail})" if s.detail else "") for s in late[:4])
+    return clip(f"{status.status}, waits for {told or 'the node agent'}", 200)
+
+
+def _tell_end(run_dir: Path, status: RunStatus, code: int) -> None:
+    lines = [f"relax-rt: {status.name or run_dir} is {status.status}: {status.reason} (exit code {code})"]
+    if status.first is not None:
+        lines.append(f"  first failure: {status.first}")
+    if status.diagnosis is not None:
+        lines += [f"  {status.diagnosis}", *_shown(status.diagnosis)]
+    elif code:
+        lines += [f"    {line}" for line in _output(run_dir)]
+    lines.append(f"more: relax-rt why --run {run_dir}")
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _shown(diagnosis: Diagnosis) -> list[str]:
+    lines = diagnosis.trace.splitlines() or diagnosis.last_lines
+    return [f"    {line}" for line in lines[-SHOWN_LINES:]]
+
+
+def _output(run_dir: Path) -> list[str]:
+    """End of what the run printed: its agent did not come so far as to leave a diagnosis."""
+    try:
+        return (run_dir / "logs" / f"{launch.OUTPUT}.log").read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+    except OSError:
+        return []
