@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from relax_rt.cli.doctor.finding import Finding
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
@@ -28,6 +29,7 @@ WIDE = 110
 HEAD_WIDTH = 12
 PROMPT_STYLE, TRAINED_STYLE = "dim", "green"
 STYLE = {"ready": "green", "starting": "yellow", "requested": "yellow", "backoff": "red", "hung": "bold red"}
+LEVEL = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 TONE = {"good": "green", "warning": "yellow", "error": "red"}
 
 
@@ -61,6 +63,21 @@ def show_plan(lines: Sequence[PlanLine]) -> None:
             table.add_row(Text(line.name), Text(line.value, "bold"), Text(line.how, "bright_black"))
         console.print(Text(section, "bold"))
         console.print(table)
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Print what the doctor found: a line each, what to do below it."""
+    console = console_for_output()
+    for section, members in groupby(findings, key=lambda finding: finding.section):
+        console.print(Text(section, "bold"))
+        for one in members:
+            line = Text.assemble("  ", (f"{one.level:<5}", LEVEL[one.level]), f"{one.name:<16}  {one.value}")
+            console.print(line, soft_wrap=True)
+            if one.advice:
+                console.print(Text(f"       {'':<16}  {one.advice}", LEVEL[one.level]), soft_wrap=True)
+    counts = {level: sum(one.level == level for one in findings) for level in ("warn", "fail")}
+    told = [f"{n} {level}" for level, n in counts.items() if n]
+    console.print(Text(f"{len(findings)} checks, " + (", ".join(told) or "all ok"), "bold"))
 
 
 def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
