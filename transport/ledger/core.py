@@ -46,9 +46,7 @@ class Core:
         """Samples in groups that are not yet trained."""
         self.losses = Losses()
         self._lags: dict[int, int] = {}
-        self._wanted: dict[tuple[int, ...], tuple[str, ...]] = {}
-        self._schemas: dict[tuple[str, ...], int] = {}
-        self._by_fields: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._tasks: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
         if state.policy is not None:
             self.reindex()
 
@@ -192,9 +190,7 @@ class Core:
 
     def reindex(self) -> None:
         """Find all ready work anew."""
-        self._wanted.clear()
-        self._schemas.clear()
-        self._by_fields.clear()
+        self._tasks.clear()
         self.ready = {task: OrderedDict() for task in self.policy.tasks if task != self.policy.step_task}
         self.step_ready.clear()
         self.held = 0
@@ -202,33 +198,23 @@ class Core:
             self.held += group.size
             self.refresh(group)
 
-    def tasks_with(self, fields: tuple[str, ...]) -> tuple[str, ...]:
-        """Tasks all of whose fields are among these."""
-        tasks = self._by_fields.get(fields)
+    def tasks_with(self, *fields: tuple[str, ...]) -> tuple[str, ...]:
+        """Tasks all of whose fields are in one of these blocks' or another."""
+        tasks = self._tasks.get(fields)
         if tasks is None:
-            tasks = tuple(task for task, needed in self.policy.tasks.items() if set(fields).issuperset(needed))
-            if len(self._by_fields) > 4096:
-                self._by_fields.clear()
-            self._by_fields[fields] = tasks
+            have = {name for block in fields for name in block}
+            tasks = tuple(task for task, needed in self.policy.tasks.items() if have.issuperset(needed))
+            if len(self._tasks) > 4096:
+                self._tasks.clear()
+            self._tasks[fields] = tasks
         return tasks
 
     def tasks_for(self, sample: Sample) -> tuple[str, ...]:
         """Tasks all of whose fields the sample has."""
         if not sample.generated:
             return ()
-        if len(self._wanted) > 4096 or len(self._schemas) > 4096:
-            self._wanted.clear()
-            self._schemas.clear()
         blocks = self.blocks.blocks
-        key = tuple(
-            self._schemas.setdefault(blocks[part.block].ref.fields, len(self._schemas)) for part in sample.parts
-        )
-        tasks = self._wanted.get(key)
-        if tasks is None:
-            have = {name for part in sample.parts for name in blocks[part.block].ref.fields}
-            tasks = tuple(task for task, fields in self.policy.tasks.items() if have.issuperset(fields))
-            self._wanted[key] = tasks
-        return tasks
+        return self.tasks_with(*[blocks[part.block].ref.fields for part in sample.parts])
 
     def refresh(self, group: Group) -> None:
         """Enter what of the group is ready for which task, after any change of it."""

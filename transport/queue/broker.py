@@ -20,6 +20,7 @@ from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home
 from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Answer, load_samplers
+from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.queue.api import (
     Admission,
     Advice,
@@ -35,7 +36,7 @@ from relax_rt.transport.queue.api import (
 from relax_rt.transport.queue.disk import Disk, dead_slabs
 from relax_rt.transport.queue.statistics import States, broker_statistics
 from relax_rt.transport.queue.waits import Waits
-from relax_rt.transport.queue.watch import Watch, start_time
+from relax_rt.transport.queue.watch import Watch
 from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.store import state as sv
 from relax_rt.transport.store.api import Found, Stored

@@ -26,7 +26,6 @@ from relax_rt.transport.queue.api import (
     Offered,
     Put,
     QueueApi,
-    RowPut,
     SampleKey,
     VersionSpan,
     Want,
@@ -36,7 +35,7 @@ from relax_rt.transport.queue.calls import Calls
 from relax_rt.transport.queue.offers import OFFER_WAIT_S, Offers
 from relax_rt.transport.queue.pins import Pins
 from relax_rt.transport.queue.reasons import Reasons
-from relax_rt.transport.queue.space import Rows, Space
+from relax_rt.transport.queue.space import Rows, Space, puts_of
 from relax_rt.transport.queue.statistics import ClientStatistics
 from relax_rt.transport.slab_names import owner_of
 from relax_rt.transport.versions import VersionRecord
@@ -266,17 +265,12 @@ class QueueClient:
         if self._fields:
             rows = [check_row(self._fields, row) for row in rows]
         placed = await self._space.rows(rows)
-        puts = [
-            Put(
-                one.block,
-                [
-                    RowPut(samples[i].key, row, one.lengths[row], list(samples[i].versions), samples[i].priority)
-                    for row, i in enumerate(indices)
-                ],
-                one.blobs,
-            )
-            for one, indices in placed
-        ]
+        puts = puts_of(
+            placed,
+            [sample.key for sample in samples],
+            versions=[list(sample.versions) for sample in samples],
+            priorities=[sample.priority for sample in samples],
+        )
         await self._sent(puts, lambda seq: self.api.put(seq, puts))
         for sample in samples:
             left = self.groups.get(sample.key.group, 0) - 1
@@ -388,16 +382,7 @@ class QueueClient:
             rows = [check_row(self._fields, row) for row in rows]
         puts: list[Put] = []
         if rows:
-            placed = await self._space.rows(rows)
-            puts = [
-                Put(
-                    one.block,
-                    [RowPut(keys[i], row, one.lengths[row]) for row, i in enumerate(indices)],
-                    one.blobs,
-                    version,
-                )
-                for one, indices in placed
-            ]
+            puts = puts_of(await self._space.rows(rows), keys, version=version)
         roots = self._done_with(batch)
         lease, failed = batch.lease, list(failures)
         try:

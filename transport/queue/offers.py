@@ -9,10 +9,10 @@ from typing import Any
 from relax_rt.transport.errors import OutOfSpace, Refused
 from relax_rt.transport.fields import Field, check_columns, check_row
 from relax_rt.transport.ledger.blocks import extents_in
-from relax_rt.transport.queue.api import Offered, Put, RowPut, SampleKey
+from relax_rt.transport.queue.api import Offered, Put, SampleKey
 from relax_rt.transport.queue.outbox import Outbox
 from relax_rt.transport.queue.reasons import Reasons
-from relax_rt.transport.queue.space import Rows, Space, Until, nbytes_of
+from relax_rt.transport.queue.space import Rows, Space, Until, nbytes_of, puts_of
 
 OFFER_WAIT_S = 600.0
 """How long an offer waits for room, unless its caller says otherwise."""
@@ -59,15 +59,7 @@ class Offers:
     async def _put_rows(self, rows: Rows, groups: list[int], priorities: Sequence[float], until: Until) -> list[int]:
         placed = await self._space.rows(rows, until)
         keys = [SampleKey(n, member) for n, size in enumerate(groups) for member in range(size)]
-        puts = [
-            Put(
-                one.block,
-                [RowPut(keys[i], row, one.lengths[row], [], priorities[i]) for row, i in enumerate(indices)],
-                one.blobs,
-            )
-            for one, indices in placed
-        ]
-        return await self._offer(puts, groups, until)
+        return await self._offer(puts_of(placed, keys, priorities=priorities), groups, until)
 
     async def columns(
         self, columns: Mapping[str, Any], group: bool, priorities: Sequence[float] | None, wait_s: float
@@ -86,7 +78,7 @@ class Offers:
                 self._space.free(placed.extents())
                 raise
             keys = [SampleKey(0, i) if group else SampleKey(i, 0) for i in range(n)]
-            put = Put(placed.block, [RowPut(keys[i], i, lengths[i], [], priorities[i]) for i in range(n)], placed.blobs)
+            (put,) = puts_of([(placed, list(range(n)))], keys, priorities=priorities)
         ids = await self._offer([put], [n] if group else [1] * n, lambda: deadline)
         return [SampleKey(ids[0], i) if group else SampleKey(ids[i], 0) for i in range(n)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from relax_rt.transport.arena import Placed, Writer
 from relax_rt.transport.errors import OutOfSpace, Refused
 from relax_rt.transport.fields import Sizes, check_sizes, column_sizes, row_sizes
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.queue.api import Extent, Put, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.reasons import Reasons
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
@@ -22,6 +22,26 @@ Until = Callable[[], float]
 """Time of the event loop until which to wait; it may change on the way."""
 Places = list[tuple[Placed, list[int]]]
 """Blocks, and which of the rows put lie in each."""
+
+
+def puts_of(
+    places: Places,
+    keys: Sequence[SampleKey],
+    *,
+    versions: Sequence[list[VersionSpan]] | None = None,
+    priorities: Sequence[float] | None = None,
+    version: int = -1,
+) -> list[Put]:
+    """Rows as they were placed, each told to be of the sample whose key stands at its index."""
+
+    def put(placed: Placed, row: int, i: int) -> RowPut:
+        spans, priority = versions[i] if versions else [], priorities[i] if priorities else 0.0
+        return RowPut(keys[i], row, placed.lengths[row], spans, priority)
+
+    return [
+        Put(placed.block, [put(placed, row, i) for row, i in enumerate(indices)], placed.blobs, version)
+        for placed, indices in places
+    ]
 
 
 class Space:

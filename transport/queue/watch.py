@@ -10,6 +10,7 @@ from pathlib import Path
 from relax_rt.transport.errors import OutOfSpace
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.callers import Home
+from relax_rt.transport.process_stat import start_time
 
 NODE_ENV = "RELAX_NODE"
 """Environment variable that names the node instead, where processes are to be kept apart that need not be."""
@@ -22,17 +23,6 @@ def node_name() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     pids = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot[:12]}-{Path('/dev/shm').stat().st_dev}-{pids}"
-
-
-def start_time(pid: int) -> int:
-    """Start of a living process in clock ticks since boot; 0 when it is gone or a zombie. With the pid it is unique."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    # The command may hold spaces and parentheses: the last closing one ends it.
-    fields = text[text.rindex(")") + 2 :].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 class Watch:

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from relax_rt.transport.compat.transfer_queue import config
 from relax_rt.transport.compat.transfer_queue.errors import NotInitialized
 from relax_rt.transport.errors import DeadlineExceeded, Refused, Unreachable
+from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.queue.hosting import find
-from relax_rt.transport.queue.watch import start_time
 from relax_rt.transport.store.api import StoreConfig
 from relax_rt.transport.store.client import StoreClient
 
