@@ -5,6 +5,24 @@ from __future__ import annotations
 from typing import Protocol
 
 
+class Lost(Exception):
+    """The connection ended under a call.
+
+    Attributes:
+        sent: the call was written, so it may have been carried out.
+        who: the incarnation at the other end, as ``reward/0#7``; empty if it had not greeted.
+        where: the other end, for people.
+    """
+
+    def __init__(self, reason: str, *, sent: bool, who: str = "", where: str = "") -> None:
+        super().__init__(reason)
+        self.sent, self.who, self.where = sent, who, where
+
+
+class Silent(Exception):
+    """The deadline has passed by more than the grace, and no word has come."""
+
+
 class Receiver(Protocol):
     """The side of a connection that takes messages; called on the event loop, never concurrently."""
 

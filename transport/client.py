@@ -14,12 +14,13 @@ import msgspec
 from relax_rt.transport import codec, stream
 from relax_rt.transport.address import Address, AddressError, parse_address
 from relax_rt.transport.backoff import Backoff, BackoffPolicy
-from relax_rt.transport.channel import Channel
+from relax_rt.transport.channel import Channel, Lost, Silent
 from relax_rt.transport.errors import ActorDied, DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.faults import error_of
 from relax_rt.transport.identity import Hello
 from relax_rt.transport.interface import Method, did_you_mean, methods_of
-from relax_rt.transport.wire import Cancel, HelloFrame, Reply, Request, Tell
+from relax_rt.transport.items import DEFAULT_WINDOW, Explain, Inlet, RemoteStream
+from relax_rt.transport.wire import CREDIT_MAX, Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Tell
 from relax_rt.transport.zmq_keys import CurveKeys
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
     inflight: int
     calls: int
     tells: int
+    streams: int
     faults: int
     resent: int
     reconnects: int
@@ -49,6 +51,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
 class _Counters:
     calls: int = 0
     tells: int = 0
+    streams: int = 0
     faults: int = 0
     resent: int = 0
     failed_dials: int = 0
@@ -56,18 +59,6 @@ class _Counters:
     unanswered: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
-
-
-class _Lost(Exception):
-    """The connection ended under a call."""
-
-    def __init__(self, reason: str, *, sent: bool) -> None:
-        super().__init__(reason)
-        self.sent = sent
-
-
-class _Silent(Exception):
-    """The deadline has passed by more than the grace, and neither answer nor fault has come."""
 
 
 class Client:
@@ -120,19 +111,34 @@ class Client:
         """Who answered at the last connect; None before the first."""
         return self._link.peer if self._link else None
 
-    def bind(self, api: type[T], *, timeout_s: float) -> T:
+    def bind(self, api: type[T], *, timeout_s: float, window: int = DEFAULT_WINDOW) -> T:
         """An object with the methods of `api`, each of which calls the server.
 
         Args:
             api: the interface; the server finds it by its class name.
-            timeout_s: deadline of each call, seconds; an argument named `wait_s` is added to it.
+            timeout_s: deadline of each call and of each item of a stream, seconds; an argument named `wait_s` is
+                added to it.
+            window: items of one stream that may be under way.
 
         Raises:
-            Refused: the interface cannot cross the wire, or timeout_s is not a positive number.
+            Refused: the interface cannot cross the wire, or timeout_s or window is out of range.
         """
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise Refused(f"binding {api.__name__}", why=f"timeout_s is {timeout_s}, not a positive number of seconds")
-        return cast(T, _Proxy(self, api, timeout_s))
+        check_options(f"binding {api.__name__}", timeout_s, window)
+        return cast(T, _Proxy(self, api, timeout_s, window))
+
+    @property
+    def connected(self) -> bool:
+        """A connection stands."""
+        return self._link is not None and not self._link.dead
+
+    async def connect(self, what: str, timeout_s: float) -> None:
+        """See to it that a connection stands, for `what`.
+
+        Raises:
+            Unreachable: it does not, in time. AddressError, ProtocolError: it never will.
+        """
+        if not self.connected:
+            await self._connected(what, asyncio.get_running_loop().time() + timeout_s, timeout_s)
 
     async def close(self) -> None:
         """End the connection; calls at work end with Unreachable."""
@@ -170,54 +176,86 @@ class Client:
         loop = asyncio.get_running_loop()
         budget_s = timeout_s + method.wait_s(values)
         deadline = loop.time() + budget_s
-        self.counters.calls += not method.one_way
-        self.counters.tells += method.one_way
         while True:
-            link = self._link
-            if link is None or link.dead or self._closed:
-                link = await self._connected(method, deadline, budget_s)
             try:
-                if method.one_way:
-                    await link.tell(method, payload, deadline)
-                    return None
-                raw = await link.request(method, payload, deadline, min(1.0, budget_s / 2))
-            except _Lost as lost:
-                self._after_loss(lost, method, link, deadline, budget_s)
-            except _Silent:
-                self.counters.unanswered += 1
-                raise Unreachable(
-                    f"call of {method} at {link.name()}",
-                    why=f"no answer in {budget_s:.3g} s, though the connection stands",
-                    hint="the process may hang or be stopped: look at its log",
-                ) from None
-            else:
-                return method.decode_result(raw)
+                return await self.call_once(method, payload, deadline, budget_s)
+            except Lost as lost:
+                if lost.sent and not method.idempotent:
+                    raise died_of(method, lost) from None
+                self._last_failure = str(lost)
+                if loop.time() >= deadline:
+                    raise self._unreachable(f"call of {method}", budget_s) from None
+                self.counters.resent += lost.sent
 
-    def _after_loss(self, lost: _Lost, method: Method, link: _Link, deadline: float, budget_s: float) -> None:
-        """Return to have the call sent again."""
-        if lost.sent and not method.idempotent:
-            raise ActorDied(
+    async def call_once(self, method: Method, payload: bytes, deadline: float, budget_s: float) -> Any:
+        """Send a call, once a connection stands.
+
+        Raises:
+            Lost: the connection ended under it.
+        """
+        if method.one_way:
+            self.counters.tells += 1
+        else:
+            self.counters.calls += 1
+        link = self._link
+        if link is None or link.dead or self._closed:
+            link = await self._connected(f"call of {method}", deadline, budget_s)
+        if method.one_way:
+            await link.tell(method, payload, deadline)
+            return None
+        try:
+            raw = await link.request(method, payload, deadline, min(1.0, budget_s / 2))
+        except Silent:
+            self.counters.unanswered += 1
+            raise Unreachable(
                 f"call of {method} at {link.name()}",
-                why=f"{lost}; the call may have been carried out",
-                hint="it is not marked idempotent, so it is not sent again",
+                why=f"no answer in {budget_s:.3g} s, though the connection stands",
+                hint="the process may hang or be stopped: look at its log",
             ) from None
-        self._last_failure = str(lost)
-        if asyncio.get_running_loop().time() >= deadline:
-            raise self._unreachable(method, budget_s) from None
-        self.counters.resent += lost.sent
+        return method.decode_result(raw)
 
-    def _unreachable(self, method: Method, budget_s: float) -> Unreachable:
+    def stream(
+        self,
+        method: Method,
+        values: tuple[Any, ...],
+        timeout_s: float,
+        window: int = DEFAULT_WINDOW,
+        explain: Explain | None = None,
+    ) -> RemoteStream[Any]:
+        """Call a method that yields; what proxies do. It is sent when the first item is asked for."""
+        payload = method.encode_arguments(values)
+        budget_s = timeout_s + method.wait_s(values)
+
+        async def opener(deadline: float) -> Inlet:
+            return await self.open(method, payload, deadline, budget_s, window)
+
+        return RemoteStream(method, opener, budget_s, explain)
+
+    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> Inlet:
+        """Open a stream, once a connection stands.
+
+        Raises:
+            Lost: the connection ended meanwhile.
+        """
+        link = self._link
+        if link is None or link.dead or self._closed:
+            link = await self._connected(f"stream of {method}", deadline, timeout_s)
+        inlet = await link.open(method, payload, deadline, timeout_s, window)
+        self.counters.streams += 1
+        return inlet
+
+    def _unreachable(self, what: str, budget_s: float) -> Unreachable:
         why = self._last_failure or "no answer yet to the attempt to connect"
-        return Unreachable(f"call of {method} at {self.where}", why=f"not connected for {budget_s:.3g} s: {why}")
+        return Unreachable(f"{what} at {self.where}", why=f"not connected for {budget_s:.3g} s: {why}")
 
-    async def _connected(self, method: Method, deadline: float, budget_s: float) -> _Link:
+    async def _connected(self, what: str, deadline: float, budget_s: float) -> _Link:
         """The connection, once it stands. All callers wait for one dialing task; the last to give up ends it."""
         loop = asyncio.get_running_loop()
         self._waiters += 1
         try:
             while True:
                 if self._closed:
-                    raise Unreachable(f"call of {method} at {self.where}", why="this client was closed")
+                    raise Unreachable(f"{what} at {self.where}", why="this client was closed")
                 if self._link is not None and not self._link.dead:
                     return self._link
                 if self._dialing is None:
@@ -226,12 +264,12 @@ class Client:
                 dialing = self._dialing
                 await asyncio.wait({dialing}, timeout=max(0.0, deadline - loop.time()))
                 if not dialing.done():
-                    raise self._unreachable(method, budget_s)
+                    raise self._unreachable(what, budget_s)
                 if not dialing.cancelled() and (error := dialing.exception()) is not None:
                     # A copy for each caller: they would otherwise share, and lengthen, one traceback.
                     raise type(error)(error.what, why=error.why, hint=error.hint) if _plain(error) else error
                 if loop.time() >= deadline:
-                    raise self._unreachable(method, budget_s)
+                    raise self._unreachable(what, budget_s)
         finally:
             self._waiters -= 1
             if self._waiters == 0 and self._dialing is not None:
@@ -295,6 +333,25 @@ class Client:
             self._backoff.reset()
 
 
+def died_of(method: Method, lost: Lost) -> ActorDied:
+    """What the caller of a method that must not be repeated is told of a loss."""
+    error = ActorDied(
+        f"call of {method} at {lost.where}",
+        why=f"{lost}; the call may have been carried out",
+        hint="it is not marked idempotent, so it is not sent again",
+    )
+    error.who = lost.who
+    return error
+
+
+def check_options(what: str, timeout_s: float, window: int) -> None:
+    """Raises: Refused, when a deadline or a window is out of range."""
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise Refused(what, why=f"timeout_s is {timeout_s}, not a positive number of seconds")
+    if not 1 <= window <= CREDIT_MAX:
+        raise Refused(what, why=f"window is {window}, not in 1..{CREDIT_MAX}")
+
+
 def _plain(error: BaseException) -> TypeGuard[RelaxError]:
     return type(error) in (AddressError, ProtocolError, Unreachable)
 
@@ -311,6 +368,7 @@ class _Link:
         self.peer: HelloFrame | None = None
         self.dead = False
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self.streams: dict[int, Inlet] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._loop = loop
@@ -356,9 +414,12 @@ class _Link:
         self._reason = self._reason or reason
         if not self.greeted.done():
             self.greeted.set_exception(Unreachable(self.address, why=f"{reason} before it greeted"))
-        self._fail(_Lost(f"{self.name()} was lost: {reason}", sent=True))
+        self._fail(self._loss(f"{self.name()} was lost: {reason}", sent=True))
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def _loss(self, reason: str, *, sent: bool) -> Lost:
+        return Lost(reason, sent=sent, who=str(self.peer.who) if self.peer else "", where=self.name())
 
     def _fail(self, error: Exception) -> None:
         self.dead = True
@@ -370,6 +431,9 @@ class _Link:
         for answer in pending.values():
             if not answer.done():
                 answer.set_exception(error)
+        streams, self.streams = self.streams, {}
+        for inlet in streams.values():
+            inlet.finish(error)
 
     def _greet(self, message: bytes) -> None:
         peer, mine = codec.decode_hello(message), self.client.hello
@@ -396,6 +460,15 @@ class _Link:
     def _answer(self, message: bytes) -> None:
         answer = codec.decode_from_server(message)
         self.client.proven()
+        if isinstance(answer, Item):
+            inlet = self.streams.get(answer.id)
+            # Of a stream that was cancelled items may still be under way.
+            if inlet is not None:
+                inlet.put(answer.value)
+            return
+        if answer.id in self.streams or isinstance(answer, End):
+            self._ended(answer)
+            return
         waiting = self.pending.pop(answer.id, None)
         if waiting is None or waiting.done():
             self.client.counters.late_replies += 1
@@ -405,6 +478,44 @@ class _Link:
             self.client.counters.faults += 1
             waiting.set_exception(error_of(answer))
 
+    def _ended(self, answer: End | Fault | Reply) -> None:
+        inlet = self.streams.get(answer.id)
+        if inlet is None:
+            return
+        self.leave(answer.id, cancel=False)
+        if isinstance(answer, Fault):
+            self.client.counters.faults += 1
+            inlet.finish(error_of(answer))
+        else:
+            inlet.finish(StopAsyncIteration())
+
+    async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> Inlet:
+        """Open a stream. It counts as a call of the connection until it ends."""
+        await self._room(method, deadline)
+        try:
+            if self.dead:
+                raise self._loss(self._reason, sent=False)
+            self._last_id += 1
+            number = self._last_id
+            self._write(method, Open(number, method.api, method.name, timeout_s, window, msgspec.Raw(payload)))
+        except BaseException:
+            self._slots.release()
+            raise
+        inlet = self.streams[number] = Inlet(self, number, window)
+        return inlet
+
+    def grant(self, number: int, credit: int) -> None:
+        """The consumer of a stream has taken items."""
+        if not self.dead:
+            self.channel.send(codec.encode_message(Grant(number, credit)))
+
+    def leave(self, number: int, *, cancel: bool) -> None:
+        """A stream has ended here; with `cancel` the server is told."""
+        if self.streams.pop(number, None) is not None:
+            self._slots.release()
+            if cancel and not self.dead:
+                self.channel.send(codec.encode_message(Cancel(number)))
+
     async def request(self, method: Method, payload: bytes, deadline: float, grace_s: float) -> msgspec.Raw:
         """Send a request and wait for its answer, for grace_s beyond the deadline at most.
 
@@ -413,7 +524,7 @@ class _Link:
         await self._room(method, deadline)
         try:
             if self.dead:
-                raise _Lost(self._reason, sent=False)
+                raise self._loss(self._reason, sent=False)
             self._last_id += 1
             number, answer = self._last_id, self._loop.create_future()
             left_s = max(0.0, deadline - self._loop.time())
@@ -435,7 +546,7 @@ class _Link:
         if self.channel.congested:
             await self._uncongested(method, deadline)
         if self.dead:
-            raise _Lost(self._reason, sent=False)
+            raise self._loss(self._reason, sent=False)
         left_s = max(0.0, deadline - self._loop.time())
         self._write(method, Tell(method.api, method.name, left_s, msgspec.Raw(payload)))
 
@@ -466,7 +577,7 @@ class _Link:
             why = "the connection's write buffer stayed full: the server does not read"
             raise DeadlineExceeded(f"call of {method} at {self.name()}", why=why) from None
 
-    def _write(self, method: Method, message: Request | Tell) -> None:
+    def _write(self, method: Method, message: Request | Tell | Open) -> None:
         data = codec.encode_message(message)
         if len(data) > self._max_message_bytes:
             raise ProtocolError(
@@ -480,7 +591,7 @@ class _Link:
         answer = self.pending.get(number)
         if answer is not None and not answer.done():
             self._forget(number)
-            answer.set_exception(_Silent())
+            answer.set_exception(Silent())
 
     def _forget(self, number: int) -> None:
         """Give up on a request, and tell the server."""
@@ -488,23 +599,36 @@ class _Link:
             self.channel.send(codec.encode_message(Cancel(number)))
 
 
+def describe(function: Callable[..., Any], method: Method) -> Callable[..., Any]:
+    """Give the function that calls a method the method's name."""
+    function.__name__ = method.name
+    function.__qualname__ = str(method)
+    function.__doc__ = f"Calls {method}{method.signature} at the server."
+    return function
+
+
 class _Proxy:
     """Looks like an implementation of the interface."""
 
-    def __init__(self, client: Client, api: type, timeout_s: float) -> None:
+    def __init__(self, client: Client, api: type, timeout_s: float, window: int) -> None:
         self.__dict__["_relax_of"] = (client, api)
         for name, method in methods_of(api).items():
-            self.__dict__[name] = self._caller(client, method, timeout_s)
+            make = self._streamer(client, method, timeout_s, window) if method.stream else None
+            self.__dict__[name] = describe(make or self._caller(client, method, timeout_s), method)
 
     @staticmethod
     def _caller(client: Client, method: Method, timeout_s: float) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             return await client.call(method, method.bind(args, kwargs), timeout_s)
 
-        call.__name__ = method.name
-        call.__qualname__ = str(method)
-        call.__doc__ = f"Calls {method}{method.signature} at the server."
         return call
+
+    @staticmethod
+    def _streamer(client: Client, method: Method, timeout_s: float, window: int) -> Callable[..., RemoteStream[Any]]:
+        def stream(*args: Any, **kwargs: Any) -> RemoteStream[Any]:
+            return client.stream(method, method.bind(args, kwargs), timeout_s, window)
+
+        return stream
 
     def __getattr__(self, name: str) -> Any:
         _, api = self.__dict__["_relax_of"]

@@ -1,7 +1,7 @@
 """Interfaces: classes of `async def` methods whose annotations are the contract between two processes.
 
-A method that yields (`async def … -> AsyncIterator[T]`, in a Protocol plainly `def … -> AsyncIterator[T]`) is answered by
-a stream of items. A class that is more than an interface says by `__relax_interface__` which of its methods are one.
+A method that yields (`async def … -> AsyncIterator[T]`, in a Protocol plainly `def … -> AsyncIterator[T]`) is answered
+by a stream of items. A class that is more than an interface says by `__relax_interface__` which of its methods are one.
 """
 
 from __future__ import annotations

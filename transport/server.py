@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import dataclasses
 import logging
+import math
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,7 @@ from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused
 from relax_rt.transport.faults import fault_of
 from relax_rt.transport.identity import Hello
 from relax_rt.transport.interface import Method, check_implementation, did_you_mean, methods_of
-from relax_rt.transport.wire import Cancel, Fault, HelloFrame, Reply, Request, Tell
+from relax_rt.transport.wire import Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Tell
 from relax_rt.transport.zmq_keys import CurveKeys
 
 T = TypeVar("T")
@@ -54,6 +55,8 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     peak_inflight: int
     requests: int
     tells: int
+    streams: int
+    items: int
     replies: int
     faults: int
     cancelled: int
@@ -71,6 +74,8 @@ class _Counters:
     peak_inflight: int = 0
     requests: int = 0
     tells: int = 0
+    streams: int = 0
+    items: int = 0
     replies: int = 0
     faults: int = 0
     cancelled: int = 0
@@ -99,6 +104,8 @@ class Server:
         curve: keys for tcp addresses; without them only loopback is listened on.
         hello_timeout_s: a connection that has not greeted by then is closed.
         write_timeout_s: a peer that does not read its answers for that long is disconnected.
+        stream_idle_s: a stream whose consumer takes nothing for that long is ended.
+        max_calls: handlers at work for all connections together; beyond it none that sends more is read.
     """
 
     def __init__(
@@ -111,6 +118,8 @@ class Server:
         curve: CurveKeys | None = None,
         hello_timeout_s: float = 5.0,
         write_timeout_s: float = 30.0,
+        stream_idle_s: float = 600.0,
+        max_calls: int = 65_536,
     ) -> None:
         self.hello = hello
         self.max_message_bytes = max_message_bytes
@@ -118,6 +127,8 @@ class Server:
         self.max_connections = max_connections
         self.hello_timeout_s = hello_timeout_s
         self.write_timeout_s = write_timeout_s
+        self.stream_idle_s = stream_idle_s
+        self.max_calls = max_calls
         self.greeting = codec.encode_message(
             HelloFrame(
                 protocol=hello.protocol,
@@ -132,6 +143,8 @@ class Server:
         self.by_method: Counter[str] = Counter()
         self.connections: set[_Connection] = set()
         self.calls: set[_Call] = set()
+        self.held: dict[_Connection, None] = {}
+        """Connections that have a call for which there is no room, in the order in which they came to it."""
         self.closing = False
         self._curve = curve
         self._offers: dict[str, dict[str, tuple[Method, Handler]]] = {}
@@ -232,6 +245,17 @@ class Server:
             raise Refused(f"call of {api}.{name}", why=f"{api} has no method {name}", hint=did_you_mean(name, offer))
         return found
 
+    def make_room(self) -> None:
+        """A handler has ended: who waited longest goes on."""
+        if self.closing:
+            return
+        for connection in list(self.held):
+            if len(self.calls) >= self.max_calls:
+                return
+            if connection.inflight < self.max_inflight:
+                del self.held[connection]
+                connection.go_on()
+
     def _attach(self, channel: Channel) -> _Connection:
         self.counters.connections_total += 1
         connection = _Connection(self, channel)
@@ -255,7 +279,7 @@ class _Connection:
         self.peer: HelloFrame | None = None
         self.requests: dict[int, _Call] = {}
         self.inflight = 0
-        self._held: Request | Tell | None = None
+        self._held: Request | Tell | Open | None = None
         self.ended: asyncio.Future[None] = loop.create_future()
         self._context = contextvars.copy_context()
         self._hello_timer = loop.call_later(server.hello_timeout_s, self._no_hello)
@@ -274,6 +298,7 @@ class _Connection:
     def lost(self, reason: str) -> None:
         self._hello_timer.cancel()
         self.server.connections.discard(self)
+        self.server.held.pop(self, None)
         self.server.counters.bytes_in += self.channel.bytes_in
         self.server.counters.bytes_out += self.channel.bytes_out
         # No one is left to take an answer. What was told stays told.
@@ -312,36 +337,52 @@ class _Connection:
                 self.server.counters.cancelled += 1
                 call.drop()
             return
-        if self.server.closing:
+        if isinstance(request, Grant):
+            call = self.requests.get(request.id)
+            if isinstance(call, _Stream):
+                call.grant(request.credit)
             return
-        if isinstance(request, Request) and request.id in self.requests:
+        server = self.server
+        if server.closing:
+            return
+        if not isinstance(request, Tell) and request.id in self.requests:
             raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
-        if self.inflight >= self.server.max_inflight:
+        if self.inflight >= server.max_inflight or len(server.calls) >= server.max_calls:
             # Only one that goes beyond the bound ends the reading: at the bound cancellations still come through.
             self._held = request
+            server.held[self] = None
             self.channel.pause()
         else:
             self._start(request)
 
-    def _start(self, request: Request | Tell) -> None:
+    def _start(self, request: Request | Tell | Open) -> None:
         server = self.server
-        call = _Call(self, request, self._context.copy())
+        context = self._context.copy()
+        call = _Stream(self, request, context) if isinstance(request, Open) else _Call(self, request, context)
         server.calls.add(call)
         server.by_method[f"{request.api}.{request.method}"] += 1
         server.counters.peak_inflight = max(server.counters.peak_inflight, len(server.calls))
-        if isinstance(request, Request):
-            server.counters.requests += 1
-            self.requests[request.id] = call
-        else:
+        if isinstance(request, Tell):
             server.counters.tells += 1
+        else:
+            if isinstance(request, Open):
+                server.counters.streams += 1
+            else:
+                server.counters.requests += 1
+            self.requests[request.id] = call
         self.inflight += 1
 
     def finished(self, call: _Call) -> None:
         self.server.calls.discard(call)
-        if isinstance(call.request, Request):
+        if not isinstance(call.request, Tell):
             del self.requests[call.request.id]
         self.inflight -= 1
-        if self._held is not None and not self.server.closing and not self.ended.done():
+        if self.server.held:
+            self.server.make_room()
+
+    def go_on(self) -> None:
+        """Carry out the call that was held, and read on."""
+        if self._held is not None and not self.ended.done():
             held, self._held = self._held, None
             self._start(held)
             self.channel.resume()
@@ -350,7 +391,7 @@ class _Connection:
 class _Call:
     """A handler at work."""
 
-    def __init__(self, connection: _Connection, request: Request | Tell, context: contextvars.Context) -> None:
+    def __init__(self, connection: _Connection, request: Request | Tell | Open, context: contextvars.Context) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
         self.request = request
@@ -375,6 +416,12 @@ class _Call:
         self._timer.cancel()
         if message is None or self._dropped:
             return
+        if await self._send(message):
+            self.connection.server.counters.replies += not faulty
+            self.connection.server.counters.faults += faulty
+
+    async def _send(self, message: bytes) -> bool:
+        """Write a message once there is room; False when the peer does not read and was disconnected for it."""
         channel, server = self.connection.channel, self.connection.server
         if channel.congested:
             try:
@@ -384,20 +431,22 @@ class _Call:
             except TimeoutError:
                 log.warning("%s: disconnecting %s: it does not read", server.hello.who, channel.peer)
                 channel.abort()
-                return
+                return False
         channel.send(message)
-        server.counters.replies += not faulty
-        server.counters.faults += faulty
+        return True
 
     async def _outcome(self) -> tuple[bytes | None, bool]:
         """The encoded answer, None when there is none to send, and whether it is a fault."""
         request, server = self.request, self.connection.server
         try:
             method, handler = server.find(request.api, request.method)
+            if method.stream:
+                raise Refused(f"call of {method}", why="it gives a stream", hint="read it with `async for`")
             args, kwargs = method.decode_arguments(request.args)
             result = await handler(*args, **kwargs)
             if isinstance(request, Tell):
                 return None, False
+            assert isinstance(request, Request)
             message = codec.encode_message(Reply(request.id, msgspec.Raw(codec.encode(result, f"result of {method}"))))
             self._check_size(len(message), str(method))
         except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
@@ -425,11 +474,13 @@ class _Call:
 
     def _late(self) -> Fault:
         request = self.request
-        assert isinstance(request, Request)
+        assert not isinstance(request, Tell)
         self.connection.server.counters.expired += 1
         where = f"{self.connection.server.hello.who} {request.api}.{request.method}"
-        error = DeadlineExceeded(where, why=f"not finished in the {request.timeout_s:.3g} s that its caller gave it")
-        return fault_of(error, request.id, where)
+        return fault_of(DeadlineExceeded(where, why=self._lateness()), request.id, where)
+
+    def _lateness(self) -> str:
+        return f"not finished in the {self.request.timeout_s:.3g} s that its caller gave it"
 
     def _peer(self) -> str:
         return str(self.connection.peer.who) if self.connection.peer else self.connection.channel.peer
@@ -437,7 +488,7 @@ class _Call:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._timer.cancel()
         connection, request = self.connection, self.request
-        if task.cancelled() and not self._dropped and not connection.server.closing and isinstance(request, Request):
+        if task.cancelled() and not self._dropped and not connection.server.closing and not isinstance(request, Tell):
             where = f"{connection.server.hello.who} {request.api}.{request.method}"
             cause = asyncio.CancelledError("the handler was cancelled by its own process")
             fault = self._late() if self._expired else fault_of(cause, request.id, where)
@@ -446,3 +497,85 @@ class _Call:
         elif not task.cancelled() and task.exception() is not None:
             log.error("%s: answering %s failed", connection.server.hello.who, self._peer(), exc_info=task.exception())
         connection.finished(self)
+
+
+class _Stream(_Call):
+    """A handler that yields. It is asked for an item only when the consumer has granted credit for it."""
+
+    request: Open
+
+    def __init__(self, connection: _Connection, request: Open, context: contextvars.Context) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._between_s = min(max(0.0, request.timeout_s), 1e7)
+        self._due = self._clock() + self._between_s
+        self._credit = request.credit
+        self._granted: asyncio.Future[None] | None = None
+        self._idle = False
+        super().__init__(connection, request, context)
+
+    def grant(self, credit: int) -> None:
+        self._credit += credit
+        if self._granted is not None and not self._granted.done():
+            self._granted.set_result(None)
+
+    async def _outcome(self) -> tuple[bytes | None, bool]:
+        request = self.request
+        try:
+            method, handler = self.connection.server.find(request.api, request.method)
+            if not method.stream:
+                raise Refused(f"stream of {method}", why="it gives one result", hint="await it")
+            args, kwargs = method.decode_arguments(request.args)
+            whole = await self._produce(method, handler(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - whatever user code raises goes to the caller
+            return self._fault(error), True
+        return (codec.encode_message(End(request.id)) if whole else None), False
+
+    async def _produce(self, method: Method, items: Any) -> bool:
+        """Send items as credit allows; False when the consumer does not read."""
+        server = self.connection.server
+        try:
+            while True:
+                if not self._credit:
+                    await self._credited()
+                self._due = self._clock() + self._between_s
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return True
+                self._due = math.inf
+                value = msgspec.Raw(codec.encode(item, f"item of {method}"))
+                message = codec.encode_message(Item(self.request.id, value))
+                self._check_size(len(message), str(method))
+                if not await self._send(message):
+                    return False
+                self._credit -= 1
+                server.counters.items += 1
+        finally:
+            if (aclose := getattr(items, "aclose", None)) is not None:
+                await aclose()
+
+    async def _credited(self) -> None:
+        self._granted = asyncio.get_running_loop().create_future()
+        self._due, self._idle = self._clock() + self.connection.server.stream_idle_s, True
+        try:
+            await self._granted
+        finally:
+            self._granted, self._idle = None, False
+
+    def _expire(self) -> None:
+        # One timer for all items: it goes off now and then, and looks whether the deadline has moved.
+        left_s = self._due - self._clock()
+        if left_s > 0:
+            pause_s = min(left_s, max(self._between_s, 0.001))
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._expire)
+        else:
+            self._late_why = self._why_late()
+            super()._expire()
+
+    def _why_late(self) -> str:
+        if self._idle:
+            return f"its consumer took nothing for {self.connection.server.stream_idle_s:.3g} s"
+        return f"no item in the {self.request.timeout_s:.3g} s that its caller gave it"
+
+    def _lateness(self) -> str:
+        return self._late_why

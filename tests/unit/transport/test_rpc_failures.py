@@ -164,7 +164,7 @@ GREETING = encode_frame(
         encode_frame(b""),
         encode_frame(b"\xc1\xc1\xc1"),
         encode_frame(b"\x93\x01\x02\x03"),
-        GREETING + encode_frame(b"\x93\x07\x02\x03"),
+        GREETING + encode_frame(b"\x93\x63\x02\x03"),
         GREETING + encode_frame(b"\xc1"),
         GREETING + b"\xff\xff\xff\xff",
         GREETING + GREETING,
