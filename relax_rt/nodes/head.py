@@ -194,6 +194,11 @@ class HeadCore:
         node.state, node.reason = "leaving", reason
         return True
 
+    def is_leaving(self, seat: Seat) -> bool:
+        """Whether a node wants to leave and has not left yet."""
+        node = self._nodes.get(seat.node)
+        return node is not None and node.seat == seat and node.state == "leaving"
+
     def left(self, seat: Seat, reason: str) -> Departure | None:
         """Nothing of the run lives on the node any more; None when it was not there anyway."""
         try:

@@ -171,7 +171,7 @@ class Agent:
         if self._status == "starting" and all(view.state in ("ready", "ended") for view in self._core.view()):
             self._write_status("running")
 
-    def _on_address(self, slot: str, address: str) -> None:
+    def _on_address(self, slot: str, address: str, remote: str) -> None:
         if slot in self._lives:
             self._lives[slot].address = address
 

@@ -32,9 +32,10 @@ class ProgressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="progress"):
 
 
 class AddressMsg(msgspec.Struct, frozen=True, tag_field="t", tag="address"):
-    """Where the role serves."""
+    """Where the role serves: on its node, and for other nodes if the run has any."""
 
     address: str
+    remote: str = ""
 
 
 class FinishedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="finished"):

@@ -100,8 +100,8 @@ class Executor(Protocol):
 OnEvent = Callable[[Event], None]
 """Takes what an executor has to tell."""
 
-OnAddress = Callable[[str, str], None]
-"""Takes (slot, address) of a role that serves; an empty address when it is gone."""
+OnAddress = Callable[[str, str, str], None]
+"""Takes (slot, address, remote) of a role that serves, remote for other nodes; empty addresses when it is gone."""
 
 EmitEvent = Callable[..., None]
 """Appends to the run's event log: emit(kind, **fields)."""

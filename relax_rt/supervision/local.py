@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,7 @@ class LocalExecutor:
         emit: appends to the run's event log.
         node: this node's name.
         host: address at which other nodes reach this one; ranks of a gang meet there.
+        environment: further variables of every role.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class LocalExecutor:
         emit: EmitEvent,
         node: str = "",
         host: str = "127.0.0.1",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.node, self._host = node, host
+        self.node, self._host, self._environment = node, host, dict(environment or {})
         self._config, self._paths = config, paths
         self._plans = {plan.kind: plan for plan in plans}
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
@@ -170,6 +172,7 @@ class LocalExecutor:
             "RELAX_AGENT_PID": str(os.getpid()),
             "RELAX_ROLE_TARGET": plan.target,
             "RELAX_HAS_REGISTRY": "1" if "registry" in self._plans else "0",
+            **self._environment,
             **(gang_environment(order.gang) if order.gang is not None else {}),
         }
         listener = self._listeners.get(slot)
@@ -198,8 +201,8 @@ class LocalExecutor:
                     self._on_event(SlotReady(slot))
                 case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
                     self._on_event(Progress(slot, n, waiting, extend_s, detail))
-                case AddressMsg(address=address):
-                    self._on_address(slot, address)
+                case AddressMsg(address=address, remote=remote):
+                    self._on_address(slot, address, remote)
                 case FinishedMsg():
                     self._on_event(SlotFinished(slot))
 
@@ -208,7 +211,7 @@ class LocalExecutor:
     def _exit_taker(self, slot: str) -> Callable[[Diagnosis], None]:
         def take(diagnosis: Diagnosis) -> None:
             self._processes.pop(slot, None)
-            self._on_address(slot, "")
+            self._on_address(slot, "", "")
             self._on_event(SlotExited(slot, diagnosis))
 
         return take

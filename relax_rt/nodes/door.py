@@ -1,0 +1,126 @@
+"""The head's door: HeadApi over tcp with CURVE, for nodes that hold the run's key."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import structlog
+
+from relax_rt.nodes.api import DOOR, HEAD, Facts, HeadApi, Item, Joined, Orders, Seat
+from relax_rt.nodes.fleet import Fleet
+from relax_rt.nodes.head import STOP_S, TICK_S, HeadCore
+from relax_rt.supervision.executor import EmitEvent
+from relax_rt.transport.address import parse_address
+from relax_rt.transport.errors import Refused, StaleEpoch
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc import CurveKeys, Server, make_hello
+
+MAX_WAIT_S = 30.0
+
+
+class Door:
+    """Serves HeadApi, and lets leases lapse.
+
+    Args:
+        fleet: what becomes of what nodes say.
+        core: the account; the fleet's.
+        config: the resolved config, JSON; system: the system roles of the run.
+        keys: of the run.
+        emit: appends to the run's event log.
+    """
+
+    def __init__(
+        self, fleet: Fleet, core: HeadCore, *, config: str, system: list[str], keys: CurveKeys, emit: EmitEvent
+    ) -> None:
+        self._fleet, self._core = fleet, core
+        self._config, self._system = config, system
+        self._emit = emit
+        self._log = structlog.get_logger()
+        self._server = Server(make_hello(DOOR, Incarnation(f"{HEAD}/0", 0)), curve=keys)
+        self._server.offer(HeadApi, self)
+        self._ticking: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def open(self, listen: str) -> str:
+        """Listen at HOST:PORT; answers with the address, its port the real one.
+
+        Raises:
+            AddressError: it is no address, or nothing can listen there.
+        """
+        self.address = await self._server.listen(check_listen(listen))
+        self._ticking = asyncio.create_task(self._tick())
+        return self.address
+
+    async def close(self) -> None:
+        """Hear nobody any more."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait([self._ticking])
+        await self._server.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for departure in self._core.tick(time.monotonic()):
+                self._fleet.gone(departure, lost=True)
+
+    async def join(self, facts: Facts, token: str) -> Joined:
+        """See HeadApi."""
+        if self._fleet.ending is not None:
+            raise Refused(f"node {facts.name!r} cannot join", why=f"the run is over: {self._fleet.ending.reason}")
+        seat, new = self._core.joins(facts, token, time.monotonic())
+        if new:
+            self._fleet.joined(seat, facts)
+        return Joined(seat=seat, config=self._config, system=self._system, lease_s=self._core.lease_s, stop_s=STOP_S)
+
+    async def orders(self, seat: Seat, since: int, map_version: int, wait_s: float) -> Orders:
+        """See HeadApi."""
+        self._heard(seat)
+        deadline = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)
+        while True:
+            news = self._fleet.news
+            found = self._core.orders(seat, since, map_version)
+            left_s = deadline - time.monotonic()
+            if found is not None or left_s <= 0:
+                return found or Orders(since + 1, [], map_version)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await news.wait()
+
+    async def report(self, seat: Seat, first: int, items: list[Item]) -> int:
+        """See HeadApi."""
+        self._heard(seat)
+        known = self._core.report(seat, first, len(items))
+        self._fleet.reported(seat, items[known:])
+        return first + len(items) - 1
+
+    async def leave(self, seat: Seat, reason: str) -> None:
+        """See HeadApi."""
+        departure = self._core.left(seat, reason)
+        if departure is not None:
+            self._fleet.gone(departure, lost=False)
+
+    def _heard(self, seat: Seat) -> None:
+        try:
+            self._core.heard(seat, time.monotonic())
+        except StaleEpoch as error:
+            self._emit("node_fenced", node=seat.node, node_epoch=seat.epoch, reason=str(error.why))
+            raise
+
+
+def check_listen(listen: str) -> str:
+    """HOST:PORT as an address.
+
+    Raises:
+        AddressError: it is none.
+        Refused: it is every address of this machine: roles tell others where they listen, so it must be one of them.
+    """
+    address = parse_address(listen if "://" in listen else f"tcp://{listen}")
+    if address.scheme != "tcp":
+        raise Refused(f"listening on {listen}", why="other nodes come by tcp", hint="use HOST:PORT")
+    if address.host in ("*", "0.0.0.0", "::"):
+        why = "roles tell other nodes where they listen, so it must be one address that these reach"
+        raise Refused(f"listening on {listen}", why=why, hint="use the address of the network between the nodes")
+    return str(address)
