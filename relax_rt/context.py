@@ -30,15 +30,23 @@ REGISTRY_SLOT = "registry/0"
 QUEUE_SLOT = "queue/0"
 CALL_TIMEOUT_S = 60.0
 PROGRESS_EVERY_S = 0.2
+BEAT_S = 1.0
 RETRY_S = 0.5
 
 
 class ProgressReporter:
     """Counts work and tells the agent, at most every 0.2 s, from a thread of its own: a blocked loop or a busy
-    thread of the role does not hold a report back."""
+    thread of the role does not hold a report back.
 
-    def __init__(self, control: socket.socket) -> None:
+    While the role waits it says so again and again, as a sign of life; but only if the role's event loop, once it is
+    known, has answered since the last time. So a role that waits with a blocked loop falls silent.
+    """
+
+    def __init__(self, control: socket.socket, beat_s: float = BEAT_S) -> None:
         self._control = control
+        self._beat_s = beat_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answered = True
         self._changed = threading.Condition()
         self._dirty = False
         self._n = 0
@@ -72,15 +80,43 @@ class ProgressReporter:
             self._detail = reason
             self._mark()
 
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on beats depend on this loop's answers."""
+        with self._changed:
+            self._loop = loop
+
     def _mark(self) -> None:
         self._dirty = True
         self._changed.notify()
+
+    def _await_news(self) -> None:
+        """Return once there is something to report, or a beat is due of a role that waits. Holds the lock."""
+        while not self._dirty:
+            beat_due = not self._changed.wait_for(lambda: self._dirty, self._beat_s if self._waiting else None)
+            if beat_due and self._waiting and self._alive():
+                return
+
+    def _alive(self) -> bool:
+        """Whether the loop has answered the last question; asks the next one."""
+        if self._loop is None:
+            return True
+        if not self._answered:
+            return False
+        self._answered = False
+        try:
+            self._loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:
+            return False
+        return True
+
+    def _answer(self) -> None:
+        self._answered = True
 
     def _report(self) -> None:
         pause = threading.Event()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._dirty)
+                self._await_news()
                 self._dirty = False
                 message = ProgressMsg(self._n, self._detail[:500], self._waiting[:500], self._extend_s)
                 self._extend_s = 0.0
@@ -126,7 +162,8 @@ class HostContext:
             self.payload_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.seed = derive_seed(config.run.seed, who)
         self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
-        self.reporter = ProgressReporter(control)
+        # Several fit into the time after which silence is a hang.
+        self.reporter = ProgressReporter(control, min(BEAT_S, settings.hang_after_s / 3))
         self.progress: Progress = self.reporter
         self.stopping = asyncio.Event()
         self.policy_version = 0

@@ -11,6 +11,7 @@ import msgspec
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
+from relax_rt.roles.locations import MODEL_CODE
 from relax_rt.roles.sections import EvaluatorSettings, RLConfig
 from relax_rt.transport.versions import ROOT, VersionRecord
 
@@ -40,6 +41,16 @@ class EvaluatorRole(Role):
     tier: ClassVar[int] = 40
     restart: ClassVar[str] = "transient"
     significant: ClassVar[bool] = True
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.engines.embedded",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.publication",
+        "relax_rt.roles.data.source",
+        "relax_rt.roles.evaluation",
+        *MODEL_CODE,
+    )
     Settings: ClassVar[type[RoleSettings]] = EvaluatorSettings
 
     def __init__(self, ctx: RoleContext) -> None:

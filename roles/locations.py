@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from relax_rt.role import RoleContext
     from relax_rt.roles.sections import RLConfig
 
+MODEL_CODE = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
+"""Code of the models that the examples train: transformers imports it only when such a model is made."""
+
 
 def config_dir(ctx: RoleContext) -> Path:
     """The folder that relative paths of the config start from."""

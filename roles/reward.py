@@ -37,6 +37,14 @@ class RewardRole(Role):
 
     kind: ClassVar[str] = "reward"
     tier: ClassVar[int] = 40
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.rewards.loader",
+        "relax_rt.roles.rewards.scoring",
+        "relax_rt.roles.data.gym",
+        "relax_rt.transport.queue.client",
+    )
     Settings: ClassVar[type[RoleSettings]] = RewardSettings
 
     def __init__(self, ctx: RoleContext) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
+from relax_rt.roles.locations import MODEL_CODE
 from relax_rt.roles.sections import RLConfig, RolloutSettings
 from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 
@@ -33,6 +34,16 @@ class RolloutRole(Role):
 
     kind: ClassVar[str] = "rollout"
     tier: ClassVar[int] = 40
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.engines.embedded",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.publication",
+        "relax_rt.roles.data.source",
+        "relax_rt.transport.queue.client",
+        *MODEL_CODE,
+    )
     Settings: ClassVar[type[RoleSettings]] = RolloutSettings
 
     def __init__(self, ctx: RoleContext) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
+from relax_rt.roles.locations import MODEL_CODE
 from relax_rt.roles.sections import RLConfig, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
@@ -42,6 +43,16 @@ class TrainerRole(Role):
     tier: ClassVar[int] = 40
     restart: ClassVar[str] = "transient"
     significant: ClassVar[bool] = True
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.trainers.torch_backend",
+        "relax_rt.roles.trainers.checkpoint",
+        "relax_rt.roles.publication",
+        "relax_rt.roles.algorithms.batch",
+        "relax_rt.transport.queue.client",
+        *MODEL_CODE,
+    )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
 
     def __init__(self, ctx: RoleContext) -> None:
