@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import errno
-import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +22,10 @@ from relax_rt.transport.address import Address, AddressError
 from relax_rt.transport.channel import Channel, Receiver
 from relax_rt.transport.errors import Unreachable
 from relax_rt.transport.zmq_keys import CurveKeys
+from relax_rt.transport.zmq_sockets import as_client, as_server, bind, check_exposure, configure, numeric
 
 SEND_HIGH_WATER_MESSAGES = 256
 PING_INTERVAL_S = 0.5
-HEARTBEAT_INTERVAL_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000
-"""After this silence of the wire a connection is taken for cut (a partition, a host that lost power)."""
 
 _PING = b""
 _LINGER_MS = 500
@@ -303,27 +299,12 @@ class RouterListener:
 
 
 def _configure(sock: zmq.asyncio.Socket, max_message_bytes: int) -> None:
-    for option, value in (
-        (zmq.LINGER, _LINGER_MS),
-        (zmq.MAXMSGSIZE, max_message_bytes),
-        (zmq.SNDHWM, SEND_HIGH_WATER_MESSAGES),
-        (zmq.RCVHWM, SEND_HIGH_WATER_MESSAGES),
-        (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
-        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
-        (zmq.IPV6, 1),
-    ):
-        sock.setsockopt(option, value)
-
-
-class _Admission:
-    """Tells the authenticator which keys may come in."""
-
-    def __init__(self, keys: CurveKeys) -> None:
-        self._admitted = keys.admitted
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._admitted
+    configure(
+        sock,
+        linger_ms=_LINGER_MS,
+        max_message_bytes=max_message_bytes,
+        high_water_messages=SEND_HIGH_WATER_MESSAGES,
+    )
 
 
 async def listen(
@@ -334,48 +315,22 @@ async def listen(
     Raises:
         AddressError: the port is in use, the host is not of this machine, or it is open to others without keys.
     """
-    if keys is None and not address.loopback:
-        raise AddressError(
-            f"listening on {address}", why="other machines reach it and there are no CURVE keys", hint="pass curve="
-        )
-    endpoint = await _endpoint(address)
+    check_exposure(address, keys, "pass curve=")
+    at = await asyncio.to_thread(numeric, address)
     context = zmq.asyncio.Context()
     sock = context.socket(zmq.ROUTER)
     _configure(sock, max_message_bytes)
-    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    authenticator = None
-    if keys is not None:
-        authenticator = AsyncioAuthenticator(context)
-        authenticator.configure_curve_callback("*", _Admission(keys))
-        authenticator.start()
-        sock.curve_secretkey, sock.curve_publickey = keys.secret, keys.public
-        sock.curve_server = True
+    authenticator = AsyncioAuthenticator(context) if keys is not None else None
     try:
-        sock.bind(endpoint)
-        if address.scheme == "ipc":
-            os.chmod(address.path, 0o600)  # noqa: PTH101 - a string from the address, nothing to gain from a Path
-    except (zmq.ZMQError, OSError) as error:
+        as_server(sock, keys, authenticator)
+        real = bind(sock, address, at)
+    except BaseException:
         if authenticator is not None:
             authenticator.stop()
         sock.close(linger=0)
         context.term()
-        raise AddressError(f"listening on {address}", why=zmq.strerror(error.errno or 0)) from error
-    real = address
-    if address.scheme == "tcp":
-        port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        real = Address("tcp", host=address.host, port=int(port))
+        raise
     return RouterListener(context, sock, str(real), attach, authenticator)
-
-
-async def _endpoint(address: Address) -> str:
-    """The address as ZeroMQ binds it, which takes no host names."""
-    if address.scheme != "tcp" or address.host == "*":
-        return str(address)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise AddressError(f"listening on {address}", why=f"the host is not known: {error}") from error
-    return str(Address("tcp", host=str(found[0][4][0]), port=address.port))
 
 
 async def dial(
@@ -395,10 +350,7 @@ async def dial(
         hint = "raise the limit of open files" if error.errno == errno.EMFILE else ""
         raise Unreachable(str(address), why=str(error), hint=hint) from error
     _configure(sock, max_message_bytes)
-    sock.setsockopt(zmq.RECONNECT_IVL, -1)
-    if keys is not None:
-        sock.curve_secretkey, sock.curve_publickey = keys.secret, keys.public
-        sock.curve_serverkey = keys.server_key
+    as_client(sock, keys)
     channel = DealerChannel(address, sock, attach)
     try:
         sock.connect(str(address))

@@ -20,8 +20,8 @@ from relax_rt.transport.faults import error_of
 from relax_rt.transport.payload import frames
 from relax_rt.transport.payload.cache import Entry
 from relax_rt.transport.payload.frames import Get, Part, Range
-from relax_rt.transport.payload.sockets import configure
 from relax_rt.transport.zmq_keys import CurveKeys
+from relax_rt.transport.zmq_sockets import as_client, configure
 
 MAX_LINK_RANGES = 256
 """Ranges asked for and not yet received on one connection, however small they are."""
@@ -93,14 +93,11 @@ class Link:
         self.sock = context.socket(zmq.DEALER)
         configure(
             self.sock,
+            linger_ms=0,
             max_message_bytes=frames.MAX_CHUNK_BYTES + frames.MAX_FAULT_BYTES,
             high_water_messages=2 * MAX_LINK_RANGES,
         )
-        # A connection that comes back by itself would hide that what was asked for on the old one is lost.
-        self.sock.setsockopt(zmq.RECONNECT_IVL, -1)
-        if keys is not None:
-            self.sock.curve_secretkey, self.sock.curve_publickey = keys.secret, keys.public
-            self.sock.curve_serverkey = keys.server_key
+        as_client(self.sock, keys)
         self.monitor = self.sock.get_monitor_socket(sum(_MONITORED))
         try:
             self.sock.connect(address)

@@ -16,36 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from arena_world import PAGE, WHO, Clock, free, read, writer
 
 from relax_rt.transport.arena import Bf16, Placed, Reader, Shared, Writer, slab_name
-from relax_rt.transport.block import Block
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import BlockRef, Extent
 from relax_rt.transport.values import digest_of
-
-WHO = Incarnation("rollout/0", 7)
-PAGE = 4096
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def writer(folder: Path, slab_bytes: int = 1 << 16, capacity_bytes: int = 1 << 18, **more: Any) -> Writer:
-    return Writer(folder, WHO, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes, **more)
-
-
-def read(reader: Reader, placed: Placed) -> Block:
-    return reader.block(placed.block, {blob.digest: blob.extent for blob in placed.blobs})
-
-
-def free(arena: Writer, placed: Placed) -> None:
-    for extent in placed.extents():
-        arena.free(extent)
 
 
 def numbers(n: int, mark: int = 0) -> dict[str, Any]:

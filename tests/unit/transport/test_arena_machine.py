@@ -11,38 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from arena_world import PAGE, Clock, free, read, writer
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.transport.arena import Placed, Reader, Shared, Writer
+from relax_rt.transport.arena import Placed, Reader, Shared
 from relax_rt.transport.arena.allocator import Heap, aligned
-from relax_rt.transport.block import Block
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
-from relax_rt.transport.identity import Incarnation
-
-PAGE = 4096
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def writer(folder: Path, slab_bytes: int = 1 << 16, capacity_bytes: int = 1 << 18, **more: Any) -> Writer:
-    return Writer(folder, Incarnation("rollout/0", 7), slab_bytes=slab_bytes, capacity_bytes=capacity_bytes, **more)
-
-
-def read(reader: Reader, placed: Placed) -> Block:
-    return reader.block(placed.block, {blob.digest: blob.extent for blob in placed.blobs})
-
-
-def free(arena: Writer, placed: Placed) -> None:
-    for extent in placed.extents():
-        arena.free(extent)
-
 
 # A long run.
 
