@@ -1,0 +1,238 @@
+"""The checker finds each broken promise in doctored records, and nothing in sound ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from chaos_world import STEPS, event, well
+
+from relax_rt.chaos.checker import CHECKS, breaches, check
+from relax_rt.chaos.findings import Checkpoint, Evidence, Write
+
+Doctor = Callable[[Evidence], Any]
+
+
+def test_a_sound_run_has_no_breach_and_everything_was_looked_at() -> None:
+    findings = check(well())
+    assert breaches(findings) == []
+    assert {f.check: f.why_not for f in findings if not f.looked_at} == {}
+
+
+def two_at_once(evidence: Evidence) -> None:
+    exited = event(evidence, "slot_exited", slot="trainer/0")
+    evidence.events.remove(exited)
+    spawned = evidence.events.index(event(evidence, "slot_spawned", slot="trainer/0", epoch=4))
+    exited["m"] = evidence.events[spawned]["m"] + 0.01
+    evidence.events.insert(spawned + 1, exited)
+
+
+def dead_man_writes(evidence: Evidence) -> None:
+    exited = event(evidence, "slot_exited", slot="trainer/0")
+    late = {"t": 0.0, "m": exited["m"] + 0.02, "by": "trainer/0#3", "kind": "published"}
+    evidence.events.insert(evidence.events.index(exited) + 1, {**late, "version": 4, "parent": 3, "step": 3})
+
+
+def epoch_again(evidence: Evidence) -> None:
+    for one in evidence.events:
+        if one.get("slot") == "trainer/0" and one.get("epoch") == 4:
+            one["epoch"] = 3
+
+
+def no_diagnosis(evidence: Evidence) -> None:
+    event(evidence, "slot_exited", slot="trainer/0")["diagnosis"]["cause"] = ""
+
+
+def nobody_comes_back(evidence: Evidence) -> None:
+    """The rollout dies in the middle of the run and the log goes on without it."""
+    exited = event(evidence, "slot_exited", slot="rollout/0")
+    exited["diagnosis"] |= {"kind": "exception", "cause": "broke"}
+    evidence.events[:] = [e for e in evidence.events if e["kind"] not in ("run_draining", "run_ended")]
+    evidence.events.append({"t": 2000.0, "m": 1000.0, "by": "agent", "kind": "tick"})
+    evidence.ended = False
+
+
+def exit_untold(evidence: Evidence) -> None:
+    event(evidence, "slot_exited", slot="trainer/0")["diagnosis"]["signal"] = ""
+
+
+def kill_of_a_stranger(evidence: Evidence) -> None:
+    event(evidence, "fault_injected")["pid"] = 99
+
+
+def late_commit(evidence: Evidence) -> None:
+    event(evidence, "version_committed", version=5)["epoch"] = 3
+
+
+def late_in_queue(evidence: Evidence) -> None:
+    evidence.writes.append(Write(9, "trainer/0#3", "trained"))
+
+
+def after_its_end(evidence: Evidence) -> None:
+    evidence.writes += [Write(9, "agent/0#5", "gone", "rollout/0#2"), Write(10, "rollout/0#2", "put")]
+
+
+def fault_of_the_supervisor(evidence: Evidence) -> None:
+    evidence.events.append({"t": 0.0, "m": 99.0, "by": "agent", "kind": "supervisor_fault", "error": "impossible"})
+
+
+def step_left_out(evidence: Evidence) -> None:
+    evidence.steps.remove(next(s for s in evidence.steps if s["step"] == 4))
+
+
+def step_skipped_in_a_life(evidence: Evidence) -> None:
+    first = evidence.steps[0]
+    evidence.steps.insert(1, {**first, "t": first["t"] + 0.01})
+
+
+def target_missed(evidence: Evidence) -> None:
+    evidence.target = STEPS + 1
+
+
+def sample_again(evidence: Evidence) -> None:
+    evidence.steps[-1]["keys"] = evidence.steps[-2]["keys"]
+    evidence.steps[-1]["digests"] = evidence.steps[-2]["digests"]
+
+
+def short_batch(evidence: Evidence) -> None:
+    for column in ("keys", "digests", "versions", "staleness"):
+        evidence.steps[-1][column] = evidence.steps[-1][column][:1]
+
+
+def queue_disagrees(evidence: Evidence) -> None:
+    event(evidence, "queue_account")["freed"] = 1
+
+
+def queue_says_twice(evidence: Evidence) -> None:
+    event(evidence, "queue_account")["trained_twice"] = 1
+
+
+def other_content(evidence: Evidence) -> None:
+    evidence.steps[-1]["digests"][0] = "of something else"
+
+
+def other_versions(evidence: Evidence) -> None:
+    evidence.made[-1]["samples"][0][2][:] = [5]
+
+
+def told_over_stale(evidence: Evidence) -> None:
+    evidence.steps[-1]["staleness"][0] = 1
+
+
+def over_stale_untold(evidence: Evidence) -> None:
+    """Version 6 trained on at 8, two publications away; told as fresh."""
+    evidence.steps[-1]["versions"][0] = [6]
+    evidence.made[-1]["samples"][0][2][:] = [6]
+
+
+def version_of_nobody(evidence: Evidence) -> None:
+    evidence.steps[-1]["versions"][0] = [77]
+    evidence.made[-1]["samples"][0][2][:] = [77]
+
+
+def version_again(evidence: Evidence) -> None:
+    event(evidence, "version_committed", version=5)["version"] = 4
+
+
+def parent_of_nobody(evidence: Evidence) -> None:
+    event(evidence, "version_committed", version=5)["parent"] = 77
+
+
+def no_final_checkpoint(evidence: Evidence) -> None:
+    evidence.checkpoints[:] = [Checkpoint("step-000002", 2, 3, "d3", 3)]
+
+
+def checkpoint_of_other_weights(evidence: Evidence) -> None:
+    evidence.checkpoints[:] = [Checkpoint("step-000006", 6, 9, "d8", 4)]
+
+
+def evaluated_other_weights(evidence: Evidence) -> None:
+    evidence.evaluations[-1]["version"] = 4
+
+
+def something_left(evidence: Evidence) -> None:
+    evidence.leftovers.append("process 13")
+
+
+@pytest.mark.parametrize(
+    ("doctor", "name"),
+    [
+        (two_at_once, "one_incarnation"),
+        (dead_man_writes, "one_incarnation"),
+        (epoch_again, "epochs_grow"),
+        (no_diagnosis, "deaths_answered"),
+        (nobody_comes_back, "deaths_answered"),
+        (exit_untold, "faults_seen"),
+        (kill_of_a_stranger, "faults_seen"),
+        (late_commit, "late_writes"),
+        (late_in_queue, "late_writes"),
+        (after_its_end, "late_writes"),
+        (fault_of_the_supervisor, "supervisor_sound"),
+        (step_left_out, "steps_once"),
+        (step_skipped_in_a_life, "steps_once"),
+        (target_missed, "steps_once"),
+        (sample_again, "trained_once"),
+        (short_batch, "trained_once"),
+        (queue_disagrees, "trained_once"),
+        (queue_says_twice, "trained_once"),
+        (other_content, "trained_what_was_made"),
+        (other_versions, "trained_what_was_made"),
+        (told_over_stale, "staleness_held"),
+        (over_stale_untold, "staleness_held"),
+        (version_of_nobody, "staleness_held"),
+        (version_again, "versions_grow"),
+        (parent_of_nobody, "versions_grow"),
+        (no_final_checkpoint, "checkpoint_stands"),
+        (checkpoint_of_other_weights, "checkpoint_stands"),
+        (evaluated_other_weights, "checkpoint_stands"),
+        (something_left, "nothing_left"),
+    ],
+)
+def test_each_broken_promise_is_found_with_what_shows_it(doctor: Doctor, name: str) -> None:
+    evidence = well()
+    doctor(evidence)
+    found = [breach for breach in breaches(check(evidence)) if breach.check == name]
+    assert found, breaches(check(evidence))
+    assert all(breach.what for breach in found)
+    if name != "nothing_left":
+        assert any(breach.events for breach in found)
+
+
+def test_every_check_is_ablated() -> None:
+    """The list above leaves none out."""
+    marks = test_each_broken_promise_is_found_with_what_shows_it.pytestmark  # type: ignore[attr-defined]
+    assert {name for _, name in marks[0].args[1]} == set(CHECKS)
+
+
+def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
+    """Killed between the commit and its event: the trainer's own word of it is left."""
+    evidence = well()
+    lost = event(evidence, "version_committed", version=7)
+    kept = {k: lost[k] for k in ("t", "m", "version", "parent", "step", "digest")}
+    evidence.events[evidence.events.index(lost)] = {**kept, "kind": "published", "by": "trainer/0#4"}
+    assert breaches(check(evidence)) == []
+
+
+def test_a_run_that_goes_on_is_not_asked_for_its_end() -> None:
+    evidence = well()
+    evidence.ended, evidence.status, evidence.target = False, "running", 100
+    assert breaches(check(evidence)) == []
+
+
+def test_the_death_of_an_agent_ends_the_lives_of_its_session() -> None:
+    evidence = well()
+    cut = evidence.events.index(event(evidence, "slot_spawned", slot="trainer/0", epoch=4)) + 2
+    evidence.events.insert(cut, {"t": 0.0, "m": 50.0, "by": "keeper", "kind": "agent_died", "cause": "SIGKILL"})
+    evidence.events.insert(cut + 1, {"t": 0.0, "m": 51.0, "by": "agent", "kind": "run_started", "slots": []})
+    found = {b.check for b in breaches(check(evidence))}
+    assert "one_incarnation" not in found and "deaths_answered" not in found
+
+
+def test_a_job_without_training_is_judged_by_its_processes() -> None:
+    evidence = well()
+    evidence.steps, evidence.made, evidence.checkpoints, evidence.evaluations = [], [], [], []
+    evidence.target = evidence.batch = evidence.max_staleness = None
+    evidence.events[:] = [e for e in evidence.events if e["kind"] != "queue_account"]
+    assert breaches(check(evidence)) == []
+    assert {f.check for f in check(evidence) if f.why_not} >= {"steps_once", "staleness_held"}

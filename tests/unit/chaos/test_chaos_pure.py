@@ -1,0 +1,157 @@
+"""Names of faults, schedules, restart intensity, recoveries, ETTR, the verdict."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from chaos_world import event, well
+
+from relax_rt.chaos import faults, schedule
+from relax_rt.chaos.ettr import ettr
+from relax_rt.chaos.intensity import Intensity
+from relax_rt.chaos.timeline import over, recoveries
+from relax_rt.chaos.verdict import judge, render
+from relax_rt.config.problems import BadInput
+
+SLOTS = ["registry/0", "queue/0", "rollout/0", "rollout/1", "rollout/2", "trainer/0"]
+KILL = [faults.FAULTS["kill"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("5s", 5.0), ("500ms", 0.5), ("2.5m", 150.0), ("1h", 3600.0), ("7", 7.0), (".5s", 0.5)]
+)
+def test_durations(text: str, value: float) -> None:
+    assert faults.seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "5 x", "-1s", "five", "1d", "inf"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(BadInput, match="no duration"):
+        faults.seconds(text)
+
+
+def test_names_are_told_with_what_was_meant() -> None:
+    assert [f.name for f in faults.faults_named("kill, stop,kill")] == ["kill", "stop"]
+    with pytest.raises(BadInput, match="stop"):
+        faults.faults_named("kill,stpo")
+    with pytest.raises(BadInput, match="rollout"):
+        faults.roles_named("rolout", SLOTS)
+    with pytest.raises(BadInput, match="trainer/0"):
+        faults.once_named("kill:trainr/0", SLOTS)
+    with pytest.raises(BadInput, match="at most"):
+        faults.once_named("stop:trainer/0:1h", SLOTS)
+    assert faults.once_named("stop:rollout:12s", SLOTS) == faults.Once(faults.FAULTS["stop"], "rollout/0", 12.0)
+    assert faults.once_named("disk:5s", SLOTS) == faults.Once(faults.FAULTS["disk"], "", 5.0)
+    assert faults.roles_named("rollout/2,trainer", SLOTS) == {"rollout": ["rollout/2"], "trainer": ["trainer/0"]}
+
+
+def test_a_seed_is_a_schedule() -> None:
+    slots = faults.roles_named("", SLOTS)
+    every = [*faults.FAULTS.values()]
+    assert schedule.poisson(7, 0.5, 60, every, slots) == schedule.poisson(7, 0.5, 60, every, slots)
+    assert schedule.poisson(7, 0.5, 60, every, slots) != schedule.poisson(8, 0.5, 60, every, slots)
+    kills, mixed = (schedule.poisson(7, 0.5, 60, some, slots) for some in (KILL, [*KILL, faults.FAULTS["stop"]]))
+    assert [(s.at_s, s.slot) for s in kills] == [(s.at_s, s.slot) for s in mixed]
+
+
+def test_roles_are_drawn_uniformly_and_pauses_have_their_mean() -> None:
+    strikes = schedule.poisson(3, 1.0, 6000, KILL, faults.roles_named("", SLOTS))
+    assert len(strikes) == pytest.approx(6000, rel=0.1)
+    roles = Counter(s.slot.partition("/")[0] for s in strikes)
+    assert all(n == pytest.approx(len(strikes) / 4, rel=0.15) for n in roles.values())
+    assert {s.slot for s in strikes} == set(SLOTS)
+    assert [s.number for s in strikes] == list(range(1, len(strikes) + 1))
+    assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(strikes))
+
+
+def test_faults_in_a_share_of_the_steps() -> None:
+    strikes = schedule.by_steps(1, 0.1, 1, 200, KILL, faults.roles_named("", SLOTS))
+    steps = [s.at_step for s in strikes]
+    assert len(steps) == 20 == len(set(steps))
+    assert min(steps) >= 1 and max(steps) <= 200 and steps == sorted(steps)
+    for wrong in ({"share": 0.0, "last": 9}, {"share": 0.1, "last": 0}):
+        with pytest.raises(BadInput):
+            schedule.by_steps(1, wrong["share"], 1, int(wrong["last"]), KILL, {"a": ["a/0"]})
+
+
+@pytest.mark.parametrize(("mean_s", "for_s"), [(0, 1), (1, 0), (1e-6, 1e6)])
+def test_schedules_that_cannot_be(mean_s: float, for_s: float) -> None:
+    with pytest.raises(BadInput):
+        schedule.poisson(1, mean_s, for_s, KILL, {"a": ["a/0"]})
+
+
+def test_harm_stays_within_the_restarts_a_slot_has_left() -> None:
+    intensity = Intensity(max_restarts=2, period_s=10.0)
+    assert intensity.left("a/0", 0.0) == 2
+
+    def take(kind: str, m: float, **fields: Any) -> None:
+        intensity.take({"kind": kind, "slot": "a/0", "m": m, **fields})
+
+    take("slot_ready", 0.0)
+    take("slot_exited", 1.0, diagnosis={"kind": "killed"})
+    take("slot_ready", 100.0)  # time away is no good time
+    take("slot_exited", 101.0, diagnosis={"kind": "killed"})
+    assert intensity.left("a/0", 200.0) == 0
+    take("slot_ready", 200.0)
+    assert intensity.left("a/0", 208.5) == 0
+    assert intensity.left("a/0", 209.5) == 1
+    take("slot_exited", 212.0, diagnosis={"kind": "clean"})
+    assert intensity.left("a/0", 212.0) == 2
+    assert intensity.left("b/0", 212.0) == 2
+
+
+def test_a_recovery_is_timed_from_the_fault_on() -> None:
+    evidence = well()
+    worked = {"t": 0.0, "m": event(evidence, "slot_ready", slot="trainer/0", epoch=4)["m"] + 0.05}
+    place = evidence.events.index(event(evidence, "slot_ready", slot="trainer/0", epoch=4)) + 1
+    evidence.events.insert(place, {**worked, "by": "trainer/0#4", "kind": "first_work"})
+    (one,) = recoveries(evidence.events)
+    at = event(evidence, "fault_injected")["m"]
+    assert (one.role, one.fault, one.wait_s) == ("trainer", "kill", 0.05)
+    assert one.exited_s == pytest.approx(event(evidence, "slot_exited")["m"] - at)
+    assert one.ready_s == pytest.approx(event(evidence, "slot_ready", slot="trainer/0", epoch=4)["m"] - at)
+    assert one.worked_s == pytest.approx(worked["m"] - at)
+
+
+def test_a_percentile_needs_two_hundred() -> None:
+    assert over([]) == {"n": 0}
+    assert "p99" not in over([float(n) for n in range(199)])
+    figures = over([float(n) for n in range(1, 201)])
+    assert (figures["p50"], figures["p99"], figures["max"]) == (100.5, 198.0, 200.0)
+
+
+def steps(*at: tuple[int, float, int]) -> list[dict[str, Any]]:
+    return [{"step": step, "t": t, "epoch": epoch} for step, t, epoch in at]
+
+
+def test_ettr_is_the_ratio_of_two_measured_times() -> None:
+    undisturbed = steps(*[(n, float(n), 1) for n in range(1, 11)])
+    disturbed = steps((1, 1.0, 1), (2, 2.0, 1), (3, 3.0, 1), (3, 8.0, 2), *[(n, n + 5.0, 2) for n in range(4, 11)])
+    found = ettr(disturbed, undisturbed, [])
+    assert found.measured and (found.first, found.last) == (1, 10)
+    assert found.value == pytest.approx(9 / 14)
+
+
+def test_ettr_without_a_baseline_is_named_an_estimate() -> None:
+    disturbed = steps(*[(n, float(n), 1) for n in range(1, 8)], (7, 12.0, 2), (8, 13.0, 2))
+    found = ettr(disturbed, None, [(6.5, 12.5)])
+    assert not found.measured
+    assert found.value == pytest.approx(7 / 12)
+    assert ettr(steps((1, 1.0, 1)), None, []).value is None
+    assert ettr(disturbed, steps((1, 1.0, 1)), []).value is None
+
+
+def test_the_verdict_tells_everything_in_words_and_as_data() -> None:
+    good = judge(well())
+    assert good.ok and good.injected == {"kill": 1}
+    assert "every promise was kept" in render(good)
+    evidence = well()
+    event(evidence, "version_committed", version=5)["epoch"] = 3
+    bad = judge(evidence)
+    assert not bad.ok
+    assert "late_writes" in render(bad) and "BROKEN" in render(bad)
+    assert msgspec.json.decode(msgspec.json.encode(bad))["ok"] is False
