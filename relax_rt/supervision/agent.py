@@ -19,14 +19,15 @@ from relax_rt.events import EventLog
 from relax_rt.supervision import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
 from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
-from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.executor import Executor, StartOrder
+from relax_rt.supervision.diagnosis import Diagnosis, Kind
+from relax_rt.supervision.executor import Executor, GangOrder, StartOrder, gang_orders
 from relax_rt.supervision.local import LocalExecutor, unspawned
 from relax_rt.supervision.notices import AGENT_SLOT, Notices
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import (
     Action,
     Done,
+    DrainRequested,
     DumpStacks,
     Emit,
     Event,
@@ -34,10 +35,12 @@ from relax_rt.supervision.protocol import (
     KillRequested,
     RestartRequested,
     RunStarted,
+    ScaleRequested,
     SlotExited,
     SlotReady,
     SlotSpawned,
     Start,
+    StartGang,
     Stop,
     StopRequested,
     Tick,
@@ -59,8 +62,8 @@ OnState = Callable[[RunStatus], None]
 class _Life:
     """What the agent knows of a living process."""
 
-    def __init__(self, node: str, began: float) -> None:
-        self.node, self.began = node, began
+    def __init__(self, began: float) -> None:
+        self.began = began
         self.ready_s = 0.0
         self.address = ""
 
@@ -87,12 +90,12 @@ class Agent:
     ) -> None:
         self.config, self.paths = config, paths
         self._plans = {plan.kind: plan for plan in plans}
-        specs = [spec for plan in plans for spec in plan.specs(config.supervision)]
-        self._specs = {spec.slot: spec for spec in specs}
-        self._core = Supervisor(specs, random.Random().random)
+        rules = config.supervision
+        specs = [spec for plan in plans for spec in plan.specs(rules)]
+        self._core = Supervisor(specs, random.Random().random, [plan.rules(rules) for plan in plans])
         self._log = structlog.get_logger()
         self._events = EventLog(paths.run_dir, "agent", config.events.segment_mib * MIB, config.events.keep_segments)
-        self._notices = Notices(paths, has_registry="registry/0" in self._specs, has_queue="queue/0" in self._specs)
+        self._notices = Notices(paths, has_registry="registry" in self._plans, has_queue="queue" in self._plans)
         self._local = LocalExecutor(
             config, paths, plans, on_event=self.on_event, on_address=self._on_address, emit=self._events.emit
         )
@@ -102,6 +105,7 @@ class Agent:
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._called_off: dict[str, Diagnosis] = {}
         self._lives: dict[str, _Life] = {}
+        self._nodes: dict[str, str] = {}
         self._on_state = on_state
         self._began = time.monotonic()
         self._asked = ""
@@ -124,7 +128,9 @@ class Agent:
         server.offer(AgentApi, _Desk(self))
         await server.listen(f"unix://{self.paths.agent_socket}")
         self._notices.start()
-        self._events.emit("run_started", run_id=self.paths.run_id, pid=os.getpid(), slots=list(self._specs))
+        self._events.emit(
+            "run_started", run_id=self.paths.run_id, pid=os.getpid(), slots=[view.slot for view in self._core.view()]
+        )
         background = [asyncio.create_task(work()) for work in (self._tick, self._housekeeping, self._show)]
         self.post(RunStarted())
         try:
@@ -152,7 +158,7 @@ class Agent:
     def on_event(self, event: Event) -> None:
         """Take what an executor tells."""
         if isinstance(event, SlotSpawned):
-            self._lives[event.slot] = _Life(event.node, time.monotonic())
+            self._lives[event.slot] = _Life(time.monotonic())
         elif isinstance(event, SlotReady) and event.slot in self._lives:
             life = self._lives[event.slot]
             life.ready_s = life.ready_s or time.monotonic() - life.began
@@ -177,16 +183,19 @@ class Agent:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Start(slot=slot):
-                self._starts[slot] = asyncio.create_task(self._start(action))
+            case Start():
+                self._begin([action])
+            case StartGang(ranks=ranks):
+                self._begin(ranks, action)
             case Stop(slot=slot):
-                if not self._call_off(unspawned(slot, 0, "clean", "called off before it was started")):
-                    self._executor(slot).stop(slot)
+                if executor := self._reach(unspawned(slot, 0, "clean", "called off before it was started")):
+                    executor.stop(slot)
             case Kill(slot=slot, kind=kind, reason=reason):
-                if not self._call_off(unspawned(slot, 0, kind, reason)):
-                    self._executor(slot).kill(slot, kind, reason)
+                if executor := self._reach(unspawned(slot, 0, kind, reason)):
+                    executor.kill(slot, kind, reason)
             case DumpStacks(slot=slot):
-                self._executor(slot).dump_stacks(slot)
+                if executor := self._executor(slot):
+                    executor.dump_stacks(slot)
             case Emit(kind=kind, fields=fields):
                 self._events.emit(kind, **fields)
                 self._log.info(kind, **{k: v for k, v in fields.items() if k != "diagnosis"})
@@ -196,34 +205,63 @@ class Agent:
         if self._core.draining and self._status in ("starting", "running"):
             self._write_status("draining", reason=self._core.draining)
 
-    async def _start(self, start: Start) -> None:
-        """Hand the order over once the slot has its epoch; from then on the executor answers for it."""
-        slot = start.slot
+    def _begin(self, starts: Sequence[Start], gang: StartGang | None = None) -> None:
+        task = asyncio.create_task(self._start(starts, gang))
+        for start in starts:
+            self._starts[start.slot] = task
+            self._nodes[start.slot] = start.node
+
+    async def _start(self, starts: Sequence[Start], gang: StartGang | None) -> None:
+        """Hand the orders over once the slots have their epochs; from then on their executors answer for them."""
+        slots = [start.slot for start in starts]
         try:
-            epoch = await self._notices.issue_epoch(slot)
-            self._executor(slot).start(StartOrder(slot=slot, epoch=epoch, attempt=start.attempt))
+            epochs = [await self._notices.issue_epoch(slot) for slot in slots]
+            places = [None] * len(starts) if gang is None else await self._meet(gang)
+            orders = [
+                StartOrder(
+                    slot=start.slot,
+                    epoch=epoch,
+                    attempt=start.attempt,
+                    node=start.node,
+                    devices=list(start.devices),
+                    gang=place,
+                )
+                for start, epoch, place in zip(starts, epochs, places, strict=True)
+            ]
+            executors = [self._executors[start.node] for start in starts]
         except asyncio.CancelledError:
-            off = self._called_off.pop(slot, None) or unspawned(slot, 0, "killed", "the agent is closing")
-            self._not_started(slot, off)
-        except Exception as error:  # noqa: BLE001 whatever went wrong is this slot's diagnosis
-            self._not_started(slot, unspawned(slot, 0, "unknown", f"cannot be started: {error!r}"))
+            self._not_started(slots, "killed", "its start was called off")
+        except Exception as error:  # noqa: BLE001 whatever went wrong is the slots' diagnosis
+            self._not_started(slots, "unknown", f"cannot be started: {error!r}")
         else:
-            del self._starts[slot]
+            for order, executor in zip(orders, executors, strict=True):
+                del self._starts[order.slot]
+                executor.start(order)
 
-    def _not_started(self, slot: str, diagnosis: Diagnosis) -> None:
-        del self._starts[slot]
-        self.on_event(SlotExited(slot, diagnosis))
+    async def _meet(self, gang: StartGang) -> list[GangOrder]:
+        """The ranks' places; the socket at which they meet listens when this returns."""
+        first = gang.ranks[0]
+        at = await self._executors[first.node].rendezvous(first.slot, gang.generation)
+        return gang_orders(gang, at)
 
-    def _call_off(self, why: Diagnosis) -> bool:
-        """Cancel a start that no executor knows of yet; False when there is none."""
-        if why.slot not in self._starts:
-            return False
-        self._called_off[why.slot] = why
-        self._starts[why.slot].cancel()
-        return True
+    def _not_started(self, slots: Sequence[str], kind: Kind, cause: str) -> None:
+        for slot in slots:
+            if self._starts.pop(slot, None) is not None:
+                off = self._called_off.pop(slot, None)
+                self.on_event(SlotExited(slot, off or unspawned(slot, 0, kind, cause)))
 
-    def _executor(self, slot: str) -> Executor:
-        return self._local
+    def _reach(self, off: Diagnosis) -> Executor | None:
+        """Who can end the slot's process. A start that no executor knows of yet is called off here, with this
+        diagnosis; a gang's as a whole."""
+        if off.slot not in self._starts:
+            return self._executor(off.slot)
+        self._called_off[off.slot] = off
+        self._starts[off.slot].cancel()
+        return None
+
+    def _executor(self, slot: str) -> Executor | None:
+        """None when its node is lost."""
+        return self._executors.get(self._nodes.get(slot, ""))
 
     def stop(self, reason: str, exit_code: int = 0) -> None:
         """Drain."""
@@ -273,9 +311,9 @@ class Agent:
         """
         if not self.config.supervision.chaos:
             raise Refused(f"cannot inject {fault} into {slot}", why="the run has [supervision] chaos = false")
-        if slot not in self._lives:
+        if (executor := self._executor(slot)) is None or slot not in self._lives:
             raise Refused(f"cannot inject {fault} into {slot}", why="the slot has no process now")
-        self._executor(slot).inject(slot, fault, seconds, amount)
+        executor.inject(slot, fault, seconds, amount)
 
     def nodes(self) -> list[NodeStatus]:
         """The nodes of the run."""
@@ -283,12 +321,11 @@ class Agent:
         return [NodeStatus(node="", host=os.uname().nodename, agent_pid=os.getpid(), slots=slots)]
 
     def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
-        spec = self._specs[view.slot]
-        life = self._lives.get(view.slot) or _Life("", now)
+        life = self._lives.get(view.slot) or _Life(now)
         return SlotStatus(
             slot=view.slot,
-            kind=spec.kind,
-            tier=spec.tier,
+            kind=view.kind,
+            tier=view.tier,
             state=view.state,
             pid=view.pid,
             epoch=view.epoch,
@@ -301,8 +338,10 @@ class Agent:
             address=life.address,
             log=str(self.paths.log(view.slot)),
             last=view.last,
-            node=life.node,
+            node=view.node,
             ready_s=life.ready_s,
+            given_up=view.given_up,
+            generation=view.generation,
         )
 
     def _write_status(self, status: str = "", **fields: Any) -> None:
@@ -384,10 +423,10 @@ class _Desk:
         self._agent.post(RestartRequested(slot))
 
     async def scale(self, kind: str, count: int) -> None:
-        raise Refused(f"cannot scale {kind} to {count}", why="not yet")
+        self._agent.post(ScaleRequested(kind, count))
 
     async def drain(self, what: str) -> None:
-        raise Refused(f"cannot drain {what}", why="not yet")
+        self._agent.post(DrainRequested(what))
 
     async def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
         self._agent.inject(slot, fault, seconds, amount)

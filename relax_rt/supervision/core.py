@@ -1,126 +1,69 @@
 """The supervisor as a pure state machine: events in, actions out, no I/O, no clock of its own.
 
 A slot goes pending -> requested -> starting -> ready, from any of these through hung, stopping or killing to its
-exit, and from there to backoff (it is started again) or ended.
+exit, and from there to backoff (it is started again, alone or with others) or ended. One that no node has room for is
+pending again, with the reason.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from relax_rt.nodes.placement import Placer
 from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.lifecycle import Ending, InvalidTransition
 from relax_rt.supervision.protocol import (
     Action,
     Done,
-    DumpStacks,
-    Emit,
+    DrainRequested,
     Event,
     Kill,
     KillRequested,
+    NodeJoined,
+    NodeLost,
     Progress,
     RestartRequested,
     RunStarted,
+    ScaleRequested,
     SlotExited,
     SlotFinished,
     SlotReady,
     SlotSpawned,
-    Start,
     Stop,
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.spec import SlotSpec
-from relax_rt.transport.errors import Refused
+from relax_rt.supervision.requests import Requests
+from relax_rt.supervision.slots import Slot, SlotView
+from relax_rt.supervision.spec import RoleSpec, SlotSpec
+from relax_rt.supervision.tree import RoleRestart, Tree
 
-State = Literal["pending", "requested", "starting", "ready", "hung", "stopping", "killing", "backoff", "ended"]
-LIVE: frozenset[State] = frozenset({"requested", "starting", "ready", "hung", "stopping", "killing"})
-REKILL_S = 5.0
-STORY = 24
+__all__ = ["InvalidTransition", "SlotView", "Supervisor"]
 
-
-class InvalidTransition(RuntimeError):
-    """An event that cannot happen in the slot's state: a fault of the shell. Carries the slot's last events."""
+BEAT_LATE_S = 5.0
+"""An idle role says so every second; it is given at least this long, however short its `hang_after_s`."""
 
 
-class Ending(NamedTuple):
-    """How the run will end once everything has stopped."""
-
-    exit_code: int
-    reason: str
-    diagnosis: Diagnosis | None = None
-    first: Diagnosis | None = None
-
-
-class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as people see it; `since` is the core's clock at the last change of state."""
-
-    slot: str
-    state: State
-    epoch: int
-    pid: int
-    restarts: int
-    since: float
-    progress: int
-    detail: str
-    waiting: str
-    last: Diagnosis | None
-
-
-class _Slot:
-    def __init__(self, spec: SlotSpec) -> None:
-        self.spec = spec
-        self.state: State = "pending"
-        self.since = 0.0
-        self.deadline: float | None = None
-        self.epoch = self.pid = self.restarts = 0
-        self.failures: deque[float] = deque()
-        self.recent: deque[Diagnosis] = deque(maxlen=spec.max_restarts + 1)
-        self.good_s = 0.0
-        self.good_from: float | None = None
-        self.moved_at = 0.0
-        self.progress = 0
-        self.detail = self.waiting = ""
-        self.was_ready = self.finished = self.restart_asked = self.failed = False
-        self.resume: State = "ready"
-        self.condemned: tuple[Literal["killed", "hang"], str] = ("killed", "")
-        self.last: Diagnosis | None = None
-        self.story: deque[str] = deque(maxlen=STORY)
-
-    def view(self) -> SlotView:
-        return SlotView(
-            slot=self.spec.slot,
-            state=self.state,
-            epoch=self.epoch,
-            pid=self.pid,
-            restarts=self.restarts,
-            since=self.since,
-            progress=self.progress,
-            detail=self.detail,
-            waiting=self.waiting,
-            last=self.last,
-        )
-
-
-class Supervisor:
+class Supervisor(Requests):
     """The tree's state. `handle` takes one event and answers with the actions to carry out, in order.
 
     Args:
         specs: the slots.
         uniform: a draw from [0, 1) for the jitter of back-off, as `random.Random(seed).random`.
+        roles: rules of the roles; a role without them is one_for_one and needs all its slots.
+        placer: finds room for slots; without one, every slot has room on this node.
     """
 
-    def __init__(self, specs: Iterable[SlotSpec], uniform: Callable[[], float]) -> None:
-        self._slots = {spec.slot: _Slot(spec) for spec in specs}
-        self._uniform = uniform
-        self._now = float("-inf")
-        self._out: list[Action] = []
-        self._started = False
-        self._ending: Ending | None = None
-        self._done: Done | None = None
+    def __init__(
+        self,
+        specs: Iterable[SlotSpec],
+        uniform: Callable[[], float],
+        roles: Iterable[RoleSpec] = (),
+        placer: Placer | None = None,
+    ) -> None:
+        super().__init__(Tree(specs, roles), uniform, placer)
 
     @property
     def draining(self) -> str:
@@ -134,18 +77,18 @@ class Supervisor:
 
     def view(self) -> list[SlotView]:
         """All slots, in start order."""
-        return [s.view() for s in sorted(self._slots.values(), key=lambda s: s.spec.tier)]
+        return [slot.view() for slot in self._tree.ordered()]
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due."""
-        return min((s.deadline for s in self._slots.values() if s.deadline is not None), default=None)
+        return min((s.deadline for s in self._tree if s.deadline is not None), default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (monotonic seconds).
 
         Raises:
             InvalidTransition: the event cannot happen in the slot's state.
-            Refused: an operator's restart of a slot that does not exist or of a run that is ending.
+            Refused: what an operator or a node asks for cannot be done, and why.
         """
         self._now = max(self._now, now)
         self._out = []
@@ -156,26 +99,36 @@ class Supervisor:
                 self._drain(Ending(code, reason))
             case KillRequested(reason=reason, exit_code=code):
                 self._drain(Ending(code, reason))
-                self._kill_all(reason)
+                self._kill_all(self._tree, reason)
             case RestartRequested(slot=slot, reason=reason):
                 self._on_restart_requested(slot, reason)
+            case ScaleRequested(kind=kind, count=count):
+                self._on_scale_requested(kind, count)
+            case DrainRequested(what=what):
+                self._on_drain_requested(what)
+            case NodeJoined(node=node):
+                self._on_node_joined(node)
+            case NodeLost():
+                self._on_node_lost(event)
             case Tick():
                 pass
             case _:
                 self._on_slot_event(event)
-        for s in self._slots.values():
+        for s in self._tree:
             if s.deadline is not None and s.deadline <= self._now:
                 self._on_deadline(s)
         self._advance()
         return self._out
 
+    # What processes do.
+
     def _on_slot_event(self, event: SlotSpawned | SlotReady | SlotFinished | SlotExited | Progress) -> None:
-        slot = self._slots.get(event.slot)
+        slot = self._tree.slots.get(event.slot)
         if slot is None:
             raise InvalidTransition(f"{type(event).__name__} for {event.slot}, which is no slot of this run")
         if not isinstance(event, Progress):
             slot.story.append(f"{self._now:.3f} {slot.state}: {type(event).__name__}")
-        if slot.state not in LIVE:
+        if not slot.live:
             raise self._invalid(slot, event)
         match event:
             case SlotSpawned():
@@ -189,7 +142,7 @@ class Supervisor:
             case SlotExited():
                 self._on_exited(slot, event.diagnosis)
 
-    def _on_spawned(self, s: _Slot, event: SlotSpawned) -> None:
+    def _on_spawned(self, s: Slot, event: SlotSpawned) -> None:
         if s.pid:
             raise self._invalid(s, event)
         s.epoch, s.pid = event.epoch, event.pid
@@ -197,122 +150,139 @@ class Supervisor:
         if s.state == "requested":
             self._enter(s, "starting", s.spec.start_timeout_s)
         elif s.state == "stopping":
-            self._out.append(Stop(s.spec.slot))
+            self._out.append(Stop(s.name))
         elif s.state == "killing":
-            self._out.append(Kill(s.spec.slot, *s.condemned))
+            self._out.append(Kill(s.name, *s.condemned))
 
-    def _on_ready(self, s: _Slot, event: SlotReady) -> None:
+    def _on_ready(self, s: Slot, event: SlotReady) -> None:
         if not s.pid:
             raise self._invalid(s, event)
         if s.state == "starting":
             s.was_ready = True
-            s.good_from = s.moved_at = self._now
+            s.moved_at = self._now
             self._emit("slot_ready", s)
-            self._enter(s, "ready", None if s.waiting else s.spec.hang_after_s)
+            self._enter(s, "ready", self._patience_s(s))
+            s.role.begin_good_time(s, self._now)
 
-    def _on_finished(self, s: _Slot) -> None:
+    def _on_finished(self, s: Slot) -> None:
         s.finished = True
         if s.state in ("starting", "ready", "hung"):
             self._enter(s, "stopping", s.spec.stop_timeout_s)
 
-    def _on_progress(self, s: _Slot, event: Progress) -> None:
+    def _on_progress(self, s: Slot, event: Progress) -> None:
+        # An idle role's report is itself the sign of life: it comes only if its event loop answered.
         moved = event.n > s.progress or bool(s.waiting) or bool(event.waiting)
         s.progress, s.waiting, s.detail = max(s.progress, event.n), event.waiting, event.detail
         if moved:
             s.moved_at = self._now
         if s.state == "hung" and moved and s.resume == "ready":
             self._emit("slot_recovered", s)
-            self._enter(s, "ready", s.spec.hang_after_s)
-        if s.state == "ready" and s.waiting:
-            s.deadline = None
-        elif s.state == "ready" and (moved or s.deadline is None):
-            s.deadline = self._now + s.spec.hang_after_s
+            self._enter(s, "ready", self._patience_s(s))
+        elif s.state == "ready" and moved:
+            s.deadline = self._now + self._patience_s(s)
         if event.extend_s > 0 and s.state in ("starting", "ready", "stopping") and s.deadline is not None:
             s.deadline += event.extend_s
 
-    def _on_exited(self, s: _Slot, diagnosis: Diagnosis) -> None:
-        self._settle_good_time(s, self._now if diagnosis.kind != "hang" else s.moved_at)
+    def _patience_s(self, s: Slot) -> float:
+        return max(s.spec.hang_after_s, BEAT_LATE_S) if s.waiting else s.spec.hang_after_s
+
+    def _on_exited(self, s: Slot, diagnosis: Diagnosis, *, counted: bool = True) -> None:
+        s.exited = True
+        s.window.settle(self._now if diagnosis.kind != "hang" else s.moved_at)
         s.last = diagnosis
-        s.pid, s.progress, s.detail, s.waiting = 0, 0, "", ""
-        asked = s.restart_asked or self._ending is not None
+        s.forget_process()
+        self._give_up_place(s)
+        asked = s.restart_asked or s.drained or s.retired or s.cohort is not None or self._ending is not None
         finished = s.finished or (not diagnosis.failed and not asked)
+        over = finished and (s.spec.significant or s.spec.restart != "permanent")
         self._emit("slot_exited", s, finished=finished, diagnosis=msgspec.to_builtins(diagnosis))
         if self._ending is not None:
             self._end(s, failed=diagnosis.failed and not s.finished)
+            if s.role.rules.gang and diagnosis.failed:
+                self._kill_all(s.role.slots, f"{s.name} has failed, and its gang cannot go on without it")
+        elif s.retired or s.drained:
+            self._end_by_request(s)
+        elif s.cohort is not None and (s.role.rules.gang or not over):
+            self._hold(s)
         elif s.restart_asked and not s.finished:
-            self._retry(s, 0.0)
-        elif finished and s.spec.significant:
-            self._end(s, failed=False)
-            open_ = [o.spec.slot for o in self._slots.values() if o.spec.significant and o.state != "ended"]
-            if not open_:
-                self._drain(Ending(0, f"{s.spec.slot} has finished"))
-        elif finished and s.spec.restart != "permanent":
-            self._end(s, failed=False)
-        elif diagnosis.kind == "config" or (diagnosis.kind == "import_error" and not s.was_ready):
-            # Another start would fail in the same way.
-            self._end(s, failed=True)
-            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" else 1, "cannot start")
-        elif s.spec.restart == "temporary":
-            self._end(s, failed=True)
-            if s.spec.significant:
-                self._fail(s, diagnosis, 1, "failed and is never restarted")
+            self._regroup([s], 0.0, "restart requested")
+        elif not counted and s.spec.restart != "temporary":
+            self._regroup(s.role.restarted_with(s), 0.0, diagnosis.cause, hard=s.role.rules.gang)
+        elif over:
+            self._on_over(s)
         else:
             self._on_failure(s, diagnosis)
 
-    def _on_failure(self, s: _Slot, diagnosis: Diagnosis) -> None:
-        while s.failures and s.good_s - s.failures[0] >= s.spec.period_s:
-            s.failures.popleft()
-            s.recent.popleft()
-        s.recent.append(diagnosis)
-        if len(s.failures) >= s.spec.max_restarts:
+    def _on_over(self, s: Slot) -> None:
+        self._end(s, failed=False)
+        open_ = [o for o in self._tree if o.spec.significant and (o.state != "ended" or o.drained)]
+        if s.spec.significant and not open_:
+            self._drain(Ending(0, f"{s.name} has finished"))
+
+    # Failures, restarts and escalation.
+
+    def _on_failure(self, s: Slot, diagnosis: Diagnosis) -> None:
+        if diagnosis.kind == "config" or (diagnosis.kind == "import_error" and not s.was_ready):
+            # Another start would fail in the same way.
             self._end(s, failed=True)
-            count = len(s.failures) + 1
-            self._fail(s, diagnosis, 1, f"failed {count} times in {s.spec.period_s:g} s of its own good time")
+            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" else 1, "cannot start")
             return
-        limit = min(s.spec.backoff_max_s, s.spec.backoff_first_s * 2.0 ** len(s.failures))
-        s.failures.append(s.good_s)
-        self._retry(s, limit * self._uniform())
+        if s.role.rules.gang:
+            generation = s.role.generation
+            self._emit_role("gang_failed", s.role, slot=s.name, generation=generation, cause=diagnosis.cause)
+        if s.spec.restart == "temporary":
+            self._end(s, failed=True)
+            if s.spec.significant:
+                self._fail(s, diagnosis, 1, "failed and is never restarted")
+            elif s.role.rules.gang:
+                self._kill_all(s.role.slots, f"{s.name} has failed, and its gang is never restarted")
+            return
+        before = s.window.failed(diagnosis)
+        if before is None:
+            self._escalate(s, diagnosis)
+            return
+        wait_s = min(s.spec.backoff_max_s, s.spec.backoff_first_s * 2.0**before) * self._uniform()
+        self._regroup(s.role.restarted_with(s), wait_s, f"{s.name}: {diagnosis.cause}", hard=s.role.rules.gang)
 
-    def _retry(self, s: _Slot, wait_s: float) -> None:
-        s.restarts += 1
-        self._emit("slot_restarting", s, wait_s=round(wait_s, 3), restarts=s.restarts)
-        self._enter(s, "backoff", wait_s)
+    def _escalate(self, s: Slot, diagnosis: Diagnosis) -> None:
+        """The slot has used up its restarts: go on without it, else restart its role once as one, else end the run."""
+        role = s.role
+        what = f"failed {len(s.window.remembered)} times in {s.spec.period_s:g} s of its own good time"
+        if role.can_spare(s):
+            self._end(s, failed=True)
+            s.given_up, s.waiting = True, f"given up: it {what}"
+            left = sum(o.state != "ended" for o in role.slots)
+            self._emit("slot_given_up", s, reason=what, cause=diagnosis.cause, left=left)
+        elif role.may_restart(s):
+            members = role.restarted_as_one(s)
+            first = min((d for o in members for d in o.window.remembered), key=lambda d: d.at, default=diagnosis)
+            role.restarts.append(RoleRestart(s, s.window.good_s, first))
+            for member in members:
+                member.window.clear()
+            self._emit_role("role_restarting", role, slot=s.name, reason=what, cause=diagnosis.cause)
+            wait_s = s.spec.backoff_max_s * self._uniform()
+            self._regroup(members, wait_s, f"{s.name} {what}", hard=role.rules.gang)
+        else:
+            self._end(s, failed=True)
+            self._fail(s, diagnosis, 1, what)
 
-    def _fail(self, s: _Slot, diagnosis: Diagnosis, exit_code: int, what: str) -> None:
+    def _fail(self, s: Slot, diagnosis: Diagnosis, exit_code: int, what: str) -> None:
         """End the run because of one slot; the earliest failure still remembered anywhere is named with it."""
-        every = [d for other in self._slots.values() for d in other.recent if d.failed]
+        every = [d for other in self._tree for d in other.window.remembered if d.failed]
+        every += [restart.first for role in self._tree.roles.values() for restart in role.restarts]
         first = min(every, key=lambda d: d.at, default=None)
-        self._drain(
-            Ending(
-                exit_code,
-                f"{s.spec.slot} {what}: {diagnosis.cause}",
-                diagnosis,
-                first if first is not diagnosis else None,
-            )
-        )
+        other = first if first is not diagnosis else None
+        self._drain(Ending(exit_code, f"{s.name} {what}: {diagnosis.cause}", diagnosis, other))
 
-    def _on_restart_requested(self, name: str, reason: str) -> None:
-        s = self._slots.get(name)
-        if s is None:
-            raise Refused(f"cannot restart {name!r}", why="no such slot", hint="slots: " + ", ".join(self._slots))
-        if self._ending is not None:
-            raise Refused(f"cannot restart {name}", why=f"the run is ending: {self._ending.reason}")
-        self._emit("slot_restart_requested", s, reason=reason)
-        if s.state in ("requested", "starting", "ready", "hung"):
-            s.restart_asked = True
-            self._stop(s)
-        elif s.state in ("stopping", "killing"):
-            s.restart_asked = True
-        elif s.state in ("backoff", "ended"):
-            s.failed = False
-            self._enter(s, "backoff", 0.0)
-
-    def _on_deadline(self, s: _Slot) -> None:
+    def _on_deadline(self, s: Slot) -> None:
         match s.state:
             case "requested":
                 self._kill(s, "killed", f"not spawned within {s.spec.start_timeout_s:g} s")
             case "starting":
                 self._condemn(s, "hang", f"not ready within start_timeout_s = {s.spec.start_timeout_s:g} s")
+            case "ready" if s.waiting:
+                reason = f"no sign of life for {self._patience_s(s):g} s while it waited: {s.waiting}"
+                self._condemn(s, "hang", reason)
             case "ready":
                 reason = f"busy without progress for hang_after_s = {s.spec.hang_after_s:g} s"
                 self._condemn(s, "hang", reason + (f" while: {s.detail}" if s.detail else ""))
@@ -322,56 +292,14 @@ class Supervisor:
                 self._kill(s, "killed", f"still running {s.spec.stop_timeout_s:g} s after it was asked to stop")
             case "killing":
                 self._kill(s, *s.condemned)
+            case "backoff" if s.role.rules.gang:
+                self._start_gang(s.role)
             case "backoff":
                 self._start(s)
             case _:
                 s.deadline = None
 
-    def _condemn(self, s: _Slot, kind: Literal["killed", "hang"], reason: str) -> None:
-        s.condemned = (kind, reason)
-        s.resume = s.state
-        self._emit("slot_hung", s, reason=reason)
-        self._out.append(DumpStacks(s.spec.slot))
-        self._enter(s, "hung", s.spec.dump_grace_s)
-
-    def _start(self, s: _Slot) -> None:
-        s.epoch = s.pid = s.progress = 0
-        s.detail = s.waiting = ""
-        s.finished = s.restart_asked = s.failed = False
-        s.good_from = None
-        self._out.append(Start(s.spec.slot, s.restarts))
-        self._enter(s, "requested", s.spec.start_timeout_s)
-
-    def _stop(self, s: _Slot) -> None:
-        self._out.append(Stop(s.spec.slot))
-        self._enter(s, "stopping", s.spec.stop_timeout_s)
-
-    def _kill(self, s: _Slot, kind: Literal["killed", "hang"], reason: str) -> None:
-        if s.state != "killing":
-            self._emit("slot_killed", s, reason=reason)
-        s.condemned = (kind, reason)
-        self._out.append(Kill(s.spec.slot, kind, reason))
-        self._enter(s, "killing", REKILL_S)
-
-    def _end(self, s: _Slot, *, failed: bool) -> None:
-        s.failed = failed
-        self._enter(s, "ended", None)
-
-    def _drain(self, ending: Ending) -> None:
-        """The first cause counts; a later one is only logged."""
-        if self._ending is not None:
-            self._out.append(Emit("run_ending_already", {"reason": ending.reason}))
-            return
-        self._ending = ending
-        self._out.append(Emit("run_draining", {"reason": ending.reason, "exit_code": ending.exit_code}))
-        for s in self._slots.values():
-            if s.state in ("pending", "backoff"):
-                self._enter(s, "ended", None)
-
-    def _kill_all(self, reason: str) -> None:
-        for s in self._slots.values():
-            if s.state in LIVE and s.state != "killing":
-                self._kill(s, "killed", reason)
+    # The order of start and stop.
 
     def _advance(self) -> None:
         if self._ending is None and self._started:
@@ -380,46 +308,18 @@ class Supervisor:
             self._advance_stop()
 
     def _advance_start(self) -> None:
-        work = [s for s in self._slots.values() if not s.spec.system]
-        if work and all(s.state == "ended" for s in work):
-            failed = [s.spec.slot for s in work if s.failed]
-            self._drain(
-                Ending(int(bool(failed)), f"failed: {', '.join(failed)}" if failed else "all roles have finished")
-            )
+        work = [s for s in self._tree if not s.spec.system]
+        if work and all(s.state == "ended" and not s.drained for s in work):
+            failed = [s.name for s in work if s.failed]
+            reason = f"failed: {', '.join(failed)}" if failed else "all roles have finished"
+            self._drain(Ending(int(bool(failed)), reason))
             return
-        for s in sorted(self._slots.values(), key=lambda s: s.spec.tier):
-            below = (o for o in self._slots.values() if o.spec.tier < s.spec.tier)
-            if s.state == "pending" and all(o.state in ("ready", "ended") for o in below):
-                self._start(s)
-
-    def _advance_stop(self) -> None:
-        assert self._ending is not None
-        live = [s for s in self._slots.values() if s.state in LIVE]
-        if not live:
-            self._done = Done(*self._ending)
-            self._out.append(Emit("run_done", {"reason": self._ending.reason, "exit_code": self._ending.exit_code}))
-            self._out.append(self._done)
-            return
-        top = max(s.spec.tier for s in live)
-        for s in live:
-            if s.spec.tier == top and s.state in ("requested", "starting", "ready"):
-                self._stop(s)
-
-    def _enter(self, s: _Slot, state: State, timeout_s: float | None) -> None:
-        if s.state != state:
-            s.story.append(f"{self._now:.3f} {s.state} -> {state}")
-            s.since = self._now
-        s.state = state
-        s.deadline = None if timeout_s is None else self._now + timeout_s
-
-    def _settle_good_time(self, s: _Slot, until: float) -> None:
-        if s.good_from is not None:
-            s.good_s += max(0.0, until - s.good_from)
-            s.good_from = None
-
-    def _emit(self, kind: str, s: _Slot, **fields: Any) -> None:
-        self._out.append(Emit(kind, {"slot": s.spec.slot, "epoch": s.epoch, **fields}))
-
-    def _invalid(self, s: _Slot, event: Event) -> InvalidTransition:
-        story = "\n  ".join(s.story)
-        return InvalidTransition(f"{type(event).__name__} in state {s.state!r} of {s.spec.slot}; its story:\n  {story}")
+        for role in self._tree.by_tier():
+            waiting = [s for s in role.slots if s.state == "pending" and not s.roomless]
+            if waiting and self._tree.not_ready_below(role.tier):
+                waiting = [s for s in waiting if not s.gated]
+            if role.rules.gang and len(waiting) == len(role.slots) > 0:
+                self._start_gang(role)
+            elif not role.rules.gang:
+                for s in waiting:
+                    self._start(s)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from relax_rt.supervision.protocol import Event
+from relax_rt.supervision.protocol import Event, StartGang
 
 
 class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +53,23 @@ class Rendezvous(NamedTuple):
 
     host: str
     port: int
+
+
+def gang_orders(gang: StartGang, at: Rendezvous) -> list[GangOrder]:
+    """The place of each rank, in their order; ranks of one node are counted in the same order."""
+    nodes = [start.node for start in gang.ranks]
+    return [
+        GangOrder(
+            generation=gang.generation,
+            rank=rank,
+            world_size=len(nodes),
+            local_rank=nodes[:rank].count(node),
+            local_world_size=nodes.count(node),
+            master_addr=at.host,
+            master_port=at.port,
+        )
+        for rank, node in enumerate(nodes)
+    ]
 
 
 class Executor(Protocol):

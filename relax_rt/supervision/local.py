@@ -10,14 +10,22 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import structlog
 
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.supervision import procfs
-from relax_rt.supervision.channel import AddressMsg, FinishedMsg, FromRole, ProgressMsg, ReadyMsg
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.channel import (
+    AddressMsg,
+    FaultKind,
+    FaultMsg,
+    FinishedMsg,
+    FromRole,
+    ProgressMsg,
+    ReadyMsg,
+)
+from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
 from relax_rt.supervision.limits import Limits
 from relax_rt.supervision.nursery import ZygoteKey
@@ -103,7 +111,13 @@ class LocalExecutor:
 
     def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
         """See Executor."""
-        raise Refused(f"cannot inject {fault} into {slot}", why="not yet")
+        what = f"cannot inject {fault} into {slot}"
+        if fault not in get_args(FaultKind):
+            raise Refused(what, why="there is no such fault", hint=f"faults: {', '.join(get_args(FaultKind))}")
+        if slot not in self._processes:
+            raise Refused(what, why="it has no process now")
+        if not self._processes[slot].inject(FaultMsg(cast(FaultKind, fault), seconds, amount)):
+            raise Refused(what, why="its host does not listen")
 
     async def rendezvous(self, slot: str, generation: int) -> Rendezvous:
         """See Executor."""
@@ -257,6 +271,6 @@ def gang_environment(gang: GangOrder) -> dict[str, str]:
     }
 
 
-def unspawned(slot: str, epoch: int, kind: Literal["clean", "killed", "hang", "unknown"], cause: str) -> Diagnosis:
+def unspawned(slot: str, epoch: int, kind: Kind, cause: str) -> Diagnosis:
     """The diagnosis of a process that never was."""
     return Diagnosis(slot=slot, epoch=epoch, kind=kind, cause=cause, at=time.time())

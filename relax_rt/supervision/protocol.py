@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from relax_rt.nodes.placement import Node
 from relax_rt.supervision.diagnosis import Diagnosis
 
 
@@ -73,10 +74,46 @@ class KillRequested(msgspec.Struct, frozen=True):
 
 
 class RestartRequested(msgspec.Struct, frozen=True):
-    """An operator wants this slot restarted; it is not counted as a failure."""
+    """An operator wants this slot restarted, or its whole gang; it is not counted as a failure."""
 
     slot: str
     reason: str = "restart requested"
+
+
+class ScaleRequested(msgspec.Struct, frozen=True):
+    """An operator wants the role to have so many slots; the highest indices are drained first."""
+
+    kind: str
+    count: int
+
+
+class DrainRequested(msgspec.Struct, frozen=True):
+    """An operator wants a slot or a role down until it is restarted or scaled, or a node emptied: its slots are
+    started elsewhere."""
+
+    what: str
+
+
+class NodeJoined(msgspec.Struct, frozen=True):
+    """A node has room from now on."""
+
+    node: Node
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """A node is gone, with all its processes: they are dead, or fenced by epoch.
+
+    Attributes:
+        node: its name.
+        reason: how that is known.
+        keep: its slots wait for a node of this name, instead of being placed elsewhere.
+        at: wall-clock time in seconds, for the diagnoses.
+    """
+
+    node: str
+    reason: str
+    keep: bool = False
+    at: float = 0.0
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -93,6 +130,10 @@ Event = (
     | StopRequested
     | KillRequested
     | RestartRequested
+    | ScaleRequested
+    | DrainRequested
+    | NodeJoined
+    | NodeLost
     | Tick
 )
 
@@ -102,6 +143,16 @@ class Start(msgspec.Struct, frozen=True):
 
     slot: str
     attempt: int = 0
+    node: str = ""
+    devices: tuple[int, ...] = ()
+
+
+class StartGang(msgspec.Struct, frozen=True):
+    """Start all ranks of a gang, in their order, with one new rendezvous; each start is answered as if on its own."""
+
+    kind: str
+    generation: int
+    ranks: list[Start]
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -147,4 +198,4 @@ class Done(msgspec.Struct, frozen=True):
     first: Diagnosis | None = None
 
 
-Action = Start | Stop | Kill | DumpStacks | Emit | Done
+Action = Start | StartGang | Stop | Kill | DumpStacks | Emit | Done

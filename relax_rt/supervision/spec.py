@@ -1,4 +1,5 @@
-"""What the supervisor knows of a slot before it starts: its order, its restart policy, its time limits."""
+"""What the supervisor knows before anything starts: of a slot its order, restart policy and time limits, of a role
+how its slots hang together."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Literal
 import msgspec
 
 RestartClass = Literal["permanent", "transient", "temporary"]
+Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 
 
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +29,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
             time (ready, and up to its last progress): waits, starts and hangs do not age a restart, so a role that
             fails slowly is found out as surely as one that fails at once.
         backoff_first_s, backoff_max_s: upper limits of the wait before the first and any restart (full jitter).
+        threads, gpus, node: what it asks of the node it is placed on, and the only node it may run on (empty: any).
     """
 
     slot: str
@@ -43,3 +46,31 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float = 120.0
     backoff_first_s: float = 0.1
     backoff_max_s: float = 5.0
+    threads: int = 1
+    gpus: float = 0.0
+    node: str = ""
+
+
+class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One role of the tree: what its slots have to do with each other.
+
+    Attributes:
+        kind: its name.
+        strategy: which slots are started again when one fails: that one, all, or it and those of higher index.
+            With one_for_all the limit on restarts counts the role's failures, not each slot's.
+        gang: its slots are ranks of one whole. They start, fail and come back together, a failure of any counts once,
+            and the others are killed, because a collective that lost a member cannot be finished.
+        min_ready: slots that must be ready before higher tiers start, and must be left when one is given up.
+            None: all.
+        role_restarts, role_period_s: restarts of the whole role allowed within a window of good time, once one of its
+            slots has used up its own.
+        slot: rules of the slots that `scale` adds; None: those of its first slot.
+    """
+
+    kind: str
+    strategy: Strategy = "one_for_one"
+    gang: bool = False
+    min_ready: int | None = None
+    role_restarts: int = 1
+    role_period_s: float = 3600.0
+    slot: SlotSpec | None = None

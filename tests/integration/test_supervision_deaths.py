@@ -71,7 +71,9 @@ def test_stopped_role_is_a_hang(tmp_path: Path) -> None:
 def test_crash_loop_ends_the_run_with_one_diagnosis(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.crasher]\n[roles.aide]", FAST) as run:
         assert run.ends() == 1
-        assert len([e for e in run.poll() if e["kind"] == "slot_spawned" and e["slot"] == "crasher/0"]) == 3
+        spawned = [e for e in run.poll() if e["kind"] == "slot_spawned" and e["slot"] == "crasher/0"]
+        assert len(spawned) == 6, "two restarts, then the role once as a whole with two more, then the end"
+        assert run.event("role_restarting", role="crasher")["slot"] == "crasher/0"
         record = run.record
         assert record["status"] == "failed" and record["diagnosis"]["kind"] == "exception"
         assert record["diagnosis"]["cause"] == "ValueError: the toy broke"

@@ -28,15 +28,16 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.spec import SlotSpec
+from relax_rt.supervision.spec import RoleSpec, SlotSpec
 from relax_rt.transport.errors import Refused
 
 
 class Bench:
     """A supervisor with a clock, and processes that exist only as epochs."""
 
-    def __init__(self, *specs: SlotSpec, draw: float = 0.5) -> None:
-        self.core = Supervisor(specs, lambda: draw)
+    def __init__(self, *specs: SlotSpec, draw: float = 0.5, role_restarts: int = 0) -> None:
+        kinds = dict.fromkeys(spec.kind for spec in specs)
+        self.core = Supervisor(specs, lambda: draw, [RoleSpec(kind=k, role_restarts=role_restarts) for k in kinds])
         self.now = 0.0
         self.epoch = 0
         self.actions: list[Action] = []
@@ -311,8 +312,8 @@ def test_progress_during_the_stack_dump_saves_the_role() -> None:
 def test_waiting_is_idle_and_extend_moves_the_deadline_once() -> None:
     b = Bench(spec("a/0", hang_after_s=10))
     b(RunStarted()), b.up("a/0")
-    b(Progress("a/0", 0, waiting="for samples"))
-    b(Tick(), after=1000)
+    for _ in range(100):
+        b(Progress("a/0", 0, waiting="for samples"), after=9)
     assert b.of(DumpStacks) == []
     b(Progress("a/0", 0))
     b(Progress("a/0", 0, extend_s=30), after=5)
@@ -322,10 +323,24 @@ def test_waiting_is_idle_and_extend_moves_the_deadline_once() -> None:
     assert b.of(DumpStacks) == ["a/0"]
 
 
-def test_a_role_that_waits_before_it_is_ready_is_not_watched_until_it_is_busy() -> None:
-    b = Bench(spec("a/0", hang_after_s=10))
+def test_an_idle_role_without_a_sign_of_life_is_a_hang_and_its_next_beat_saves_it() -> None:
+    b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5), Progress("a/0", 0, waiting="for weights"), SlotReady("a/0"))
-    b(Tick(), after=100)
+    b(Progress("a/0", 0, waiting="for weights"), after=9)
+    b(Tick(), after=9.9)
+    assert b.state("a/0") == "ready"
+    b(Tick(), after=0.1)
+    assert b.of(DumpStacks) == ["a/0"]
+    b(Progress("a/0", 0, waiting="for weights"), after=0.5)
+    assert b.state("a/0") == "ready"
+    b(Tick(), after=10), b(Tick(), after=1)
+    assert "for weights" in next(a for a in b.actions if isinstance(a, Kill)).reason
+
+
+def test_an_idle_role_has_time_for_a_beat_however_short_its_limit() -> None:
+    b = Bench(spec("a/0", hang_after_s=0.5))
+    b(RunStarted()), b.up("a/0"), b(Progress("a/0", 0, waiting="for samples"))
+    b(Tick(), after=2)
     assert b.state("a/0") == "ready"
 
 
