@@ -33,6 +33,7 @@ from relax_rt.supervision.protocol import (
     Event,
     Kill,
     KillRequested,
+    NodeLost,
     RestartRequested,
     RunStarted,
     ScaleRequested,
@@ -143,6 +144,8 @@ class Agent:
 
     def post(self, event: Event) -> None:
         """Feed the core and carry out what it answers."""
+        if isinstance(event, NodeLost):
+            self._forget_node(event.node)
         try:
             actions = self._core.handle(event, time.monotonic())
         except InvalidTransition as fault:
@@ -172,6 +175,13 @@ class Agent:
         self.post(event)
         if isinstance(event, SlotReady):
             self._tell_running()
+
+    def _forget_node(self, node: str) -> None:
+        """The core knows that whatever was there is gone; starts that no executor knows of are dropped unanswered."""
+        for slot in [slot for slot, at in self._nodes.items() if at == node]:
+            self._lives.pop(slot, None)
+            if (start := self._starts.pop(slot, None)) is not None:
+                start.cancel()
 
     def _tell_running(self) -> None:
         if self._status == "starting" and all(view.state in ("ready", "ended") for view in self._core.view()):

@@ -139,7 +139,6 @@ class Requests(Lifecycle):
         if self._placer is None:
             raise Refused(f"node {node.name!r} cannot join", why="this run is for one node")
         self._placer.add(node)
-        self._out.append(Emit("node_joined", {"node": node.name, "cores": node.cores, "gpus": node.gpus}))
         self._look_for_room_again()
 
     def _on_node_lost(self, event: NodeLost) -> None:
@@ -147,8 +146,6 @@ class Requests(Lifecycle):
             raise Refused(f"node {event.node!r} cannot be lost", why="this run is for one node")
         lost = [s for s in self._tree if s.live and s.node == event.node]
         self._placer.remove(event.node, keep=event.keep)
-        names = [s.name for s in lost]
-        self._out.append(Emit("node_lost", {"node": event.node, "reason": event.reason, "slots": names}))
         for s in lost:
             cause = f"node {event.node} is lost: {event.reason}"
             diagnosis = Diagnosis(slot=s.name, epoch=s.epoch, pid=s.pid, kind="killed", cause=cause, at=event.at)
