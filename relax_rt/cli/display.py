@@ -16,6 +16,7 @@ from rich.text import Text
 
 from relax_rt.cli.doctor.finding import Finding
 from relax_rt.cli.figures import Figures
+from relax_rt.cli.incidents import Incident
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
 from relax_rt.observe.text import NOTHING, clip, count, duration
@@ -140,7 +141,7 @@ def _row(slot: SlotStatus, figures: Figures) -> dict[str, Text]:
         doing = f"{slot.last.kind}: {slot.last.cause}"
     if slot.given_up:
         doing = f"given up, the others go on: {doing}"
-    ready_s = (slot.ready_s or slot.state_s) if slot.state == "ready" else None
+    ready_s = slot.state_s if slot.state == "ready" else None
     depth = _known(figures.depth) + (f"/{count(figures.depth_bound)}" if figures.depth_bound is not None else "")
     return {
         "slot": Text(slot.slot),
@@ -163,33 +164,78 @@ def _known(value: int | None) -> str:
     return NOTHING if value is None else count(value)
 
 
-def show_why(found: Account) -> None:
-    """Print the account of a run."""
+def show_why(found: Account, asked: str = "") -> None:
+    """Print the account of a run; of one role, its last failure in full."""
     console = console_for_output()
     head = f"{found.name} is {found.status}" + (f": {found.reason}" if found.reason else "")
     console.print(Text(head, "bold"))
-    if found.first is None and found.final is None:
-        console.print(Text("No role has failed since the run was started.", "green"))
-    if found.first is not None:
+    if found.agent_died:
+        _show_agent_death(console, found)
+    elif found.first is None and found.final is None:
+        who = f"{asked} has" if asked else "No role has"
+        console.print(Text(f"{who} {'not ' if asked else ''}failed since the run was started.", "green"))
+    if not asked and found.first is not None:
         _show_diagnosis(console, "First failure", found.first)
-    if found.final is not None and found.final != found.first:
+    if not asked and found.final is not None and found.final != found.first:
         _show_diagnosis(console, "What ended the run", found.final)
+    _show_incidents(console, found)
+    if found.waiting:
+        console.print(Text("\nWho waits for what", "bold"))
+    for slot in found.waiting:
+        console.print(Text(f"  {slot.slot}  {slot.state} for {duration(slot.state_s)}  {slot.reason}"))
+    if found.notes:
+        console.print(Text("\nWhat else happened", "bold"))
+    if found.notes_left_out:
+        console.print(Text(f"  ({found.notes_left_out} earlier left out)", "bright_black"))
+    for note in found.notes:
+        console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
+
+
+def _show_incidents(console: Console, found: Account) -> None:
     if found.deaths:
         console.print(Text("\nFailed and restarted", "bold"))
     for death in found.deaths:
         times = "once" if death.failures == 1 else f"{death.failures} times"
         state = f"back, away for {duration(death.away_s)} in all" if death.back else "not back"
         console.print(Text(f"  {death.slot}  {times}, {state}; last: {death.last.kind}: {death.last.cause}"))
-    if found.waiting:
-        console.print(Text("\nWho waits for what", "bold"))
-    for slot in found.waiting:
-        console.print(Text(f"  {slot.slot}  {slot.state} for {duration(slot.state_s)}  {slot.reason}"))
-    if found.notes:
-        console.print(Text("\nWhat happened", "bold"))
-    if found.notes_left_out:
-        console.print(Text(f"  ({found.notes_left_out} earlier left out)", "bright_black"))
-    for note in found.notes:
-        console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
+    if len(found.incidents) > 1:
+        console.print(Text("\nEach failure", "bold"))
+        if found.incidents_left_out:
+            console.print(Text(f"  ({found.incidents_left_out} earlier left out)", "bright_black"))
+        for incident in found.incidents:
+            console.print(Text(f"  {_clock(incident.at)}  {incident.line()}"), soft_wrap=True)
+    if found.incidents:
+        _show_incident(console, found.incidents[-1])
+
+
+def _show_incident(console: Console, incident: Incident) -> None:
+    """The causal story of one failure."""
+    console.print(Text(f"\nLast failure: {incident.slots[0]}", "bold"))
+    rows: list[tuple[str, str]] = [("cause", str(incident.fault))] if incident.fault else []
+    rows += [("seen", line) for line in incident.before]
+    rows.append((_clock(incident.at), f"{incident.diagnosis}"))
+    rows += [("with it", ", ".join(incident.slots[1:]))] if incident.slots[1:] else []
+    rows += [("policy", line) for line in incident.policy] or [("policy", "not restarted")]
+    rows += [("affected", line) for line in incident.affected] or [("affected", "no sample, as far as the log tells")]
+    if incident.away_s is None:
+        rows.append(("since then", "not back"))
+    else:
+        rows.append((_clock(incident.at + incident.away_s), f"ready again, after {duration(incident.away_s)}"))
+    if incident.first_work_s is not None:
+        rows.append(("first work", f"after {duration(incident.first_work_s)}: {incident.work}"))
+    said = ""
+    for name, text in rows:
+        console.print(Text.assemble("  ", (f"{'' if name == said else name:<{HEAD_WIDTH}}", "bright_black"), text))
+        said = name
+
+
+def _show_agent_death(console: Console, found: Account) -> None:
+    console.print(Text("\nThe node agent died, and its roles ended with it", "bold"))
+    console.print(Text(f"  {found.agent_died}", "red"))
+    if found.last_event is not None:
+        console.print(Text(f"  the last event is of {_clock(found.last_event)}", "bright_black"))
+    told = "`relax-rt up` resumes it from its newest checkpoint; payloads that no checkpoint covers are made again"
+    console.print(Text(f"  {told}"))
 
 
 def show_samples(samples: Sequence[TriedSample]) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from relax_rt.observe.story import Note, Story
+from relax_rt.cli.incidents import Incident, Incidents
+from relax_rt.observe.story import MAX_SLOTS, Note, Story
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
 MAX_NOTES = 40
+MAX_SHOWN = 60
+AGENT_DIED = "agent died"
 ENDED = ("ended", "pending")
+
+
+QUIET = ("slot_exited", "slot_ready")
+"""Told by the incidents already."""
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +47,12 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         first: the failure that came first in time.
+        agent_died: how the node agent ended, if it did not end in order.
+        last_event: wall-clock time of the newest event (s).
         deaths: the slots that failed, in the order of their first failure.
+        incidents: each failure with what followed, in order: the newest of them.
         waiting: who waits for what now; empty when the run has ended.
-        notes: what happened, in order: the newest of it.
+        notes: what else happened, in order: the newest of it.
     """
 
     name: str
@@ -51,7 +62,11 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None
     first: Diagnosis | None
     final: Diagnosis | None
+    agent_died: str
+    last_event: float | None
     deaths: list[Death]
+    incidents: list[Incident]
+    incidents_left_out: int
     waiting: list[Waiting]
     notes: list[Note]
     notes_left_out: int
@@ -59,9 +74,24 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Slot:
     def __init__(self) -> None:
-        self.failures: list[Diagnosis] = []
+        self.failures = 0
+        self.first_failure: Diagnosis | None = None
+        self.last: Diagnosis | None = None
         self.down_at: float | None = None
         self.away_s = 0.0
+
+
+class _Start:
+    """What is gathered of one start of the run; bounded."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, _Slot] = {}
+        self.notes: deque[Note] = deque(maxlen=MAX_NOTES)
+        self.noted = 0
+        self.story = Story()
+        self.incidents = Incidents()
+        self.agent_died = ""
+        self.last_event: float | None = None
 
 
 def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "") -> Account:
@@ -72,51 +102,70 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
         status: how the run does now.
         slot: tell of this slot only; a kind of role means all of its slots.
     """
-    slots: dict[str, _Slot] = {}
-    notes: list[Note] = []
-    story = Story()
+    found = _Start()
     for event in events:
         if event.get("kind") == "run_started":
-            slots, notes, story = {}, [], Story()
-        about = str(event.get("slot", ""))
-        if slot and about and not _matches(about, slot):
-            continue
-        _take(slots, event, about)
-        note = story.note(event)
-        if note is not None:
-            notes.append(note)
-    failures = [d for s in slots.values() for d in s.failures]
+            found = _Start()
+        _gather(found, event, slot)
+    incidents = [i for i in found.incidents.found if not slot or any(_matches(name, slot) for name in i.slots)]
+    failed = [s.first_failure for s in found.slots.values() if s.first_failure is not None]
+    died = found.agent_died
+    if status.status == AGENT_DIED:
+        died = died or status.reason or "it was killed together with its keeper, which would have told of it"
     return Account(
         name=status.name,
         run_id=status.run_id,
         status=status.status,
         reason=status.reason,
         exit_code=status.exit_code,
-        first=min(failures, key=lambda d: d.at) if failures else None,
+        first=min(failed, key=lambda d: d.at, default=None),
         final=status.diagnosis,
-        deaths=_deaths(slots),
+        agent_died=died,
+        last_event=found.last_event,
+        deaths=_deaths(found.slots),
+        incidents=incidents[-MAX_SHOWN:],
+        incidents_left_out=max(0, len(incidents) - MAX_SHOWN) + found.incidents.total - len(found.incidents.found),
         waiting=_waiting(status, slot),
-        notes=notes[-MAX_NOTES:],
-        notes_left_out=max(0, len(notes) - MAX_NOTES),
+        notes=list(found.notes),
+        notes_left_out=found.noted - len(found.notes),
     )
+
+
+def _gather(found: _Start, event: dict[str, Any], slot: str) -> None:
+    about, kind, at = str(event.get("slot", "")), event.get("kind"), event.get("t")
+    if isinstance(at, int | float):
+        found.last_event = float(at)
+    if kind == "agent_died":
+        found.agent_died = str(event.get("cause", ""))
+    # Incidents see everything: what the queue says of a death names no slot, and a gang has several.
+    found.incidents.take(event)
+    if slot and about and not _matches(about, slot):
+        return
+    if about and isinstance(at, int | float):
+        _take(found.slots, event, about, float(at))
+    note = found.story.note(event)
+    if note is not None and kind not in QUIET:
+        found.notes.append(note)
+        found.noted += 1
 
 
 def _matches(about: str, asked: str) -> bool:
     return about == asked or about.partition("/")[0] == asked
 
 
-def _take(slots: dict[str, _Slot], event: dict[str, Any], about: str) -> None:
-    at = event.get("t")
-    if not about or not isinstance(at, int | float):
+def _take(slots: dict[str, _Slot], event: dict[str, Any], about: str, at: float) -> None:
+    if about not in slots and len(slots) >= MAX_SLOTS:
         return
     slot = slots.setdefault(about, _Slot())
     if event.get("kind") == "slot_exited":
         diagnosis = _diagnosis(event.get("diagnosis"))
         if diagnosis is not None and diagnosis.failed:
-            slot.failures.append(diagnosis)
-            slot.down_at = slot.down_at or float(at)
+            slot.failures += 1
+            slot.first_failure = slot.first_failure or diagnosis
+            slot.last = diagnosis
+            slot.down_at = slot.down_at or at
     elif event.get("kind") == "slot_ready" and slot.down_at is not None:
-        slot.away_s += max(0.0, float(at) - slot.down_at)
+        slot.away_s += max(0.0, at - slot.down_at)
         slot.down_at = None
 
 
@@ -128,17 +177,12 @@ def _diagnosis(raw: Any) -> Diagnosis | None:
 
 
 def _deaths(slots: dict[str, _Slot]) -> list[Death]:
-    failed = [(name, slot) for name, slot in slots.items() if slot.failures]
-    failed.sort(key=lambda pair: pair[1].failures[0].at)
+    failed = [(name, s, s.first_failure, s.last) for name, s in slots.items()]
+    known = [(name, s, first, last) for name, s, first, last in failed if first is not None and last is not None]
+    known.sort(key=lambda one: one[2].at)
     return [
-        Death(
-            slot=name,
-            failures=len(slot.failures),
-            last=slot.failures[-1],
-            away_s=slot.away_s,
-            back=slot.down_at is None,
-        )
-        for name, slot in failed
+        Death(slot=name, failures=s.failures, last=last, away_s=s.away_s, back=s.down_at is None)
+        for name, s, _, last in known
     ]
 
 

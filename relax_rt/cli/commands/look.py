@@ -52,12 +52,13 @@ def logs(
 
 @app.command(group=LOOK)
 def why(
-    slot: Annotated[str | None, Parameter(help="Tell of this slot only.")] = None,
+    slot: Annotated[str | None, Parameter(help="Tell of this slot or role only.")] = None,
     run: Run = None,
     *,
     json: Json = False,
 ) -> int:
-    """Why a run, or a slot, is as it is: the first failure, what was restarted, who waits for what."""
+    """Why a run, or a role, is as it is: who waits for what, and of each failure the cause, what was done, and whom it
+    touched."""
     from relax_rt.cli.display import show_json, show_why
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.why import account
@@ -71,5 +72,5 @@ def why(
     if slot and known and slot not in known:
         raise BadInput(f"there is no slot {slot!r}", hint=did_you_mean(slot, known) or f"slots: {', '.join(known)}")
     found = account(read_events(run_dir), status, slot or "")
-    show_json(found) if json else show_why(found)
+    show_json(found) if json else show_why(found, slot or "")
     return OK

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from relax_rt.cli.display import show_why
-from relax_rt.cli.why import MAX_NOTES, account
+from relax_rt.cli.why import MAX_NOTES, MAX_SHOWN, account
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
@@ -87,11 +89,18 @@ def test_one_slot_or_one_kind() -> None:
     assert account(EVENTS, RUNNING, "roll").deaths == []
 
 
-def test_what_happened_is_bounded_to_the_newest() -> None:
-    many = [exited(float(n), "rollout/0", f"number {n}") for n in range(100)]
+def test_what_is_told_is_bounded_to_the_newest() -> None:
+    many = [
+        e
+        for n in range(100)
+        for e in (exited(float(n), "rollout/0", f"number {n}"), event(n, "slot_ready", "rollout/0"))
+    ]
     found = account(many, RUNNING)
+    assert (len(found.incidents), found.incidents_left_out) == (MAX_SHOWN, 100 - MAX_SHOWN)
+    assert found.incidents[-1].diagnosis.cause == "number 99"
+    assert found.notes == []
+    found = account([event(float(n), "slot_hung", "rollout/0", reason=f"number {n}") for n in range(100)], RUNNING)
     assert (len(found.notes), found.notes_left_out) == (MAX_NOTES, 60)
-    assert "number 99" in found.notes[-1].text
 
 
 def test_paragraphs_name_failure_trace_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,3 +110,110 @@ def test_paragraphs_name_failure_trace_and_waits(capsys: pytest.CaptureFixture[s
         assert words in out
     show_why(account([], msgspec.structs.replace(RUNNING, slots=[])))
     assert "No role has failed" in capsys.readouterr().out
+    show_why(account(EVENTS, RUNNING, "evaluator"), "evaluator")
+    assert "evaluator has not failed" in capsys.readouterr().out
+
+
+def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    told = [
+        event(10.0, "run_started"),
+        {**event(20.0, "fault_injected", "trainer/0", name="kill", seed=7, number=3, seconds=0.0), "by": "chaos"},
+        exited(20.1, "trainer/0", "SIGKILL from outside the run", "killed"),
+        exited(20.1, "registry/0", "another", "killed"),
+        event(20.1, "slot_restarting", "trainer/0", wait_s=0.25, restarts=2),
+        event(20.2, "lease_lapsed", lease=1, task="train", samples=12),
+        event(20.2, "lease_lapsed", lease=2, task="train", samples=4),
+        event(20.3, "lease_lapsed", "trainer/0", detail="of the registry, no samples"),
+        event(20.4, "slot_ready", "registry/0"),
+        {**event(21.0, "resumed", checkpoint="step-000010", step=10), "by": "trainer/0#8"},
+        event(22.1, "slot_ready", "trainer/0"),
+        {**event(22.6, "first_work", what="step 11"), "by": "trainer/0#8"},
+        event(30.0, "lease_lapsed", lease=3, task="train", samples=99),
+    ]
+    found = account(told, RUNNING, "trainer")
+    (incident,) = found.incidents
+    assert incident.fault is not None
+    assert (incident.fault.name, incident.fault.seed) == ("kill", 7)
+    assert incident.policy == ["restart 2 after a back-off of 0.25 s"]
+    assert incident.affected == [
+        "leases lapsed, 16 samples of task train offered again",
+        "goes on from checkpoint step-000010, step 10",
+    ]
+    assert incident.away_s == pytest.approx(2.0)
+    assert incident.first_work_s == pytest.approx(2.5)
+    show_why(found, "trainer")
+    out = capsys.readouterr().out
+    assert "fault 'kill' injected by chaos (seed 7, number 3)" in out
+    assert "ready again, after 2.0 s" in out
+    assert account(told, RUNNING, "registry").incidents[0].affected == []
+
+
+def test_a_gang_is_one_failure_of_all_its_ranks() -> None:
+    told = [
+        event(10.0, "run_started"),
+        exited(20.0, "trainer/1", "NCCL error", "cuda"),
+        event(20.0, "gang_failed", "trainer/1", role="trainer", generation=2, cause="NCCL error"),
+        exited(20.1, "trainer/0", "starts again with others: trainer/1: NCCL error", "killed"),
+        event(20.1, "slot_restarting", "trainer/0", wait_s=0.5, restarts=1),
+        event(20.1, "slot_restarting", "trainer/1", wait_s=0.5, restarts=1),
+        event(20.6, "gang_started", role="trainer", generation=3, ranks=2, nodes=["a"]),
+        event(25.0, "slot_ready", "trainer/0"),
+        event(26.0, "slot_ready", "trainer/1"),
+    ]
+    (incident,) = account(told, RUNNING, "trainer").incidents
+    assert incident.slots == ["trainer/1", "trainer/0"]
+    assert incident.policy == [
+        "generation 2 of the gang ends as one failure",
+        "restart 1 after a back-off of 0.5 s",
+        "2 ranks start as generation 3 with a new rendezvous",
+    ]
+    assert incident.away_s == pytest.approx(6.0)
+
+
+def test_escalation_is_told_step_by_step() -> None:
+    told = [
+        event(10.0, "run_started"),
+        exited(20.0, "rollout/1", "broke"),
+        event(20.0, "slot_given_up", "rollout/1", reason="failed 6 times in 120 s", cause="broke", left=3),
+        exited(30.0, "rollout/2", "broke too"),
+        event(30.0, "role_restarting", "rollout/2", role="rollout", reason="failed 6 times in 120 s"),
+        exited(30.1, "rollout/3", "starts again with others: rollout/2", "killed"),
+    ]
+    first, second = account(told, RUNNING, "rollout").incidents
+    assert first.policy == ["escalated: given up, 3 others go on, as it failed 6 times in 120 s"]
+    assert second.policy == ["escalated: the role starts again as one, as rollout/2 failed 6 times in 120 s"]
+    assert second.slots == ["rollout/2", "rollout/3"]
+    assert second.away_s is None
+
+
+def test_a_dead_agent_is_the_story(capsys: pytest.CaptureFixture[str]) -> None:
+    dead = msgspec.structs.replace(
+        RUNNING, status="agent died", reason="the agent was ended by SIGKILL", exit_code=1, slots=[]
+    )
+    keepers_word = [*EVENTS, {**event(40.0, "agent_died", cause="the agent was ended by SIGKILL"), "by": "keeper"}]
+    found = account(keepers_word, dead)
+    assert found.agent_died == "the agent was ended by SIGKILL"
+    show_why(found)
+    out = capsys.readouterr().out
+    assert "The node agent died" in out and "relax-rt up" in out
+    assert "No role has failed" not in out
+    # Killed with its keeper: nobody could tell of it.
+    found = account(EVENTS, msgspec.structs.replace(dead, reason=""))
+    assert "killed together with its keeper" in found.agent_died
+    assert found.last_event == 34.0
+
+
+def test_a_log_of_many_events_is_read_in_bounded_memory() -> None:
+    def endless() -> Iterator[dict[str, Any]]:
+        yield event(0.0, "run_started")
+        for n in range(50_000):
+            yield exited(float(n), f"rollout/{n % 7}", "again")
+            yield event(n + 0.5, "slot_ready", f"rollout/{n % 7}")
+
+    tracemalloc.start()
+    found = account(endless(), RUNNING)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.incidents_left_out == 50_000 - MAX_SHOWN
+    assert sum(death.failures for death in found.deaths) == 50_000
+    assert peak < 4 << 20

@@ -1,0 +1,270 @@
+"""Failures as stories, made from the event log: what came to pass, what was done about it, whom it touched, and when
+all was well again. One pass, bounded, no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from relax_rt.observe.text import clip, count, duration
+from relax_rt.supervision.diagnosis import Diagnosis
+
+MAX_INCIDENTS = 200
+MAX_LINES = 12
+MAX_OPEN = 4096
+LINE = 200
+SETTLE_S = 2.0
+"""What the queue says of a death may come after the role is back: so long it still belongs to it."""
+FAULT_BEFORE_S = 120.0
+"""A hang is found some time after the fault that caused it."""
+WITH_OTHERS = "starts again with others"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A fault that was injected on purpose."""
+
+    name: str
+    by: str
+    t: float
+    seed: int | None = None
+    number: int | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        of = [f"{self.seconds:g} s" if self.seconds else "", f"seed {self.seed}" if self.seed is not None else ""]
+        of += [f"number {self.number}" if self.number is not None else ""]
+        told = ", ".join(part for part in of if part)
+        return f"fault {self.name!r} injected by {self.by}" + (f" ({told})" if told else "")
+
+
+class Incident(msgspec.Struct, kw_only=True):
+    """One failure and what followed from it.
+
+    Attributes:
+        at: wall-clock time of the exit that began it.
+        slots: the slots that went down for it, the one that failed first.
+        diagnosis: why that one ended.
+        fault: the fault that was injected into it, if it was one.
+        before: what was seen before its end: a hang.
+        policy: what the supervisor did about it, in words.
+        affected: what became of samples and steps, in words.
+        away_s: until all its slots were ready again; None while they are not.
+        first_work_s: until the first of them had new work done, if it was told.
+        work: what that was.
+    """
+
+    at: float
+    slots: list[str]
+    diagnosis: Diagnosis
+    fault: Fault | None = None
+    before: list[str] = []
+    policy: list[str] = []
+    affected: list[str] = []
+    away_s: float | None = None
+    first_work_s: float | None = None
+    work: str = ""
+
+    def line(self) -> str:
+        """All of it in one line."""
+        parts = [f"{self.diagnosis}" + (f" [{self.fault}]" if self.fault else "")]
+        others = len(self.slots) - 1
+        parts += [f"{others} more with it"] if others else []
+        parts += [*self.policy[:2], *self.affected[:2]]
+        parts.append(f"ready again after {duration(self.away_s)}" if self.away_s is not None else "not back")
+        return "; ".join(parts)
+
+
+class _Open:
+    """An incident that is not over yet."""
+
+    def __init__(self, incident: Incident, role: str) -> None:
+        self.incident, self.role = incident, role
+        self.away = set(incident.slots)
+        self.together = False
+        self.lapsed: dict[str, int] = {}
+        self.ready_at: float | None = None
+
+    def say(self, lines: list[str], text: str) -> None:
+        if text not in lines and len(lines) < MAX_LINES:
+            lines.append(clip(text, LINE))
+
+
+class Incidents:
+    """Takes the events of one start of a run, oldest first."""
+
+    def __init__(self) -> None:
+        self.found: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
+        self.total = 0
+        self._open: dict[str, _Open] = {}
+        self._settling: list[_Open] = []
+        self._before: dict[str, list[str]] = {}
+        self._faults: dict[str, Fault] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Take in one event of the log."""
+        t = event.get("t")
+        if not isinstance(t, int | float):
+            return
+        at, slot, kind = float(t), str(event.get("slot", "")), str(event.get("kind", ""))
+        self._settle(at)
+        match kind:
+            case "slot_exited":
+                self._exited(at, slot, event)
+            case "slot_ready":
+                self._ready(at, slot)
+            case "slot_hung" | "slot_killed":
+                if len(self._before) < MAX_OPEN:
+                    self._before.setdefault(slot, []).append(f"{kind.removeprefix('slot_')}: {event.get('reason', '')}")
+            case "slot_recovered":
+                self._before.pop(slot, None)
+            case "fault_injected":
+                self._injected(at, slot, event)
+            case "first_work":
+                self._worked(at, str(event.get("by", "")).partition("#")[0], str(event.get("what", "")))
+            case _:
+                self._policy(kind, slot, event)
+                self._affected(kind, event)
+
+    def _exited(self, at: float, slot: str, event: dict[str, Any]) -> None:
+        before = self._before.pop(slot, [])
+        try:
+            diagnosis = msgspec.convert(event.get("diagnosis"), Diagnosis)
+        except msgspec.ValidationError:
+            return
+        if not diagnosis.failed:
+            return
+        role = slot.partition("/")[0]
+        shared = self._newest(role, diagnosis)
+        if shared is not None:
+            if slot not in shared.incident.slots:
+                shared.incident.slots.append(slot)
+            shared.away.add(slot)
+            self._open[slot] = shared
+        elif slot in self._open:
+            self._again(self._open[slot], diagnosis)
+        elif len(self._open) < MAX_OPEN:
+            incident = Incident(at=diagnosis.at or at, slots=[slot], diagnosis=diagnosis, before=before)
+            fault = self._faults.pop(slot, None)
+            incident.fault = fault if fault is not None and incident.at - fault.t < FAULT_BEFORE_S else None
+            self._open[slot] = _Open(incident, role)
+            self.found.append(incident)
+            self.total += 1
+
+    def _newest(self, role: str, diagnosis: Diagnosis | None = None) -> _Open | None:
+        """The newest open incident of a role; the newest that this exit goes with, if one is given."""
+        known = [one for one in self._open.values() if one.role == role]
+        known = [one for one in known if diagnosis is None or _goes_with(one, diagnosis)]
+        return max(known, key=lambda one: one.incident.at, default=None)
+
+    def _again(self, one: _Open, diagnosis: Diagnosis) -> None:
+        fault = self._faults.pop(diagnosis.slot, None)
+        told = f" [{fault}]" if fault is not None else ""
+        one.say(one.incident.policy, f"failed again before it was ready: {diagnosis.kind}: {diagnosis.cause}{told}")
+
+    def _ready(self, at: float, slot: str) -> None:
+        self._before.pop(slot, None)
+        one = self._open.pop(slot, None)
+        if one is None:
+            return
+        one.away.discard(slot)
+        if not one.away:
+            one.ready_at = at
+            one.incident.away_s = max(0.0, at - one.incident.at)
+            self._settling.append(one)
+
+    def _settle(self, at: float) -> None:
+        self._settling = [one for one in self._settling if at - (one.ready_at or at) <= SETTLE_S][-MAX_OPEN:]
+
+    def _injected(self, at: float, slot: str, event: dict[str, Any]) -> None:
+        if not slot or len(self._faults) >= MAX_OPEN:
+            return
+        seed, number, seconds = event.get("seed"), event.get("number"), event.get("seconds")
+        self._faults[slot] = Fault(
+            str(event.get("name", "")),
+            str(event.get("by", "")),
+            at,
+            seed if isinstance(seed, int) else None,
+            number if isinstance(number, int) else None,
+            float(seconds) if isinstance(seconds, int | float) else 0.0,
+        )
+
+    def _worked(self, at: float, slot: str, what: str) -> None:
+        for one in [*self._settling, *self._open.values()]:
+            if slot in one.incident.slots and one.incident.first_work_s is None:
+                one.incident.first_work_s, one.incident.work = max(0.0, at - one.incident.at), what
+
+    def _policy(self, kind: str, slot: str, event: dict[str, Any]) -> None:
+        """What the supervisor decided."""
+        role = str(event.get("role", "")) or slot.partition("/")[0]
+        one = self._open.get(slot) or self._newest(role)
+        if one is None:
+            return
+        lines, reason = one.incident.policy, str(event.get("reason", ""))
+        match kind:
+            case "slot_restarting" if slot == one.incident.slots[0]:
+                wait = duration(float(event.get("wait_s") or 0.0))
+                one.say(lines, f"restart {event.get('restarts', '?')} after a back-off of {wait}")
+            case "gang_failed":
+                one.together = True
+                one.say(lines, f"generation {event.get('generation', '?')} of the gang ends as one failure")
+            case "gang_started":
+                told = f"{event.get('ranks', '?')} ranks start as generation {event.get('generation', '?')}"
+                one.say(lines, f"{told} with a new rendezvous")
+            case "role_restarting":
+                one.together = True
+                one.say(lines, f"escalated: the role starts again as one, as {slot} {reason}")
+            case "slot_given_up":
+                one.say(lines, f"escalated: given up, {event.get('left', '?')} others go on, as it {reason}")
+                self._open.pop(slot, None)
+            case "slot_without_room" | "slot_waiting_for_node":
+                one.say(lines, f"waits for room: {reason}")
+            case "spawned_plainly":
+                one.say(lines, f"started without the zygote: {reason}")
+
+    def _affected(self, kind: str, event: dict[str, Any]) -> None:
+        """What became of samples and steps while somebody was away."""
+        by = str(event.get("by", "")).partition("#")[0]
+        for one in self._touched(str(event.get("task", ""))):
+            lines = one.incident.affected
+            if kind == "lease_lapsed" and "task" in event:
+                self._lapsed(one, str(event["task"]), event.get("samples"))
+            elif kind == "group_ended":
+                one.say(lines, f"group {event.get('group')} ended as {event.get('state')}: its prompt {_fate(event)}")
+            elif kind == "samples_failed":
+                one.say(lines, f"samples of group {event.get('group')} failed in task {event.get('task')}")
+            elif kind == "payloads_lost":
+                one.say(lines, f"{event.get('samples')} samples were lost with their memory; their prompts return")
+            elif kind == "rolled_back" and event.get("groups_undone"):
+                one.say(lines, f"{event['groups_undone']} trained groups are undone back to step {event.get('step')}")
+            elif kind == "resumed" and by in one.incident.slots:
+                one.say(lines, f"goes on from checkpoint {event.get('checkpoint')}, step {event.get('step')}")
+            elif kind == "queue_recovered" and by in one.incident.slots:
+                one.say(lines, f"nothing acknowledged was lost: {event.get('records')} records of the journal replayed")
+            elif kind == "groups_lost" and isinstance(event.get("groups"), list):
+                one.say(lines, f"{by} stops work on {len(event['groups'])} groups that others have now")
+
+    def _touched(self, task: str) -> list[_Open]:
+        """The incidents that an event may belong to: of several those whose role bears the task's name."""
+        known = list({id(one): one for one in [*self._open.values(), *self._settling]}.values())
+        named = [one for one in known if task and (one.role.startswith(task) or task.startswith(one.role))]
+        return named or known
+
+    def _lapsed(self, one: _Open, task: str, samples: Any) -> None:
+        one.lapsed[task] = one.lapsed.get(task, 0) + (samples if isinstance(samples, int) else 0)
+        lines = one.incident.affected
+        lines[:] = [line for line in lines if not line.endswith(f"of task {task} offered again")]
+        one.say(lines, f"leases lapsed, {count(one.lapsed[task])} samples of task {task} offered again")
+
+
+def _goes_with(one: _Open, diagnosis: Diagnosis) -> bool:
+    """A rank ended because another failed, or a slot that starts again with others."""
+    if diagnosis.slot in one.incident.slots:
+        return False
+    return one.together or diagnosis.cause.startswith(WITH_OTHERS)
+
+
+def _fate(event: dict[str, Any]) -> str:
+    known = {"return": "is given out again", "retire": "is set aside", "failed": "is given out again"}
+    return known.get(str(event.get("prompt_fate")), "has no further use")
