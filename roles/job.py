@@ -6,17 +6,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_rt.config.job import Column, PlanLine, TriedSample
+from relax_rt.config.job import Column, InventoryPlan, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.sections import (
+    CriticSettings,
+    EvaluatorSettings,
+    ReferenceSettings,
+    RewardSettings,
+    RLConfig,
+    RolloutSettings,
+    TrainerSettings,
+)
 
 if TYPE_CHECKING:
+    from relax_rt.config.inventory import Inventory
     from relax_rt.transport.ledger.policy import LedgerPolicy
 
 
 class RLJob:
-    """GRPO over rollout, reward, trainer and evaluator. Implements relax_rt.config.job.Job."""
+    """GRPO over rollout, reward, trainer and evaluator. Implements Job and Planner of relax_rt.config.job."""
 
     Config: ClassVar[type[RunConfig]] = RLConfig
     Roles: ClassVar[Mapping[str, type[RoleSettings]]] = {
@@ -25,6 +34,7 @@ class RLJob:
         "trainer": TrainerSettings,
         "evaluator": EvaluatorSettings,
     }
+    Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {"critic": CriticSettings, "reference": ReferenceSettings}
     headline: ClassVar[Sequence[Column]] = (
         Column("step", "reward_mean", "reward", ".3f", spark=True),
         Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),
@@ -59,6 +69,18 @@ class RLJob:
         from relax_rt.roles.plan import plan
 
         return plan(config)
+
+    def startable(self, config: Any) -> list[Problem]:
+        """See Planner.startable."""
+        from relax_rt.roles.startable import not_startable
+
+        return not_startable(config)
+
+    def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
+        """See Planner.plan_on."""
+        from relax_rt.roles.planning.plan import plan_on
+
+        return plan_on(config, inventory)
 
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         """See Job.ledger_policy. With data.epochs set, the data is read to count the prompts."""

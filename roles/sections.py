@@ -122,14 +122,34 @@ class EvaluationTable(Table):
     """0 is greedy."""
 
 
-class RolloutSettings(RoleSettings):
-    """A rollout worker and its engine."""
+Parallel = Annotated[int, Field(ge=1, le=4096)]
 
-    count: Annotated[int, Field(ge=1, le=4096)] = 1
-    engine: Literal["embedded"] = "embedded"
+
+class EngineSettings(RoleSettings):
+    """What every role with an inference engine has. `gpus` of a slot, unless given: tensor_parallel x data_parallel
+    for sglang, none for embedded."""
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """embedded: in the role's own process; sglang: a server under the role's supervision."""
     dtype: Dtype = "bfloat16"
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""
+    tensor_parallel: Parallel = 1
+    """GPUs over which each layer of one replica is cut (sglang)."""
+    data_parallel: Parallel = 1
+    """Replicas within one engine (sglang)."""
+    expert_parallel: Parallel = 1
+    """GPUs of a replica over which experts are dealt out; divides tensor_parallel (sglang)."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Part of a GPU's memory for weights and KV cache together; the rest is for all else (sglang)."""
+    prefill_tokens: Annotated[int, Field(ge=64, le=1 << 20)] = 8192
+    """Prompt tokens that one forward pass takes at most (sglang)."""
+
+
+class RolloutSettings(EngineSettings):
+    """A rollout worker and its engine."""
+
+    count: Annotated[int, Field(ge=1, le=4096)] = 1
     groups_in_flight: Annotated[int, Field(ge=1, le=4096)] = 8
     """Groups that one engine works on at the same time."""
 
@@ -141,23 +161,69 @@ class RewardSettings(RoleSettings):
     """Samples leased at a time."""
 
 
-class TrainerSettings(RoleSettings):
-    """The trainer."""
+class ShardedSettings(RoleSettings):
+    """What every role has whose slots are the ranks of one gang, with one model divided over them. `gpus` of a slot,
+    unless given: 1 for megatron, none for torch."""
 
-    count: Literal[1] = 1
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "megatron"] = "torch"
     dtype: Dtype = "bfloat16"
     """bfloat16: autocast over float32 master weights."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 4096
+    """Tokens that one forward pass of a replica takes; a longer sample goes alone."""
+    tensor_parallel: Parallel = 1
+    """Ranks over which each layer is cut (megatron)."""
+    pipeline_parallel: Parallel = 1
+    """Stages into which the layers are divided (megatron)."""
+    context_parallel: Parallel = 1
+    """Ranks over which each sequence is cut (megatron)."""
+    expert_parallel: Parallel = 1
+    """Ranks over which experts are dealt out (megatron)."""
+    expert_tensor_parallel: Parallel = 1
+    """Ranks over which each expert is cut (megatron)."""
+    sequence_parallel: bool | None = None
+    """Cut also what lies between the tensor-parallel layers; unset: with tensor_parallel above 1 (megatron)."""
+    attention: Literal["fused", "unfused"] = "fused"
+    """fused: scores are never stored (FlashAttention and the like); unfused: they are (megatron)."""
+    expert_imbalance: Annotated[float, Field(ge=1, le=64)] = 1.25
+    """Tokens of the busiest expert rank by those of the mean one; memory is planned for it (megatron)."""
+
+
+class TrainedSettings(ShardedSettings):
+    """A gang that also takes optimizer steps."""
+
+    distributed_optimizer: bool = True
+    """Divide master weights and moments over the ranks that hold the same parameters (megatron)."""
+    optimizer_dtype: Dtype = "float32"
+    """Of the two moments; master weights are float32 (megatron)."""
+    gradient_dtype: Dtype = "float32"
+    """Of the buffer in which gradients are added up and reduced (megatron)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of storing: nothing, the attention core, or whole layers
+    (megatron)."""
+
+
+class TrainerSettings(TrainedSettings):
+    """The trainer."""
+
+    count: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Ranks of the gang: tensor x pipeline x context parallel, times the replicas that work on data in parallel."""
     hang_after_s: Seconds = 300.0
 
 
-class EvaluatorSettings(RoleSettings):
+class CriticSettings(TrainedSettings):
+    """The critic: a model of the policy's shape with a value head."""
+
+    hang_after_s: Seconds = 300.0
+
+
+class ReferenceSettings(ShardedSettings):
+    """The reference policy, for its log-probabilities."""
+
+
+class EvaluatorSettings(EngineSettings):
     """The evaluator."""
 
     count: Annotated[int, Field(ge=0, le=1)] = 1
-    dtype: Dtype = "bfloat16"
-    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
 
 
 class RLConfig(RunConfig):

@@ -15,11 +15,16 @@ RESERVED_ENV = "RELAX_"
 """Prefix of the variables by which the agent speaks to a role's process."""
 
 
-def check_runtime(config: RunConfig) -> list[Problem]:
-    """Everything that is wrong with the runtime's tables and the settings that all roles share."""
-    problems = [*_check_restart(config.supervision.restart), *_check_queue(config), *_check_run_dir(config)]
+def check_runtime(config: RunConfig, *, here: bool = True) -> list[Problem]:
+    """Everything that is wrong with the runtime's tables and the settings that all roles share.
+
+    Args:
+        here: the run is to be started on this machine, so that folders and interpreters must be there.
+    """
+    problems = [*_check_restart(config.supervision.restart), *_check_queue(config)]
+    problems += _check_run_dir(config) if here else []
     for kind, settings in config.roles.items():
-        problems += _check_role(kind, settings)
+        problems += _check_role(kind, settings, here=here)
     return problems
 
 
@@ -61,12 +66,12 @@ def _check_run_dir(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _check_role(kind: str, settings: RoleSettings) -> list[Problem]:
+def _check_role(kind: str, settings: RoleSettings, *, here: bool = True) -> list[Problem]:
     problems = []
     path = ("roles", kind)
     if kind in ("registry", "queue") and settings.count != 1:
         problems.append(Problem((*path, "count"), f"a run has exactly one {kind}"))
-    if settings.python is not None and shutil.which(settings.python) is None:
+    if here and settings.python is not None and shutil.which(settings.python) is None:
         message = f"there is no executable {settings.python}"
         problems.append(Problem((*path, "python"), message, "give the path of a Python interpreter"))
     for name in settings.env:

@@ -59,9 +59,9 @@ class NodeTable(Table):
     """Kind of its GPUs, a table of [gpu]."""
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of its GPUs."""
-    nvlink: list[list[Annotated[int, Field(ge=0)]]] = []
+    nvlink: list[list[Annotated[int, Field(ge=0)]]] = Field(default_factory=list)
     """Groups of GPUs that reach each other over NVLink, by index."""
-    interfaces: list[InterfaceTable] = []
+    interfaces: list[InterfaceTable] = Field(default_factory=list)
     """Its network."""
 
     @property
@@ -87,7 +87,7 @@ class Inventory(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nodes: Annotated[list[NodeTable], Field(min_length=1, max_length=4096)]
-    gpu: dict[str, GpuTable] = {}
+    gpu: dict[str, GpuTable] = Field(default_factory=dict)
     ports: PortsTable = PortsTable()
 
     def kind_of(self, node: NodeTable) -> GpuTable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -14,6 +14,7 @@ from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
+    from relax_rt.config.inventory import Inventory
     from relax_rt.transport.ledger.policy import LedgerPolicy
 
 JOB_GROUP = "relax_rt.jobs"
@@ -148,6 +149,27 @@ class Job(Protocol):
             items: how many prompts, from the first of the run's order, or of the held-out ones.
             prompts: questions to ask instead; they have no answer and so no reward.
         """
+
+
+class InventoryPlan(Protocol):
+    """A plan for the machines of an inventory. Itself plain data (a msgspec struct), so that it prints as JSON."""
+
+    def render(self) -> str:
+        """The plan for people: plain text, the same on every terminal."""
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A job that also plans for hardware that is not here."""
+
+    Planned: ClassVar[Mapping[str, type[RoleSettings]]]
+    """Kinds of role that a config may name for a plan, besides `Job.Roles`; without a table there is none."""
+
+    def startable(self, config: Any) -> list[Problem]:
+        """What a config asks for that can be planned and not be started by this version."""
+
+    def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
+        """The plan for these machines, or every reason why the run does not fit on them."""
 
 
 def job_names() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, ValidationError
 
 from relax_rt.config.checks import check_runtime
-from relax_rt.config.job import Job, job_names, load_job
+from relax_rt.config.job import Job, Planner, job_names, load_job
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.config.source import Source, read_source
@@ -34,13 +34,16 @@ class _AnyJob(RunConfig):
     model_config = ConfigDict(extra="ignore")
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, preflight: bool = False) -> RunConfig:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, preflight: bool = False, planned: bool = False
+) -> RunConfig:
     """Read a config, apply `--set` overrides, check everything.
 
     Args:
         path: a roles.toml.
         overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
         preflight: also run the job's slower checks (model folder, data, a dry run of the user's reward function).
+        planned: the run is not to be started here: what this machine and this version lack is no problem.
 
     Returns:
         The job's config type, with `roles` holding one settings object for each role of the run and paths to the
@@ -67,13 +70,20 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, preflight: bool = 
     if isinstance(runtime, RunConfig) and directory is not None:
         run = runtime.run.model_copy(update={"dir": directory})
         runtime = runtime.model_copy(update={"run": run, "roles": roles, "config_dir": str(config_dir)})
-        problems += check_runtime(runtime)
+        problems += check_runtime(runtime, here=not planned)
     if job is not None and not problems and isinstance(runtime, RunConfig):
         problems += job.check(runtime, config_dir)
+        problems += job.startable(runtime) if isinstance(job, Planner) and not planned else []
         problems += job.preflight(runtime, config_dir) if preflight and not problems else []
     if problems or not isinstance(runtime, RunConfig):
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime
+
+
+def placed_errors(path: Path, overrides: Sequence[str], problems: Sequence[Problem]) -> ConfigErrors:
+    """Problems that were found after a config was loaded, as an error that shows where each lies."""
+    source, _ = read_source(path, overrides)
+    return ConfigErrors(str(path), _placed(source, list(problems)))
 
 
 def role_settings(config: RunConfig, kind: str, settings: type[S]) -> S:
@@ -195,6 +205,8 @@ def _role_type(kind: str, table: dict[str, Any], job: Job | None, problems: list
     path: KeyPath = ("roles", kind)
     if isinstance(target := table.get("target"), str):
         return _target_type(target, (*path, "target"), problems)
+    if isinstance(job, Planner) and kind in job.Planned:
+        return job.Planned[kind]
     known = known_roles()
     if kind not in known and not (job and kind in job.Roles):
         hint = did_you_mean(kind, known) or f'known: {", ".join(known)}; your own is named by target = "file.py:Class"'

@@ -1,1 +1,1 @@
-"""Plans of runs on hardware that is not here: placement, groups of ranks, ports, memory and the arithmetic of a step."""
+"""Plans of runs on hardware that is not here: placement, ranks, ports, memory, the arithmetic of a step."""

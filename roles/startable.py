@@ -1,0 +1,52 @@
+"""What a config may ask for that this version plans and does not start: refused in words, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_rt.config.problems import Problem
+from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+
+HINT = "`relax-rt plan --inventory nodes.toml` plans it"
+FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences"})
+"""Keys of the planned tables that this version reads."""
+PLANNED_ROLES = ("critic", "reference")
+
+
+def not_startable(config: RLConfig) -> list[Problem]:
+    """Everything in a config that comes with a later version."""
+    problems = []
+    for kind, table in config.roles.items():
+        if kind in PLANNED_ROLES and not getattr(table, "target", None):
+            message = f"the {kind} role cannot be started by this version, only planned"
+            problems.append(Problem(("roles", kind), message, HINT, at="key"))
+        elif isinstance(table, ShardedSettings | EngineSettings):
+            problems += _role(kind, table)
+    return problems
+
+
+def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:
+    path = ("roles", kind)
+    if isinstance(table, ShardedSettings):
+        own, chosen, here = "backend", table.backend, "torch"
+        if table.count > 1:
+            message = f"{kind}.count = {table.count}: this version trains in one process"
+            yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
+    else:
+        own, chosen, here = "engine", table.engine, "embedded"
+    if chosen != here:
+        message = f'{own} = "{chosen}" cannot be started by this version, only planned'
+        yield Problem((*path, own), message, f'set {own} = "{here}"; {HINT}')
+        return
+    for key in sorted(planned_keys(table)):
+        if getattr(table, key) != type(table).model_fields[key].default:
+            message = f'{key} has no effect with {own} = "{here}" of this version'
+            yield Problem((*path, key), message, f"leave it out; {HINT}", at="key")
+
+
+def planned_keys(table: RoleSettings) -> frozenset[str]:
+    """The keys of a role's table that say how it is divided over devices, which this version only plans."""
+    bases = (TrainedSettings, ShardedSettings, EngineSettings)
+    base = next((base for base in bases if isinstance(table, base)), RoleSettings)
+    return frozenset(base.model_fields) - frozenset(RoleSettings.model_fields) - FREE
