@@ -27,6 +27,7 @@ from relax_rt.config.loader import read_resolved, role_settings
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.config.target import TargetError
 from relax_rt.context import HostContext
+from relax_rt.faults import Faults
 from relax_rt.loading import load_role, role_target
 from relax_rt.logs import setup_logging
 from relax_rt.role import Role
@@ -35,6 +36,7 @@ from relax_rt.supervision.channel import (
     MAX_PACKET_BYTES,
     DumpStacksMsg,
     FailedMsg,
+    FaultMsg,
     FinishedMsg,
     HelloMsg,
     StopMsg,
@@ -87,8 +89,9 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 class Lifeline:
     """The control channel's reading end: a daemon thread that blocks on nothing but the socket."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, faults: Faults) -> None:
         self._control = control
+        self._faults = faults
         self._lock = threading.Lock()
         self._stopped = False
         self._on_stop: Callable[[], None] | None = None
@@ -111,9 +114,16 @@ class Lifeline:
             if not packet:
                 os.write(2, b"the agent is gone: this role ends with it\n")
                 os._exit(EXIT_ORPHANED)
-            message = decode_to_role(packet)
+            try:
+                message = decode_to_role(packet)
+            except msgspec.DecodeError as error:
+                # This thread is the lifeline: it must not end for a word it does not know.
+                os.write(2, f"the agent said what this role does not understand: {error}\n".encode())
+                continue
             if isinstance(message, DumpStacksMsg):
                 faulthandler.dump_traceback(all_threads=True)
+            elif isinstance(message, FaultMsg):
+                self._faults.carry_out(message)
             elif isinstance(message, StopMsg):
                 with self._lock:
                     self._stopped = True
@@ -127,8 +137,11 @@ def main() -> int:
     orders = Orders.from_environment()
     control = _tie_to_agent(orders)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
-    lifeline = Lifeline(control)
-    send_now(control, HelloMsg())
+    faults = Faults()
+    if not send_now(control, HelloMsg()):
+        # Nobody waits for us any more: the order to start came through too late.
+        os._exit(EXIT_ORPHANED)
+    lifeline = Lifeline(control, faults)
     try:
         role_class = load_role(role_target(orders.who.role, orders.target))
         config = read_resolved(orders.run_dir / RESOLVED_CONFIG)
@@ -152,6 +165,8 @@ def main() -> int:
         )
         random.seed(ctx.seed)
         loop = asyncio.get_running_loop()
+        faults.follow(loop)
+        ctx.reporter.follow(loop)
         loop.add_signal_handler(signal.SIGTERM, ctx.stopping.set)
 
         def stop() -> None:
@@ -190,15 +205,17 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         Exception: whatever the role raised.
     """
     role = role_class(ctx)
-    lease: asyncio.Task[NoReturn] | None = None
+    watches: list[asyncio.Task[NoReturn]] = []
     stop_wait = asyncio.create_task(ctx.stopping.wait())
     try:
         # A role that is asked to stop during setup is not set up to the end.
         if await _first(role.setup(), stop_wait):
             await ctx.listen()
             if ctx.membership is not None:
-                lease = asyncio.create_task(ctx.membership.keep())
-            await _first(role.run(), lease)
+                watches.append(asyncio.create_task(ctx.membership.keep()))
+            if ctx.settings.live_every_s is not None:
+                watches.append(asyncio.create_task(probe(role, ctx.settings.live_every_s)))
+            await _first(role.run(), *watches)
             if not ctx.stopping.is_set():
                 finished()
     finally:
@@ -207,22 +224,43 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
             async with asyncio.timeout(TEARDOWN_S):
                 await role.teardown()
         finally:
-            if lease is not None:
-                lease.cancel()
+            for watch in watches:
+                watch.cancel()
             await ctx.close()
 
 
-async def _first(work: Coroutine[Any, Any, None], other: asyncio.Task[Any] | None) -> bool:
-    """Await the work, unless the other task ends before it: then the work is cancelled, and False the answer."""
+class LiveProbeFailed(RelaxError):
+    """The role's own check says that it does not work any more, or does not answer."""
+
+
+async def probe(role: Role, every_s: float) -> NoReturn:
+    """Have the role look at itself again and again.
+
+    Raises:
+        LiveProbeFailed: it found itself broken, or took longer than every_s.
+    """
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            async with asyncio.timeout(every_s):
+                await role.live()
+        except TimeoutError as error:
+            raise LiveProbeFailed(f"live probe failed: no answer within live_every_s = {every_s:g} s") from error
+        except Exception as error:
+            raise LiveProbeFailed(f"live probe failed: {type(error).__name__}: {error}") from error
+
+
+async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) -> bool:
+    """Await the work, unless another task ends before it: then the work is cancelled, and False the answer."""
     task = asyncio.create_task(work)
-    await asyncio.wait([task] if other is None else [task, other], return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
         return True
     task.cancel()
     await asyncio.wait([task])
-    assert other is not None
-    await other
+    for other in done:
+        await other
     return False
 
 

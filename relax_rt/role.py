@@ -63,8 +63,17 @@ class RoleContext(Protocol):
     async def peer(self, slot: str, api: type[T], *, timeout_s: float) -> T:
         """Another role's typed interface; follows the slot through restarts."""
 
-    def serve(self, api: type[T], implementation: T) -> None:
-        """Offer an interface at this role's address. Call it in `setup`."""
+    def actor(self, name: str, api: type[T], *, timeout_s: float = 60.0) -> T:
+        """A reference to the actor in a slot (``reward/0``), or to the ready ones of a role (``reward``).
+
+        timeout_s is the deadline of each call, seconds. See docs/actors.md.
+        """
+
+    def serve(self, api: type[T], implementation: T, *, max_calls: int | None = None) -> None:
+        """Offer an interface at this role's address. Call it in `setup`.
+
+        max_calls bounds the calls at work here, for all that this role offers; who sends more is not read.
+        """
 
     async def ready(self, policy_version: int = 0) -> None:
         """Say that the role does its work from now on; call it again when the policy version changes."""
@@ -109,6 +118,10 @@ class Role:
     async def run(self) -> None:
         """Do the work."""
         raise NotImplementedError(f"{type(self).__name__}.run")
+
+    async def live(self) -> None:
+        """Look whether the role still works; raise if it does not. Called every `live_every_s` (a setting; unset:
+        never) while `run` goes on, with as long to answer: after that the process ends and is started again."""
 
     async def teardown(self) -> None:
         """Release what setup took."""

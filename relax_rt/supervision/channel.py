@@ -6,6 +6,7 @@ The socket keeps packet boundaries (SOCK_SEQPACKET), so a packet is there whole 
 from __future__ import annotations
 
 import socket
+from typing import Literal
 
 import msgspec
 
@@ -59,7 +60,24 @@ class DumpStacksMsg(msgspec.Struct, frozen=True, tag_field="t", tag="dump_stacks
     """Write the stacks of all threads to the log."""
 
 
-ToRole = StopMsg | DumpStacksMsg
+FaultKind = Literal["hang_loop", "hold_gil", "eat_memory", "clock_jump", "delay", "partition"]
+
+
+class FaultMsg(msgspec.Struct, frozen=True, tag_field="t", tag="fault"):
+    """Do yourself harm, for so many seconds.
+
+    Attributes:
+        kind: hang_loop blocks the event loop, hold_gil the interpreter; eat_memory takes `amount` MiB; clock_jump
+            shifts the time of day by `amount` seconds; delay holds each message back for `amount` seconds; partition
+            loses them.
+    """
+
+    kind: FaultKind
+    seconds: float
+    amount: float = 0.0
+
+
+ToRole = StopMsg | DumpStacksMsg | FaultMsg
 
 _encoder = msgspec.json.Encoder()
 _from_role: msgspec.json.Decoder[FromRole] = msgspec.json.Decoder(FromRole)

@@ -21,6 +21,7 @@ from relax_rt.supervision.channel import (
     MAX_PACKET_BYTES,
     DumpStacksMsg,
     FailedMsg,
+    FaultMsg,
     FromRole,
     HelloMsg,
     StopMsg,
@@ -159,6 +160,10 @@ class RoleProcess:
     def stop(self) -> None:
         """Ask the role to finish."""
         send_now(self._control, StopMsg(), socket.MSG_DONTWAIT)
+
+    def inject(self, fault: FaultMsg) -> bool:
+        """Have the role do itself harm; False when it cannot be told."""
+        return send_now(self._control, fault, socket.MSG_DONTWAIT)
 
     def dump_stacks(self) -> None:
         """Have the stacks of all threads written to the role's log, even while native code holds the interpreter."""

@@ -1,0 +1,105 @@
+"""Faults that a role's host carries out on its own process when `relax-rt chaos` asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from relax_rt.supervision.channel import FaultMsg
+
+MIB = 1 << 20
+
+
+class Faults:
+    """Does harm to this process. `carry_out` is called on the thread that listens to the agent."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._log = structlog.get_logger()
+
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The role's event loop, once there is one."""
+        self._loop = loop
+
+    def carry_out(self, order: FaultMsg) -> None:
+        """Do it; what it does lasts `order.seconds`."""
+        self._log.warning("fault injected", fault=order.kind, seconds=order.seconds, amount=order.amount)
+        try:
+            self._do(order)
+        except Exception:  # noqa: BLE001 the thread that listens to the agent must not end for a fault that fails
+            self._log.exception("fault not carried out", fault=order.kind)
+
+    def _do(self, order: FaultMsg) -> None:
+        match order.kind:
+            case "hang_loop":
+                self._on_loop(lambda: time.sleep(order.seconds))
+            case "hold_gil":
+                _hold_interpreter(order.seconds)
+            case "eat_memory":
+                threading.Thread(
+                    target=self._eat, args=(int(order.amount * MIB), order.seconds), name="relax-fault", daemon=True
+                ).start()
+            case "clock_jump":
+                _shift_wall_clock(order.amount)
+                self._later(order.seconds, lambda: _shift_wall_clock(-order.amount))
+            case "delay":
+                _impair(order.seconds, delay_s=order.amount)
+            case "partition":
+                _impair(order.seconds, drop=True)
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        if self._loop is None:
+            self._log.warning("fault not carried out: the role has no event loop yet")
+            return
+        self._loop.call_soon_threadsafe(work)
+
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, work)
+        timer.daemon = True
+        timer.start()
+
+    def _eat(self, size: int, seconds: float) -> None:
+        """Take memory of our own, page by page, and give it back."""
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            for start in range(0, size, mmap.PAGESIZE):
+                memory[start] = 1
+            time.sleep(seconds)
+
+
+def _hold_interpreter(seconds: float) -> None:
+    """Sleep in native code without letting go of the interpreter, as a careless extension does."""
+    libc = ctypes.PyDLL(None)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        # In one call: between two, another thread might get hold of it. usleep takes 32 bits.
+        libc.usleep(ctypes.c_uint(min(int(left * 1e6) + 1, 4_000_000_000)))
+
+
+_wall_clock = (time.time, time.time_ns)
+_shifted = 0.0
+
+
+def _shift_wall_clock(seconds: float) -> None:
+    """Have Python code of this process see another time of day, as after a step of the host's clock.
+
+    The monotonic clock cannot jump on a living machine; that a process misses time is what stopping it shows.
+    """
+    global _shifted
+    _shifted += seconds
+    shift = _shifted
+    time.time = lambda: _wall_clock[0]() + shift
+    time.time_ns = lambda: _wall_clock[1]() + int(shift * 1e9)
+    if abs(shift) < 1e-9:
+        time.time, time.time_ns = _wall_clock
+
+
+def _impair(seconds: float, *, delay_s: float = 0.0, drop: bool = False) -> None:
+    from relax_rt.transport.impair import impair
+
+    impair(delay_s=delay_s, drop=1.0 if drop else 0.0, seconds=seconds)
