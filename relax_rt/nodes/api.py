@@ -47,6 +47,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
 
 
+class NameTaken(Refused):
+    """A node of this name is there; it may be given up soon."""
+
+
 class Seat(msgspec.Struct, frozen=True, array_like=True):
     """A node's place in a run. Each time it joins it gets a new epoch; the earlier ones are fenced."""
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.nodes.api import HEAD, MAX_ITEMS, NODES_PROTOCOL, Facts, Order, Orders, Seat
+from relax_rt.nodes.api import HEAD, MAX_ITEMS, NODES_PROTOCOL, Facts, NameTaken, Order, Orders, Seat
 from relax_rt.transport.errors import Refused, StaleEpoch
 
 STOP_S = 2.0
@@ -98,7 +98,8 @@ class HeadCore:
         """A node asks to take part; answers with its seat, and whether it is a new one.
 
         Raises:
-            Refused: its code is of another version, its name is not free or no name, or there are too many nodes.
+            NameTaken: its name is not free.
+            Refused: its code is of another version, its name is no name, or there are too many nodes.
         """
         if facts.protocol != NODES_PROTOCOL:
             why = f"it speaks version {facts.protocol} of the nodes' protocol, the head {NODES_PROTOCOL}"
@@ -109,7 +110,7 @@ class HeadCore:
             if known.token == token:
                 known.heard = now
                 return known.seat, False
-            raise Refused(
+            raise NameTaken(
                 f"node {facts.name!r} cannot join",
                 why=f"{known.seat} is here, heard of {now - known.heard:.1f} s ago",
                 hint=f"choose another --name, or wait: it is given up {self._patience_s:g} s after its last word",

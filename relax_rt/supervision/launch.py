@@ -135,7 +135,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
     """
     plan_roles(config, system)
     run_dir = Path(config.run.dir)
-    lock_fd = _lock(_make_run_dir(run_dir), run_dir)
+    lock_fd = lock_run_dir(run_dir)
     try:
         digest = config_digest(config)
         _check_same_config(run_dir, digest)
@@ -163,18 +163,23 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
     return Prepared(config, paths, lock_fd)
 
 
-def _make_run_dir(run_dir: Path) -> int:
+def lock_run_dir(run_dir: Path) -> int:
+    """Make a run directory and lock it. The lock passes to keeper and agent and goes with the last of them, however
+    they end.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        RelaxError: the directory cannot be written, or is in use.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} cannot be used", why=str(error), hint="choose a folder that you may write to"
         ) from error
-
-
-def _lock(fd: int, run_dir: Path) -> int:
-    """The lock passes to keeper and agent and goes with the last of them, however they end."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

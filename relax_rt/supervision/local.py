@@ -90,6 +90,10 @@ class LocalExecutor:
             nursery.want(zygote_key(plan.settings), target, plan.preload)
         nursery.start()
 
+    def has(self, slot: str) -> bool:
+        """Whether a process of the slot lives here."""
+        return slot in self._processes
+
     def start(self, order: StartOrder) -> None:
         """See Executor."""
         self._starts[order.slot] = asyncio.create_task(self._start(order))

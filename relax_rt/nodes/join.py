@@ -1,0 +1,298 @@
+"""``relax-rt up --join``: takes a seat in a run, stays below it as long as it lasts, and takes another when it is lost.
+
+Each seat has a keeper and an agent of its own, so that nothing of a lost one is left in the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from relax_rt import __version__
+from relax_rt.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
+from relax_rt.nodes.door import check_listen
+from relax_rt.nodes.gpus import count_gpus
+from relax_rt.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
+from relax_rt.nodes.seat import End, Taken, boot_clock, node_paths, read_end, write_seat
+from relax_rt.supervision import procfs
+from relax_rt.supervision.launch import lock_run_dir
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, SHM_ROOT, RunPaths, clean_stale_runs, update_run
+from relax_rt.transport.address import parse_address
+from relax_rt.transport.backoff import Backoff, BackoffPolicy
+from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.rpc import Client, make_hello
+
+MIB = 1 << 20
+ATTEMPT_S = 5.0
+LEAVE_S = 1.0
+AGAIN = BackoffPolicy(base_s=0.5, cap_s=10.0)
+EXIT_UNREACHED = 1
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node wants to join.
+
+    Attributes:
+        head: address of the head's door.
+        key: text of the run's key.
+        name: what it wants to be called.
+        run_dir: where this node's logs and events go; None: in the run's own directory, under ``nodes/<name>``.
+        host: address at which other nodes reach it; empty: the one that it reaches the head from.
+        wait_s: how long to try, each time that there is no seat.
+    """
+
+    head: str
+    key: str
+    name: str
+    run_dir: Path | None = None
+    host: str = ""
+    wait_s: float = 120.0
+
+
+def join(
+    head: str,
+    *,
+    key: Path | None = None,
+    name: str = "",
+    run_dir: Path | None = None,
+    host: str = "",
+    wait_s: float = 120.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Take part in the run at HOST:PORT until it ends; answers with the exit code.
+
+    Exit codes: that of the run when it has ended; 0 asked to leave (Ctrl-C or SIGTERM once: the node's roles are
+    stopped in order and started elsewhere; twice: they are killed, 130); 1 no head was reached for wait_s; 2 this node
+    cannot take part.
+
+    Args:
+        head: where the head listens.
+        key: file of the run's key; None: its text is in the environment variable RELAX_JOIN_KEY.
+        name, run_dir, host, wait_s: see Wish; the name is the host's own if it is empty.
+        say: takes lines for people.
+
+    Raises:
+        RelaxError: the key is none, or the head refuses it or this node.
+    """
+    text = os.environ.pop(ENVIRONMENT, "") if key is None else read_key(key)
+    if not text:
+        hint = f"--key {FILE} of the run directory on the head, or its text in {ENVIRONMENT}"
+        raise Refused(f"joining {head}", why="there is no key", hint=hint)
+    curve_keys(text)
+    wish = Wish(
+        head=check_listen(head),
+        key=text,
+        name=name or own_name(),
+        run_dir=run_dir,
+        host=host,
+        wait_s=wait_s,
+    )
+    return Joiner(wish, say).run()
+
+
+class Joiner:
+    """The process of `up --join`: one seat after the other."""
+
+    def __init__(self, wish: Wish, say: Callable[[str], None]) -> None:
+        self._wish, self._say = wish, say
+        self._keys = curve_keys(wish.key)
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._asked = 0
+
+    def run(self) -> int:
+        """See `join`."""
+        clean_stale_runs()
+        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while True:
+                taken = asyncio.run(self._take_seat())
+                if taken is None:
+                    return 128 + signal.SIGINT
+                end = self._sit(taken)
+                self._say(f"{taken.joined.seat}: {end.reason}")
+                if end.over or self._asked:
+                    return end.exit_code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, _frame: object) -> None:
+        self._asked += 1
+        if self._keeper is not None and number == signal.SIGTERM:
+            # Ctrl-C goes to the whole group of the terminal by itself.
+            self._keeper.send_signal(number)
+
+    async def _take_seat(self) -> Taken | None:
+        """Join, trying again until wait_s is over; None when told to give up.
+
+        Raises:
+            RelaxError: the head refuses this node, or was not reached.
+        """
+        deadline = time.monotonic() + self._wish.wait_s
+        token, backoff = secrets.token_hex(8), Backoff(AGAIN, random.Random())
+        self._say(f"joining {self._wish.head} as {self._wish.name}")
+        trouble = ""
+        while not self._asked:
+            left_s = deadline - time.monotonic()
+            try:
+                facts = gather_facts(self._wish)
+                asked_at = boot_clock()
+                async with self._head(0, min(ATTEMPT_S, max(0.2, left_s))) as head_api:
+                    joined = await head_api.join(facts, token)
+                return Taken(head=self._wish.head, host=facts.host, joined=joined, asked_at=asked_at)
+            except (Unreachable, DeadlineExceeded, NameTaken) as error:
+                if left_s <= 0:
+                    why = f"tried for {self._wish.wait_s:g} s: {error}"
+                    hint = "does the head run and listen there, and is it this run's key?"
+                    raise Unreachable(f"joining {self._wish.head}", why=why, hint=hint) from error
+                if str(error) != trouble:
+                    self._say(f"not yet: {error}")
+                trouble = str(error)
+            delay_s = backoff.next_delay_s() or 0.0
+            await asyncio.sleep(max(0.0, min(delay_s, deadline - time.monotonic())))
+        return None
+
+    @asynccontextmanager
+    async def _head(self, epoch: int, timeout_s: float) -> AsyncIterator[HeadApi]:
+        client = Client(self._wish.head, make_hello(DOOR, Incarnation(f"{self._wish.name}/0", epoch)), curve=self._keys)
+        try:
+            yield client.bind(HeadApi, timeout_s=timeout_s)
+        finally:
+            await client.close()
+
+    def _sit(self, taken: Taken) -> End:
+        """Run keeper and agent of one seat; answers with how it ended, once nothing of it is left here."""
+        joined = taken.joined
+        try:
+            paths, held = self._prepare(taken)
+        except (OSError, RelaxError) as error:
+            asyncio.run(self._take_leave(joined.seat, f"it cannot take part: {error}"))
+            raise
+        try:
+            self._say(f"joined run {joined.seat.run_id} as {joined.seat.node}; logs in {paths.logs}")
+            code = self._keep(paths, held)
+        finally:
+            paths.remove_private()
+            os.close(held)
+        end = read_end(paths.run_dir, str(joined.seat))
+        if end is not None and end.over:
+            if end.exit_code == 2:
+                asyncio.run(self._take_leave(joined.seat, end.reason))
+            return end
+        reason = end.reason if end is not None else f"its agent died (exit code {code}); its roles were ended"
+        # The keeper has seen all of it dead: the head need not wait for the lease.
+        asyncio.run(self._take_leave(joined.seat, reason))
+        return End(seat=str(joined.seat), over=False, exit_code=code, reason=reason)
+
+    def _prepare(self, taken: Taken) -> tuple[RunPaths, int]:
+        joined = taken.joined
+        run_dir = self._wish.run_dir or Path(
+            msgspec.json.decode(joined.config)["run"]["dir"], "nodes", joined.seat.node
+        )
+        run_dir = run_dir.absolute()
+        held = lock_run_dir(run_dir)
+        paths = node_paths(joined, run_dir)
+        try:
+            paths.make_private()
+            write_seat(paths, taken)
+            write_key(paths.socket_dir / FILE, self._wish.key)
+            (run_dir / RESOLVED_CONFIG).write_text(joined.config)
+            update_run(
+                run_dir,
+                run_id=paths.run_id,
+                name=joined.seat.node,
+                status="joined",
+                node=joined.seat.node,
+                head=taken.head,
+                started_at=time.time(),
+                **dict.fromkeys(("exit_code", "reason", "agent")),
+            )
+        except BaseException:
+            paths.remove_private()
+            os.close(held)
+            raise
+        return paths, held
+
+    def _keep(self, paths: RunPaths, held: int) -> int:
+        """Start keeper and agent, and wait for their end."""
+        keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
+        names = ["--run-id", paths.run_id, "--run-dir", str(paths.run_dir)]
+        command = [*keeper, *names, "--", sys.executable, "-m", "relax_rt.nodes", *names]
+        env = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
+        os.set_inheritable(held, True)
+        self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=_end_with_parent)
+        try:
+            if self._asked:
+                self._keeper.send_signal(signal.SIGTERM)
+            return self._keeper.wait()
+        finally:
+            self._keeper = None
+
+    async def _take_leave(self, seat: Seat, reason: str) -> None:
+        """Tell the head that nothing is left of this seat, if it can be told."""
+        try:
+            async with self._head(seat.epoch, LEAVE_S) as head_api:
+                await head_api.leave(seat, reason)
+        except RelaxError as error:
+            self._say(f"the head could not be told: {error}")
+
+
+def _end_with_parent() -> None:
+    """When the process of `up --join` is killed, the keeper ends this node's part in order."""
+    procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def own_name() -> str:
+    """The host's name, as a node may be called."""
+    host = socket.gethostname().partition(".")[0]
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in host)[:40] or "node"
+
+
+def gather_facts(wish: Wish) -> Facts:
+    """What this machine is.
+
+    Raises:
+        Unreachable: there is no way to the head's network.
+    """
+    return Facts(
+        name=wish.name,
+        host=wish.host or own_address(wish.head),
+        machine=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_mib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB,
+        shm_mib=shutil.disk_usage(SHM_ROOT).free // MIB,
+        gpus=count_gpus(),
+        python=sys.version.split()[0],
+        version=__version__,
+        pid=os.getpid(),
+    )
+
+
+def own_address(head: str) -> str:
+    """The address of this machine that packets to the head come from.
+
+    Raises:
+        Unreachable: there is no way there.
+    """
+    target = parse_address(head)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise Unreachable(head, why=str(error), hint="is the network between the nodes up?") from error
