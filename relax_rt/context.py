@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import structlog
 
+from relax_rt.actors.directory import Directory
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.events import EventLog
 from relax_rt.metrics import MetricsLog
@@ -183,6 +184,7 @@ class HostContext:
         else:
             self.registry = self._client(REGISTRY_SLOT).bind(RegistryApi, timeout_s=CALL_TIMEOUT_S)
             self.membership = Membership(self, self._client(REGISTRY_SLOT))
+        self._directory = Directory(self._client, self.registry if self.membership is not None else None)
 
     async def queue(self) -> QueueApi:
         """The TransferQueue's broker."""
@@ -192,13 +194,19 @@ class HostContext:
         """Another role's interface. The slot's socket keeps its path through restarts, so the client follows it."""
         return self._client(slot).bind(api, timeout_s=timeout_s)
 
-    def serve(self, api: type[T], implementation: T) -> None:
+    def actor(self, name: str, api: type[T], *, timeout_s: float = CALL_TIMEOUT_S) -> T:
+        """A reference to an actor; see RoleContext.actor."""
+        return self._directory.actor(name, api, timeout_s=timeout_s)
+
+    def serve(self, api: type[T], implementation: T, *, max_calls: int | None = None) -> None:
         """Offer an interface at this role's address."""
         if self.address:
             raise RelaxError(f"{self.who} offers {api.__name__} too late", hint="call ctx.serve in setup")
         if self._server is None:
             self._server = Server(self._hello)
         self._server.offer(api, implementation)
+        if max_calls is not None:
+            self._server.max_calls = min(self._server.max_calls, max_calls)
         if api is RegistryApi and self.who.slot == REGISTRY_SLOT:
             self.registry = cast(RegistryApi, implementation)
 
@@ -232,6 +240,7 @@ class HostContext:
         """Leave the registry and end all connections."""
         if self.membership is not None:
             await self.membership.leave()
+        await self._directory.close()
         if self._server is not None:
             await self._server.close()
         for client in self._clients.values():

@@ -15,11 +15,19 @@ from relax_rt.transport import codec, stream
 from relax_rt.transport.address import Address, AddressError, parse_address
 from relax_rt.transport.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.channel import Channel, Lost, Silent
-from relax_rt.transport.errors import ActorDied, DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
+from relax_rt.transport.errors import (
+    ActorDied,
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+    RelaxError,
+    Retiring,
+    Unreachable,
+)
 from relax_rt.transport.faults import error_of
 from relax_rt.transport.identity import Hello
 from relax_rt.transport.interface import Method, did_you_mean, methods_of
-from relax_rt.transport.items import DEFAULT_WINDOW, Explain, Inlet, RemoteStream
+from relax_rt.transport.items import DEFAULT_WINDOW, RETIRING_PAUSE_S, Explain, Inlet, RemoteStream
 from relax_rt.transport.wire import CREDIT_MAX, Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Tell
 from relax_rt.transport.zmq_keys import CurveKeys
 
@@ -186,6 +194,10 @@ class Client:
                 if loop.time() >= deadline:
                     raise self._unreachable(f"call of {method}", budget_s) from None
                 self.counters.resent += lost.sent
+            except Retiring:
+                if loop.time() + RETIRING_PAUSE_S >= deadline:
+                    raise
+                await asyncio.sleep(RETIRING_PAUSE_S)
 
     async def call_once(self, method: Method, payload: bytes, deadline: float, budget_s: float) -> Any:
         """Send a call, once a connection stands.

@@ -49,6 +49,10 @@ class ActorDied(Unreachable):
     diagnosis: str = ""
 
 
+class Retiring(RelaxError):
+    """The far end is stopping in order and has not begun this request: its successor, or another, may take it."""
+
+
 class DeadlineExceeded(RelaxError):
     """A wait reached its deadline."""
 

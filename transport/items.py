@@ -12,12 +12,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import msgspec
 
 from relax_rt.transport.channel import Lost, Silent
-from relax_rt.transport.errors import ActorDied, ProtocolError, Unreachable
+from relax_rt.transport.errors import ActorDied, ProtocolError, Retiring, Unreachable
 from relax_rt.transport.interface import Method
 
 T = TypeVar("T")
 
 DEFAULT_WINDOW = 64
+RETIRING_PAUSE_S = 0.05
+"""Between attempts at a far end that is stopping: its successor takes its time."""
 
 
 class Link(Protocol):
@@ -35,7 +37,7 @@ class Inlet:
 
     def __init__(self, link: Link, number: int, window: int) -> None:
         self.link = link
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: Callable[[BaseException], None] | None = None
         self._number = number
         self._window = window
         self._batch = max(1, window // 2)
@@ -62,7 +64,7 @@ class Inlet:
             self._end = end
             self._wake()
             if self.on_end is not None:
-                self.on_end()
+                self.on_end(end)
 
     def cancel(self) -> None:
         """Nobody takes items any more."""
@@ -186,6 +188,11 @@ class RemoteStream(Generic[T]):
             except Lost as lost:
                 self._inlet = None
                 await self._after(lost, deadline - loop.time())
+            except Retiring:
+                self._inlet = None
+                if self._count or loop.time() + RETIRING_PAUSE_S >= deadline:
+                    raise
+                await asyncio.sleep(RETIRING_PAUSE_S)
             except Silent:
                 raise Unreachable(
                     f"stream of {self._method} at {inlet.link.name() if inlet else 'its producer'}",

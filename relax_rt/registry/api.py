@@ -13,6 +13,13 @@ from relax_rt.transport.versions import VersionRecord
 SLOT_STATES = ("starting", "ready", "draining", "lapsed", "gone")
 
 
+class Ended(msgspec.Struct, frozen=True):
+    """How an incarnation ended."""
+
+    epoch: int
+    reason: str
+
+
 class Member(msgspec.Struct, frozen=True):
     """What the registry knows of a slot's newest incarnation.
 
@@ -25,6 +32,7 @@ class Member(msgspec.Struct, frozen=True):
         progress: its progress counter (tokens, samples, steps).
         detail: what it does or waits for, in words.
         revision: the registry revision of the last change.
+        before: how the slot's last incarnation before this one ended, once that is known.
     """
 
     who: Incarnation
@@ -35,6 +43,7 @@ class Member(msgspec.Struct, frozen=True):
     progress: int = 0
     detail: str = ""
     revision: int = 0
+    before: Ended | None = None
 
 
 class Renewed(msgspec.Struct, frozen=True):

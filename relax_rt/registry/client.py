@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from relax_rt.registry.api import Changes, Member, RegistryApi
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 
 POLL_S = 20.0
@@ -31,11 +32,41 @@ class Members:
         self._changed = asyncio.Condition()
         self._count = 0
         """Changes so far; 0: nothing is known yet."""
+        self._ready: dict[str, list[Member]] = {}
+        self._ready_at = 0
 
     @property
     def ready(self) -> list[Member]:
         """The members that do their work, by slot."""
         return [m for _, m in sorted(self.by_slot.items()) if m.state == "ready"]
+
+    def ready_of(self, role: str) -> list[Member]:
+        """The members of one role that do their work, by slot; the list is shared and not to be changed."""
+        if self._ready_at != self._count:
+            self._ready_at, self._ready = self._count, {}
+            for member in self.ready:
+                self._ready.setdefault(member.who.role, []).append(member)
+        return self._ready.get(role, [])
+
+    def end_of(self, who: Incarnation) -> str | None:
+        """How an incarnation ended; empty if it has and how is no longer known, None if it lives as far as is known."""
+        member = self.by_slot.get(who.slot)
+        if member is None or member.who.epoch < who.epoch:
+            return None
+        if member.who == who:
+            return member.detail if member.state == "gone" else None
+        if member.before is not None and member.before.epoch >= who.epoch:
+            return member.before.reason if member.before.epoch == who.epoch else ""
+        return None
+
+    async def news(self, wait_s: float) -> None:
+        """Wait until something has changed, for wait_s at most."""
+        seen = self._count
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(lambda: self._count != seen)
+        except TimeoutError:
+            pass
 
     async def changes(self) -> AsyncIterator[list[Member]]:
         """The whole list, as soon as it is known and after each change; fast changes are merged into one."""

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from relax_rt.registry.api import Changes, Member, Renewed
+from relax_rt.registry.api import Changes, Ended, Member, Renewed
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import ROOT, VersionRecord, VersionTree
@@ -120,7 +120,9 @@ class RegistryCore:
         epoch = self._counters.epoch + 1
         self._count(Counters(epoch, self._counters.version))
         self._deadlines.pop(slot, None)
-        self._put(Entry(Member(Incarnation(slot, epoch))))
+        old = self.member(slot)
+        before = Ended(old.who.epoch, old.detail) if old is not None and old.state == "gone" else None
+        self._put(Entry(Member(Incarnation(slot, epoch), before=before)))
         for version in [v for v, who in self._issued.items() if who.slot == slot]:
             del self._issued[version]
         return epoch
@@ -164,10 +166,15 @@ class RegistryCore:
         self._end(who, reason)
 
     def gone(self, who: Incarnation, reason: str) -> None:
-        """See RegistryApi.gone. News of an incarnation that was replaced already changes nothing."""
+        """See RegistryApi.gone. Of an incarnation that was replaced already it is only kept how it ended."""
         member = self.member(who.slot)
-        if member is not None and member.who == who:
+        if member is None or who.epoch > member.who.epoch:
+            return
+        if member.who == who:
             self._end(who, reason)
+        elif member.before is None or member.before.epoch < who.epoch:
+            before = Ended(who.epoch, reason)
+            self._put(Entry(msgspec.structs.replace(member, before=before), self._entries[who.slot].ttl_s))
 
     def changes(self, since: int) -> Changes | None:
         """Everything that changed after a revision; None when nothing did. See RegistryApi.watch."""

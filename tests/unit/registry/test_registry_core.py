@@ -68,7 +68,7 @@ class Disk:
 
 def essence(member: Member) -> tuple[Any, ...]:
     """What is durable of a member and what watchers are told of."""
-    return (member.who, member.pid, member.address, member.state, member.policy_version)
+    return (member.who, member.pid, member.address, member.state, member.policy_version, member.before)
 
 
 def whole(core: RegistryCore) -> dict[str, Any]:
@@ -148,13 +148,18 @@ class Registry(RuleBasedStateMachine):
 
     @rule(who=incarnations)
     def gone(self, who: Incarnation) -> None:
-        before = whole(self.core)
+        before = self.core.member(who.slot)
         self.core.gone(who, "killed")
+        after = self.core.member(who.slot)
+        assert before is not None and after is not None
+        self.disk.write(self.core)
         if self.newest[who.slot] == who:
-            self.disk.write(self.core)
             self.ended.add(who)
         else:
-            assert whole(self.core) == before
+            # Of one that was replaced it is kept how it ended, and nothing else changes.
+            assert essence(after)[:-1] == essence(before)[:-1]
+            assert after.before is not None and who.epoch <= after.before.epoch < after.who.epoch
+            assert after.before.epoch == who.epoch or after.before == before.before
 
     @rule(who=incarnations)
     def issue_version(self, who: Incarnation) -> None:

@@ -1,0 +1,173 @@
+"""The serving end: a role whose public async methods are its interface, and the mailbox its calls pass through."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, ClassVar, NoReturn, Self, cast
+
+from relax_rt.role import Role, RoleContext
+from relax_rt.transport.errors import Refused, Retiring
+from relax_rt.transport.interface import methods_of
+
+REPORT_EVERY_S = 0.5
+DRAIN_S = 5.0
+IDLE = "calls"
+_OF_REFERENCES = ("with_options", "all")
+
+
+class Actor(Role):
+    """A role whose public async methods can be called from other processes::
+
+        class Reward(Actor):
+            async def setup(self) -> None:
+                self.model = load()
+
+            async def score(self, text: str) -> float:
+                return self.model(text)
+
+    ``[roles.reward] target = "mine.py:Reward"`` runs it; ``ctx.actor("reward", Reward).score("…")`` calls it.
+    State lives in the object and goes with its process. Parameters and results are annotated with what msgspec can
+    carry. `setup` and `teardown` are awaited before the first call and after the last.
+    """
+
+    tier = 30
+    max_concurrency: ClassVar[int] = 64
+    """Calls and streams at work at once; 1: one after the other."""
+    mailbox: ClassVar[int] = 1024
+    """Calls that may wait for their turn; who sends more is not read until there is room."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _OF_REFERENCES:
+            if name in vars(cls):
+                raise TypeError(f"{cls.__name__}.{name}: the name belongs to references; choose another")
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        cls = type(self)
+        if cls.max_concurrency < 1 or cls.mailbox < 0:
+            raise Refused(
+                f"actor {cls.__name__}",
+                why=f"max_concurrency is {cls.max_concurrency} and mailbox {cls.mailbox}",
+                hint="at least 1 and 0",
+            )
+        self._mailbox = Mailbox(self)
+        ctx.serve(cls, cast(Self, self._mailbox), max_calls=cls.max_concurrency + cls.mailbox)
+
+    @classmethod
+    def __relax_interface__(cls) -> list[str]:
+        """Names of the methods that can be called: public, async, and not this class's own."""
+        found = []
+        for name in dir(cls):
+            function = inspect.getattr_static(cls, name)
+            wanted = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+            if wanted and not name.startswith("_") and not hasattr(Actor, name):
+                found.append(name)
+        return found
+
+    async def run(self) -> None:
+        """Answer calls until asked to stop, then finish those at work."""
+        await self.ctx.ready()
+        await self._mailbox.report()
+        await self._mailbox.close(DRAIN_S)
+
+    def with_options(self, *, timeout_s: float | None = None, window: int | None = None) -> Self:
+        """On a reference: the same one with another deadline or window.
+
+        Args:
+            timeout_s: deadline of a call, and of each item of a stream, seconds.
+            window: items of a stream that may be under way.
+        """
+        self._only_references("with_options")
+
+    async def all(self) -> list[Self]:
+        """On a reference: a reference to each ready member of the role, once there is one."""
+        self._only_references("all")
+
+    def _only_references(self, name: str) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}.{name} is for references: ctx.actor(name, {type(self).__name__})")
+
+
+class Mailbox:
+    """What is offered in the actor's place: its methods, each of which waits for its turn."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.at_work = 0
+        self.done = 0
+        self._actor = actor
+        self._closed = False
+        self._turn = asyncio.Semaphore(type(actor).max_concurrency)
+        self._idle = asyncio.Event()
+        for name, method in methods_of(type(actor)).items():
+            handler = getattr(actor, name)
+            setattr(self, name, self._stream(handler) if method.stream else self._call(handler))
+
+    async def report(self) -> None:
+        """Show what goes on to the watchdog until the actor is asked to stop: idle is not hung."""
+        ctx = self._actor.ctx
+        stop = asyncio.create_task(ctx.stopping.wait())
+        reported, waiting = 0, ""
+        try:
+            while not stop.done():
+                if self.done != reported:
+                    ctx.progress.advance(self.done - reported)
+                    reported = self.done
+                if (now := "" if self.at_work else IDLE) != waiting:
+                    ctx.progress.waiting(now)
+                    waiting = now
+                await asyncio.wait({stop}, timeout=REPORT_EVERY_S)
+        finally:
+            stop.cancel()
+
+    async def close(self, grace_s: float) -> None:
+        """Begin no more calls, and wait for those at work."""
+        self._closed = True
+        try:
+            async with asyncio.timeout(grace_s):
+                while self.at_work:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            pass
+
+    async def _enter(self) -> None:
+        await self._turn.acquire()
+        if self._closed:
+            self._turn.release()
+            raise Retiring(f"{self._actor.ctx.who}", why="it is stopping and begins no more calls")
+        self.at_work += 1
+
+    def _leave(self) -> None:
+        self.at_work -= 1
+        self.done += 1
+        self._turn.release()
+        if not self.at_work:
+            self._idle.set()
+
+    def _call(self, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            await self._enter()
+            try:
+                return await handler(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return call
+
+    def _stream(self, handler: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            await self._enter()
+            items = handler(*args, **kwargs)
+            try:
+                async for item in items:
+                    yield item
+            finally:
+                try:
+                    if (aclose := getattr(items, "aclose", None)) is not None:
+                        await aclose()
+                finally:
+                    self._leave()
+
+        return stream
