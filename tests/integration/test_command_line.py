@@ -1,0 +1,200 @@
+"""The commands against living runs of toys: started without a terminal, watched, scaled, drained, restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_run import WAIT_S, environment, until
+
+from relax_rt.supervision import procfs
+from relax_rt.supervision.rundir import RunPaths, read_run
+
+pytestmark = pytest.mark.integration
+RELAX = [sys.executable, "-m", "relax_rt.cli.main"]
+
+
+class Toys:
+    """A run of toys in a folder, and the commands as they are called there."""
+
+    def __init__(self, folder: Path, roles: str) -> None:
+        self.folder = folder
+        self.run_dir = folder / "runs/toy"
+        (folder / "roles.toml").write_text(f'[run]\nname = "toy"\njob = "toy"\n{roles}\n')
+
+    def call(self, *argv: str, code: int = 0) -> str:
+        done = self.run(*argv)
+        assert done.returncode == code, f"{argv} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def run(self, *argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*RELAX, *argv],
+            cwd=self.folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=2 * WAIT_S,
+            check=False,
+        )
+
+    def popen(self, *argv: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*RELAX, *argv],
+            cwd=self.folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def slots(self) -> dict[str, dict[str, Any]]:
+        return {slot["slot"]: slot for slot in json.loads(self.call("ps", "--json"))["slots"]}
+
+    def states(self, role: str) -> dict[str, str]:
+        return {name: slot["state"] for name, slot in self.slots().items() if slot["kind"] == role}
+
+    def clean(self) -> None:
+        record = read_run(self.run_dir)
+        if record is None or "run_id" not in record:
+            return
+        paths = RunPaths(record["run_id"], self.run_dir)
+        agent = int((record.get("agent") or {}).get("pid", 0))
+        if agent and paths.socket_dir.exists() and procfs.start_time(agent):
+            os.kill(agent, signal.SIGKILL)
+        procfs.kill_until_none(lambda: procfs.members_of_run(paths.run_id), reap=False)
+        paths.remove_private()
+
+
+@pytest.fixture
+def toys(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Toys]:
+    made = Toys(tmp_path, request.param)
+    yield made
+    made.clean()
+
+
+def of(roles: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("toys", [roles], indirect=True, ids=["toys"])
+
+
+@of("[roles.worker]\ncount = 2\n[roles.aide]")
+def test_a_detached_run_goes_on_until_it_is_ended(toys: Toys) -> None:
+    out = toys.call("up", "--detach")
+    for slot in ("registry/0", "queue/0", "worker/0", "worker/1", "aide/0"):
+        assert f"{slot} ready in " in out
+    assert str(toys.run_dir) in out
+    # The terminal's process is gone, and all is ready.
+    assert set(toys.states("worker").values()) == {"ready"}
+    assert "worker/0 ready in" in (toys.run_dir / "logs/up.log").read_text()
+    again = toys.run("up", "--detach")
+    assert again.returncode == 2 and "is alive" in again.stderr
+    assert json.loads(toys.call("down", "--json"))["did"] == "ended"
+    assert read_run(toys.run_dir)["status"] == "stopped"  # type: ignore[index]
+    resumed = json.loads(toys.call("up", "--detach", "--json"))
+    assert resumed["ready"] is True and resumed["exit_code"] is None
+    toys.call("down", "--kill")
+
+
+@of("[roles.crasher]\n[supervision.restart]\nmax_restarts = 0\nrole_restarts = 0\n[roles.aide]")
+def test_a_detached_run_that_fails_says_why(toys: Toys) -> None:
+    done = toys.run("up", "--detach", "--set", "roles.crasher.after_s=0.0")
+    if done.returncode == 0:
+        # It was ready for a moment; then its end is told by `why`.
+        until("the run has ended", lambda: (read_run(toys.run_dir) or {}).get("exit_code") is not None)
+        assert "the toy broke" in toys.call("why")
+    else:
+        assert done.returncode == 1
+        assert "the toy broke" in done.stderr and "relax-rt why" in done.stderr
+
+
+@of("[roles.broken]\ntarget = 'broken.py:Broken'")
+def test_a_detached_run_that_cannot_start_has_its_diagnosis_and_exit_code(toys: Toys) -> None:
+    (toys.folder / "broken.py").write_text(
+        "from relax_rt.role import Role\n\n\nclass Broken(Role):\n    kind = 'broken'\n\n"
+        "    async def setup(self):\n        raise OSError('no such device')\n\n    async def run(self): ...\n"
+    )
+    tables = ["max_restarts=0", "role_restarts=0"]
+    sets = [word for table in tables for word in ("--set", f"supervision.restart.{table}")]
+    done = toys.run("up", "--detach", *sets)
+    assert done.returncode == 1
+    assert "no such device" in done.stderr and "exit code 1" in done.stderr
+
+
+@of("[roles.worker]")
+def test_attach_follows_and_leaves_the_run_alone(toys: Toys) -> None:
+    toys.call("up", "--detach")
+    watching = toys.popen("attach", "--plain")
+    assert watching.stdout is not None
+    with watching.stdout:
+        assert "toy is running" in watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        assert "the run goes on" in watching.stdout.read()
+        assert watching.wait(WAIT_S) == 130
+    assert toys.states("worker") == {"worker/0": "ready"}
+    watching = toys.popen("attach", "--plain")
+    assert watching.stdout is not None
+    with watching.stdout:
+        assert "toy is running" in watching.stdout.readline()
+        toys.call("down")
+        told = watching.stdout.read()
+        assert watching.wait(WAIT_S) == 0
+    assert "toy is stopped: relax-rt down" in told
+    assert "no run lives" in toys.run("attach").stderr
+
+
+@of("[roles.worker]\ncount = 2\n[roles.aide]")
+def test_scale_drain_and_restart_of_a_living_run(toys: Toys) -> None:
+    toys.call("up", "--detach")
+    assert "worker: 2 -> 4 slots" in toys.call("scale", "worker", "4")
+    assert toys.states("worker") == {f"worker/{n}": "ready" for n in range(4)}
+    found = json.loads(toys.call("scale", "worker", "1", "--json"))
+    assert found["slots"] == ["worker/0"]
+    pids = {name: slot["pid"] for name, slot in toys.slots().items()}
+    assert "did you mean 'worker'" in toys.run("scale", "wroker", "2").stderr
+    toys.call("restart", "worker")
+    until("the worker is another process", lambda: toys.slots()["worker/0"]["pid"] not in (0, pids["worker/0"]))
+    assert toys.slots()["aide/0"]["pid"] == pids["aide/0"]
+    assert "drained" in toys.call("drain", "aide")
+    assert toys.states("aide") == {"aide/0": "ended"}
+    time.sleep(0.5)
+    assert toys.states("aide") == {"aide/0": "ended"}, "what was drained stays down"
+    toys.call("restart", "aide/0")
+    until("the aide is back", lambda: toys.states("aide") == {"aide/0": "ready"})
+    assert toys.run("drain", "elsewhere").returncode == 2
+    toys.call("down")
+
+
+@of("[roles.worker]")
+def test_commands_that_look_do_so_at_a_run_that_was_harmed(toys: Toys) -> None:
+    toys.call("up", "--detach")
+    pid = toys.slots()["worker/0"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    until("the worker is back", lambda: toys.slots()["worker/0"]["pid"] not in (0, pid))
+    until("and ready", lambda: toys.states("worker") == {"worker/0": "ready"})
+    slot = toys.slots()["worker/0"]
+    assert slot["restarts"] == 1 and slot["epoch"] > 0
+    (incident,) = json.loads(toys.call("why", "worker", "--json"))["incidents"]
+    assert incident["diagnosis"]["kind"] == "killed" and incident["away_s"] > 0
+    assert "worker-0" in toys.call("logs", "work*", "-n", "5")
+    toys.call("down")
+
+
+@of("[roles.worker]")
+def test_why_tells_of_an_agent_that_was_killed(toys: Toys) -> None:
+    toys.call("up", "--detach")
+    os.kill(int(read_run(toys.run_dir)["agent"]["pid"]), signal.SIGKILL)  # type: ignore[index]
+    until("its keeper has told", lambda: (read_run(toys.run_dir) or {}).get("status") == "agent died")
+    out = toys.call("why")
+    assert "The node agent died" in out and "SIGKILL" in out and "resumes" in out
+    assert "agent died" in toys.call("ps")
