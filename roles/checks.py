@@ -6,17 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TypeVar
 
-from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.roles.sections import (
-    EngineSettings,
-    EvaluatorSettings,
-    RewardSettings,
-    RLConfig,
-    RolloutSettings,
-    ShardedSettings,
-    TrainerSettings,
-)
+from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
 
 S = TypeVar("S", bound=RoleSettings)
 
@@ -34,14 +26,7 @@ def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
 
 def check(config: RLConfig) -> list[Problem]:
     """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
-    return [
-        *_data(config),
-        *_sampling(config),
-        *_algorithm(config),
-        *_roles(config),
-        *_division(config),
-        *_capacity(config),
-    ]
+    return [*_data(config), *_sampling(config), *_algorithm(config), *_roles(config), *_capacity(config)]
 
 
 def _data(config: RLConfig) -> Iterator[Problem]:
@@ -107,39 +92,6 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
     if evaluator.count == 0 and config.evaluation.every_steps:
         message = "evaluation.every_steps is set, and roles.evaluator.count is 0"
         yield Problem(("evaluation", "every_steps"), message, "let one evaluator run, or leave every_steps out")
-
-
-def _division(config: RLConfig) -> Iterator[Problem]:
-    """Sizes of parallelism that do not divide each other, as far as that shows without the model."""
-    for kind, table in config.roles.items():
-        path = ("roles", kind)
-        if isinstance(table, ShardedSettings):
-            yield from _gang_division(table, path)
-        elif isinstance(table, EngineSettings) and table.tensor_parallel % table.expert_parallel:
-            message = (
-                f"expert_parallel = {table.expert_parallel} does not divide tensor_parallel = {table.tensor_parallel}"
-            )
-            yield Problem((*path, "expert_parallel"), message, "experts are dealt out over a replica's own GPUs")
-
-
-def _gang_division(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
-    sizes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
-    if table.backend == "torch":
-        for key in sizes:
-            if getattr(table, key) > 1:
-                message = f"{key} = {getattr(table, key)}: the torch backend divides parameters over data only"
-                yield Problem((*path, key), message, 'backend = "megatron"')
-        return
-    for over, keys in (("the model", sizes[:3]), ("the experts", (*sizes[3:], "pipeline_parallel"))):
-        ranks = math.prod(getattr(table, key) for key in keys)
-        if table.count % ranks:
-            shown = " x ".join(f"{key} {getattr(table, key)}" for key in keys)
-            message = f"count = {table.count} ranks do not divide into replicas of {over}: {shown} = {ranks}"
-            nearest = max(1, round(table.count / ranks)) * ranks
-            yield Problem((*path, "count"), message, f"set count to a multiple of {ranks}, as {nearest}")
-    if table.sequence_parallel and table.tensor_parallel == 1:
-        message = "sequence_parallel cuts what lies between tensor-parallel layers, and tensor_parallel is 1"
-        yield Problem((*path, "sequence_parallel"), message, "leave it out")
 
 
 def sample_bytes(config: RLConfig) -> int:

@@ -72,9 +72,10 @@ class RLJob:
 
     def startable(self, config: Any) -> list[Problem]:
         """See Planner.startable."""
+        from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.startable import not_startable
 
-        return not_startable(config)
+        return [*divisible(config), *not_startable(config)]
 
     def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
         """See Planner.plan_on."""

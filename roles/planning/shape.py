@@ -37,6 +37,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         tied: input and output embedding are one tensor.
         sparse: for each layer, whether its MLP is a mixture of experts.
         context: positions that the model was made for.
+        value_head: one output a token instead of the vocabulary's, as a critic has.
     """
 
     family: str
@@ -56,6 +57,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    value_head: bool = False
 
     @property
     def layers(self) -> int:
@@ -113,7 +115,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             separate: the last layer lies elsewhere than the input embedding, so that a tied one is there as a copy.
         """
         yield Weights("norm", self.hidden, "none")
-        if not self.tied or separate:
+        if self.value_head:
+            yield Weights("score", self.hidden, "none")
+        elif not self.tied or separate:
             yield Weights("lm_head", self.vocabulary * self.hidden, "vocabulary")
 
     def layer_weights(self, layer: int) -> Iterator[Weights]:

@@ -1,0 +1,109 @@
+"""Sizes of parallelism that do not divide each other or the model, each at its key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.planning.shape import ModelShape
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
+
+
+def divisible(config: RLConfig) -> Iterator[Problem]:
+    """Sizes that do not divide each other, as far as that shows without the model."""
+    for kind, table in config.roles.items():
+        path = ("roles", kind)
+        if isinstance(table, ShardedSettings):
+            yield from _gang_division(table, path)
+        elif isinstance(table, EngineSettings) and table.tensor_parallel % table.expert_parallel:
+            message = (
+                f"expert_parallel = {table.expert_parallel} does not divide tensor_parallel = {table.tensor_parallel}"
+            )
+            yield Problem((*path, "expert_parallel"), message, "experts are dealt out over a replica's own GPUs")
+
+
+def _gang_division(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
+    sizes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
+    if table.backend == "torch":
+        for key in sizes:
+            if getattr(table, key) > 1:
+                message = f"{key} = {getattr(table, key)}: the torch backend divides parameters over data only"
+                yield Problem((*path, key), message, 'backend = "megatron"')
+        return
+    for over, keys in (("the model", sizes[:3]), ("the experts", (*sizes[3:], "pipeline_parallel"))):
+        ranks = math.prod(getattr(table, key) for key in keys)
+        if table.count % ranks:
+            shown = " x ".join(f"{key} {getattr(table, key)}" for key in keys)
+            message = f"count = {table.count} ranks do not divide into replicas of {over}: {shown} = {ranks}"
+            nearest = max(1, round(table.count / ranks)) * ranks
+            yield Problem((*path, "count"), message, f"set count to a multiple of {ranks}, as {nearest}")
+    if table.sequence_parallel and table.tensor_parallel == 1:
+        message = "sequence_parallel cuts what lies between tensor-parallel layers, and tensor_parallel is 1"
+        yield Problem((*path, "sequence_parallel"), message, "leave it out")
+
+
+def divides_model(config: RLConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Sizes that do not divide the model's heads, layers, widths or experts."""
+    for kind, table in config.roles.items():
+        path = ("roles", kind)
+        if isinstance(table, ShardedSettings) and table.backend == "megatron":
+            yield from _gang_model(table, shape, path)
+        elif isinstance(table, EngineSettings):
+            yield from _engine_model(table, shape, path)
+
+
+def _gang_model(table: ShardedSettings, shape: ModelShape, path: KeyPath) -> Iterator[Problem]:
+    tensor = table.tensor_parallel
+    wanted = [
+        ("tensor_parallel", tensor, "attention heads", shape.heads),
+        ("tensor_parallel", tensor, "key-value heads", shape.kv_heads),
+        ("pipeline_parallel", table.pipeline_parallel, "layers", shape.layers),
+    ]
+    if not all(shape.sparse):
+        wanted.append(("tensor_parallel", tensor, "columns of an MLP", shape.ffn))
+    if shape.experts:
+        wanted.append(("expert_parallel", table.expert_parallel, "experts", shape.experts))
+        wanted.append(
+            ("expert_tensor_parallel", table.expert_tensor_parallel, "columns of an expert", shape.expert_ffn)
+        )
+    yield from _indivisible(wanted, path)
+    for key in () if shape.experts else ("expert_parallel", "expert_tensor_parallel"):
+        if getattr(table, key) > 1:
+            yield Problem((*path, key), f"{key} = {getattr(table, key)}, and the model has no experts", "leave it out")
+    if shape.experts and tensor > 1 and table.sequence_parallel is False:
+        message = "sequence_parallel = false with experts and tensor_parallel: each rank would deal out every token"
+        yield Problem((*path, "sequence_parallel"), message, "leave it out")
+
+
+def _engine_model(table: EngineSettings, shape: ModelShape, path: KeyPath) -> Iterator[Problem]:
+    tensor = table.tensor_parallel
+    yield from _indivisible([("tensor_parallel", tensor, "attention heads", shape.heads)], path)
+    if tensor % shape.kv_heads and shape.kv_heads % tensor:
+        message = (
+            f"tensor_parallel = {tensor} and the model's {shape.kv_heads} key-value heads do not divide each other"
+        )
+        yield Problem((*path, "tensor_parallel"), message, f"use one of: {_divisors(shape.heads)}")
+    expert = table.expert_parallel
+    if expert > 1 and not shape.experts:
+        yield Problem(
+            (*path, "expert_parallel"), f"expert_parallel = {expert}, and the model has no experts", "leave it out"
+        )
+    elif shape.experts and tensor % expert == 0:
+        inner = tensor // expert
+        wanted = [("expert_parallel", expert, "experts", shape.experts)]
+        if inner > 1:
+            wanted.append(("tensor_parallel", inner, "columns of an expert", shape.expert_ffn))
+        yield from _indivisible(wanted, path)
+
+
+def _indivisible(wanted: list[tuple[str, int, str, int]], path: KeyPath) -> Iterator[Problem]:
+    for key, size, what, count in wanted:
+        if count % size:
+            message = f"{key} = {size} does not divide the model's {count} {what}"
+            yield Problem((*path, key), message, f"use one of: {_divisors(count)}")
+
+
+def _divisors(count: int) -> str:
+    found = [n for n in range(1, count + 1) if count % n == 0]
+    return ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
