@@ -28,6 +28,7 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.config.target import TargetError
 from relax_rt.context import HostContext
 from relax_rt.faults import Faults
+from relax_rt.gang import Gang
 from relax_rt.loading import load_role, role_target
 from relax_rt.logs import setup_logging
 from relax_rt.role import Role
@@ -173,6 +174,9 @@ def main() -> int:
             loop.call_soon_threadsafe(ctx.stopping.set)
 
         lifeline.on_stop(stop)
+        if role_class.gang:
+            # Other ranks wait for the store, also those that know of it by environment variables only.
+            await asyncio.to_thread(Gang.here().serve)
         await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
 
     try:

@@ -203,6 +203,9 @@ class Supervisor(Requests):
         elif s.retired or s.drained:
             self._end_by_request(s)
         elif s.cohort is not None and (s.role.rules.gang or not over):
+            # Seen later but ended earlier: a peer may notice a death before we do.
+            if s.cohort.failed and s.role.as_one and s.window.amend(diagnosis):
+                s.cohort.cause = f"{s.name}: {diagnosis.cause}"
             self._hold(s)
         elif s.restart_asked and not s.finished:
             self._regroup([s], 0.0, "restart requested")
@@ -242,7 +245,8 @@ class Supervisor(Requests):
             self._escalate(s, diagnosis)
             return
         wait_s = min(s.spec.backoff_max_s, s.spec.backoff_first_s * 2.0**before) * self._uniform()
-        self._regroup(s.role.restarted_with(s), wait_s, f"{s.name}: {diagnosis.cause}", hard=s.role.rules.gang)
+        cause = f"{s.name}: {diagnosis.cause}"
+        self._regroup(s.role.restarted_with(s), wait_s, cause, hard=s.role.rules.gang, failed=True)
 
     def _escalate(self, s: Slot, diagnosis: Diagnosis) -> None:
         """The slot has used up its restarts: go on without it, else restart its role once as one, else end the run."""

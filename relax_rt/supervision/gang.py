@@ -15,11 +15,12 @@ class Cohort:
     Attributes:
         wait_s: the one wait of all of them, from the moment at which the last has exited.
         cause: why, in words.
+        failed: because of a failure that was counted.
     """
 
-    def __init__(self, members: Iterable[Slot], wait_s: float, cause: str) -> None:
+    def __init__(self, members: Iterable[Slot], wait_s: float, cause: str, *, failed: bool) -> None:
         self.members = list(members)
-        self.wait_s, self.cause = wait_s, cause
+        self.wait_s, self.cause, self.failed = wait_s, cause, failed
         self.released = False
         """All have exited, and the wait has begun."""
 

@@ -125,13 +125,16 @@ class Lifecycle:
 
     # Coming back, alone or with others.
 
-    def _regroup(self, members: Sequence[Slot], wait_s: float, cause: str, *, hard: bool = False) -> None:
+    def _regroup(
+        self, members: Sequence[Slot], wait_s: float, cause: str, *, hard: bool = False, failed: bool = False
+    ) -> None:
         """Bring these down, those of highest index first, and start them again once all have exited.
 
         hard: kill them, because what they do together cannot be finished.
+        failed: one of them has failed, and that was counted.
         """
         members = list(members)
-        cohort = Cohort(members, wait_s, cause)
+        cohort = Cohort(members, wait_s, cause, failed=failed)
         before = {id(s.cohort): s.cohort for s in members if s.cohort is not None}
         for s in members:
             if s.cohort is not None:

@@ -272,6 +272,8 @@ def gang_environment(gang: GangOrder) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(gang.local_world_size),
         "MASTER_ADDR": gang.master_addr,
         "MASTER_PORT": str(gang.master_port),
+        # The host serves the store on rank 0, and env:// is a client of it everywhere.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 

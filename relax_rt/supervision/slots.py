@@ -78,6 +78,13 @@ class Window:
         self._failures.append((self.good_s, diagnosis))
         return before if before < self._max else None
 
+    def amend(self, diagnosis: Diagnosis) -> bool:
+        """Take another failure of what just failed as one: the earlier is the cause. True if that is this one."""
+        if not self._failures or not diagnosis.failed or diagnosis.at >= self._failures[-1][1].at:
+            return False
+        self._failures[-1] = (self._failures[-1][0], diagnosis)
+        return True
+
     def clear(self) -> None:
         """Count from nothing again."""
         self._failures.clear()

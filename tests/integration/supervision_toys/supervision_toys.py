@@ -6,10 +6,12 @@ import asyncio
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.gang import Gang
 from relax_rt.role import Role
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.versions import VersionRecord
@@ -133,6 +135,37 @@ class Holder(Toy):
         admitted = await queue.admit(2, 1, 1, 20.0)
         self.ctx.event("held", groups=[ticket.group for ticket in admitted.tickets])
         await super().run()
+
+
+class Ranks(Toy):
+    """A gang that adds up numbers for ever: with torch.distributed, as if it had been started by torchrun."""
+
+    kind = "ranks"
+    gang = True
+    tier = 40
+
+    async def run(self) -> None:
+        await asyncio.to_thread(self.add_up, asyncio.get_running_loop())
+
+    def add_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        import torch
+        import torch.distributed as dist
+
+        gang = Gang.here()
+        dist.init_process_group("gloo")
+        asyncio.run_coroutine_threadsafe(self.ctx.ready(), loop).result()
+        for step in range(1 << 30):
+            # All leave in the same step: whoever is asked to stop says so in the sum.
+            numbers = torch.tensor([1, gang.generation, int(self.ctx.stopping.is_set())])
+            dist.all_reduce(numbers)
+            ranks, generations, stopping = numbers.tolist()
+            self.ctx.progress.advance(1, "adding up")
+            if step in (0, 20):
+                self.ctx.event("added", rank=gang.rank, step=step, ranks=ranks, generations=generations)
+            if stopping:
+                break
+            time.sleep(0.005)
+        dist.destroy_process_group()
 
 
 class Finisher(Toy):

@@ -1,0 +1,101 @@
+"""A role's place in its gang, and where the gang's ranks meet.
+
+The agent binds the rendezvous socket before any rank starts and hands it to rank 0, so that no port is raced for; each
+start of the gang has a new one, so that ranks of different generations cannot meet. The host serves the store on rank 0
+before the role is set up: `Gang.here().store()` works, and so does a plain
+``torch.distributed.init_process_group("gloo")``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+RENDEZVOUS_FD = "RELAX_RENDEZVOUS_FD"
+STORE_TIMEOUT_S = 300.0
+
+_serving: list[TCPStore] = []
+"""Rank 0's store; it serves as long as the process lives."""
+
+
+class Gang(msgspec.Struct, frozen=True, kw_only=True):
+    """This process's place among the ranks of its gang.
+
+    Attributes:
+        generation: grows with each start of the gang.
+        rank, world_size: among all ranks.
+        local_rank, local_world_size: among those on this node.
+        master_addr, master_port: where the store is served.
+    """
+
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+    @classmethod
+    def here(cls, env: Mapping[str, str] = os.environ) -> Gang:
+        """The place that the agent gave this process.
+
+        Raises:
+            RelaxError: it is no rank of a gang.
+        """
+        if "RELAX_GENERATION" not in env:
+            why = "its slots are started one by one"
+            raise RelaxError("this role is no gang", why=why, hint="set `gang = True` in the role's class")
+        return cls(
+            generation=int(env["RELAX_GENERATION"]),
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env["LOCAL_RANK"]),
+            local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+            master_addr=env["MASTER_ADDR"],
+            master_port=int(env["MASTER_PORT"]),
+        )
+
+    def store(self, timeout_s: float = STORE_TIMEOUT_S) -> TCPStore:
+        """The gang's key-value store: rank 0's own, which serves it, or a client of it. A wait in it ends after
+        timeout_s.
+
+        Raises:
+            torch.distributed.DistStoreError: rank 0 cannot be reached.
+        """
+        from torch.distributed import TCPStore
+
+        if self.rank == 0:
+            self.serve()
+            _serving[0].set_timeout(timedelta(seconds=timeout_s))
+            return _serving[0]
+        return TCPStore(self.master_addr, self.master_port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+    def serve(self) -> None:
+        """On rank 0, serve the store on the socket that was handed over; once, for as long as the process lives."""
+        if self.rank != 0 or _serving or find_spec("torch") is None:
+            return
+        from torch.distributed import TCPStore
+
+        fd = int(os.environ[RENDEZVOUS_FD])
+        os.set_inheritable(fd, False)
+        _serving.append(
+            TCPStore(
+                self.master_addr,
+                self.master_port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                master_listen_fd=fd,
+            )
+        )
