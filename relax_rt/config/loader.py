@@ -132,9 +132,9 @@ def read_resolved(path: Path) -> RunConfig:
 
 
 def config_digest(config: RunConfig) -> str:
-    """16 hex digits that change when anything but the folders of the run and of the config changes."""
+    """16 hex digits that change with everything but where the run is: its folder, the config's, where it listens."""
     data = config.model_dump(mode="json")
-    del data["config_dir"], data["run"]["dir"]
+    del data["config_dir"], data["run"]["dir"], data["supervision"]["nodes"]["listen"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

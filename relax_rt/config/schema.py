@@ -50,6 +50,9 @@ class RestartTable(Table):
 class NodesTable(Table):
     """How the head node treats the nodes that joined it."""
 
+    listen: str = ""
+    """HOST:PORT at which other nodes join this run (port 0: any free one); empty: the run has this node alone. HOST is
+    one address of this machine that the others reach."""
     lease_s: Seconds = 10.0
     """A node that is not heard of for this long is lost: its slots are failed, and it is fenced if it returns."""
     on_loss: Literal["replace", "wait"] = "replace"

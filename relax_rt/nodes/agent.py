@@ -16,6 +16,7 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.events import EventFollower, EventLog
 from relax_rt.nodes.api import (
     DOOR,
+    Began,
     BindSlot,
     Bound,
     DumpSlot,
@@ -122,6 +123,8 @@ class NodeAgent:
         server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
         self._local.prepare()
+        self._core.say(Began(os.getpid(), str(self.paths.run_dir)))
+        self._said.set()
         self._events.emit("node_began", node=self.seat.node, node_epoch=self.seat.epoch, pid=os.getpid())
         follower = EventFollower(self.paths.run_dir)
         # What an earlier seat wrote was reported by it.

@@ -184,13 +184,20 @@ class Wrote(msgspec.Struct, frozen=True, tag=4, array_like=True):
     line: bytes
 
 
+class Began(msgspec.Struct, frozen=True, tag=6, array_like=True):
+    """The node's agent has begun: its pid there, and where logs and events of the node lie."""
+
+    pid: int
+    run_dir: str
+
+
 class WantsToLeave(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """Someone asked the node to end: its slots are to be stopped in order and started elsewhere."""
 
     reason: str
 
 
-Item = Told | Listens | Bound | Wrote | WantsToLeave
+Item = Told | Listens | Bound | Wrote | WantsToLeave | Began
 
 SlotEvent = SlotSpawned | SlotReady | SlotFinished | SlotExited | Progress
 _EVENTS: dict[str, type[SlotEvent]] = {

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
 
 from relax_rt.nodes.api import DOOR, HEAD, Facts, HeadApi, Item, Joined, Orders, Seat
+from relax_rt.nodes.base import SYSTEM, HeadBase
 from relax_rt.nodes.fleet import Fleet
 from relax_rt.nodes.head import STOP_S, TICK_S, HeadCore
+from relax_rt.nodes.listen import check_listen
+from relax_rt.nodes.seat import read_keys
 from relax_rt.supervision.executor import EmitEvent
-from relax_rt.transport.address import parse_address
+from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import CurveKeys, Server, make_hello
@@ -110,17 +114,27 @@ class Door:
             raise
 
 
-def check_listen(listen: str) -> str:
-    """HOST:PORT as an address.
+async def open_door(fleet: Fleet, base: HeadBase, listen: str, kinds: Sequence[str]) -> Door | None:
+    """The head's door, opened; None in a run of one node.
+
+    Args:
+        listen: HOST:PORT.
+        kinds: the roles of the run.
 
     Raises:
-        AddressError: it is none.
-        Refused: it is every address of this machine: roles tell others where they listen, so it must be one of them.
+        AddressError: nothing can listen there.
     """
-    address = parse_address(listen if "://" in listen else f"tcp://{listen}")
-    if address.scheme != "tcp":
-        raise Refused(f"listening on {listen}", why="other nodes come by tcp", hint="use HOST:PORT")
-    if address.host in ("*", "0.0.0.0", "::"):
-        why = "roles tell other nodes where they listen, so it must be one address that these reach"
-        raise Refused(f"listening on {listen}", why=why, hint="use the address of the network between the nodes")
-    return str(address)
+    if fleet.core is None:
+        return None
+    config = (base.paths.run_dir / RESOLVED_CONFIG).read_text()
+    door = Door(
+        fleet,
+        fleet.core,
+        config=config,
+        system=[kind for kind in SYSTEM if kind in kinds],
+        keys=read_keys(base.paths),
+        emit=fleet.emit,
+    )
+    address = await door.open(listen)
+    fleet.emit("listening_for_nodes", address=address)
+    return door

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
 
 import structlog
 
+from relax_rt.events import CURRENT, Appender
 from relax_rt.nodes.api import (
+    Began,
     BindSlot,
     Bound,
     DumpSlot,
@@ -29,11 +33,13 @@ from relax_rt.nodes.api import (
     Wrote,
     hear,
 )
+from relax_rt.nodes.base import HeadBase
 from relax_rt.nodes.head import Departure, HeadCore
 from relax_rt.nodes.placement import Node
 from relax_rt.supervision.api import NodeStatus
 from relax_rt.supervision.executor import EmitEvent, Executor, Rendezvous, StartOrder
 from relax_rt.supervision.protocol import DrainRequested, Event, NodeJoined, NodeLost, SlotExited, SlotSpawned
+from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.errors import Refused, RelaxError
 
 BIND_TIMEOUT_S = 10.0
@@ -57,6 +63,9 @@ class RemoteExecutor:
         self.node = seat.node
         self.seat = seat
         self._core, self._wake, self._on_event = core, give, on_event
+        self.run_dir = ""
+        """Where the node keeps its logs."""
+        self.agent_pid = 0
         self.open: dict[str, int] = {}
         """Epoch of each slot that was ordered to start there and has not exited."""
         self._binding: dict[tuple[str, int], asyncio.Future[Rendezvous]] = {}
@@ -132,40 +141,37 @@ class RemoteExecutor:
                 waiting.set_exception(OSError(f"node {self.node} is gone: {reason}"))
 
 
+class HeadAgent(Protocol):
+    """What the fleet tells the head's agent."""
+
+    def post(self, event: Event) -> None:
+        """An event for the supervisor."""
+
+    def on_event(self, event: Event) -> None:
+        """What came to pass with a slot on a node that joined."""
+
+    def on_address(self, slot: str, address: str, remote: str) -> None:
+        """Where a role on such a node serves."""
+
+    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
+        """A process went with its node."""
+
+
 class Fleet:
     """The head's own executor, and one for each node that joined.
 
     Args:
         local: the head's own.
-        here: the head's own node; its name is empty in a run of one node.
-        core: the account of the nodes that join; None in a run of one node.
-        wait_for_lost: slots of a lost node wait for it, instead of going elsewhere.
-        post: takes events for the supervisor.
-        on_event: takes what comes to pass on the nodes that joined.
-        on_address: takes (slot, address, remote) of their roles.
-        on_gone: takes (slot, epoch, reason) of each process that went with its node.
-        emit: appends to the run's event log; `append` the same for a line that was written elsewhere.
+        base: the head's own node.
+        agent: takes what comes to pass.
+        emit: appends to the run's event log.
     """
 
-    def __init__(
-        self,
-        local: Executor,
-        here: Node,
-        core: HeadCore | None,
-        *,
-        wait_for_lost: bool,
-        post: Callable[[Event], None],
-        on_event: Callable[[SlotEvent], None],
-        on_address: Callable[[str, str, str], None],
-        on_gone: Callable[[str, int, str], None],
-        emit: EmitEvent,
-        append: Callable[[bytes], object],
-    ) -> None:
-        self.core = core
-        self._local, self._here = local, here
-        self._wait_for_lost = wait_for_lost
-        self._post, self._on_event, self._on_address, self._on_gone = post, on_event, on_address, on_gone
-        self._emit, self._append = emit, append
+    def __init__(self, local: Executor, base: HeadBase, agent: HeadAgent, emit: EmitEvent) -> None:
+        self.core = HeadCore(base.paths.run_id, base.table.lease_s, time.monotonic()) if base.several else None
+        self.emit = emit
+        self._local, self._base, self._agent = local, base, agent
+        self._lines = Appender(base.paths.run_dir / "events" / CURRENT)
         self._log = structlog.get_logger()
         self._remote: dict[str, RemoteExecutor] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
@@ -174,7 +180,7 @@ class Fleet:
 
     def executor(self, node: str) -> Executor | None:
         """The node's; None when it is gone."""
-        return self._local if node == self._here.name else self._remote.get(node)
+        return self._local if node == self._base.here.name else self._remote.get(node)
 
     def put(self, slot: str, remote: str) -> None:
         """Where a slot listens for other nodes; empty: nowhere any more."""
@@ -185,6 +191,11 @@ class Fleet:
     def where(self, slot: str) -> str:
         """Where a slot listens for other nodes; empty while it does nowhere."""
         return "" if self.core is None else self.core.places.get(slot, "")
+
+    def log(self, node: str, slot: str) -> str:
+        """A slot's log on a node that joined, as ``node:path``; empty for the head's own."""
+        executor = self._remote.get(node)
+        return f"{node}:{RunPaths('', Path(executor.run_dir)).log(slot)}" if executor and executor.run_dir else ""
 
     def wake(self) -> None:
         """Answer the calls for orders that wait."""
@@ -199,11 +210,11 @@ class Fleet:
     def joined(self, seat: Seat, facts: Facts) -> None:
         """A node has joined: its resources are there from now on."""
         assert self.core is not None
-        self._remote[seat.node] = RemoteExecutor(self.core, seat, self.wake, self._on_event)
+        self._remote[seat.node] = RemoteExecutor(self.core, seat, self.wake, self._agent.on_event)
         fields = {"host": facts.host, "machine": facts.machine, "cores": facts.cores, "gpus": facts.gpus}
-        self._emit("node_joined", node=seat.node, node_epoch=seat.epoch, **fields)
+        self.emit("node_joined", node=seat.node, node_epoch=seat.epoch, **fields)
         self._log.info("node joined", node=str(seat), host=facts.host)
-        self._post(NodeJoined(Node(seat.node, facts.cores, facts.gpus)))
+        self._agent.post(NodeJoined(Node(seat.node, facts.cores, facts.gpus)))
 
     def gone(self, departure: Departure, *, lost: bool) -> None:
         """A node is gone, and with it everything that ran there."""
@@ -212,14 +223,14 @@ class Fleet:
         if executor is None or self.core is None:
             return
         kind = "node_lost" if lost else "node_left"
-        self._emit(kind, node=seat.node, node_epoch=seat.epoch, reason=reason, slots=list(executor.open))
+        self.emit(kind, node=seat.node, node_epoch=seat.epoch, reason=reason, slots=list(executor.open))
         self._log.warning("node is gone", node=str(seat), why=reason, slots=list(executor.open))
         executor.lost(reason)
         for slot, epoch in executor.open.items():
             self.core.put(slot, "")
-            self._on_gone(slot, epoch, f"node {seat.node} is gone: {reason}")
+            self._agent.on_gone(slot, epoch, f"node {seat.node} is gone: {reason}")
         self.wake()
-        self._post(NodeLost(seat.node, reason, keep=lost and self._wait_for_lost, at=time.time()))
+        self._agent.post(NodeLost(seat.node, reason, keep=lost and self._base.table.on_loss == "wait", at=time.time()))
         self._changed.set()
 
     def reported(self, seat: Seat, items: Sequence[Item]) -> None:
@@ -240,19 +251,21 @@ class Fleet:
                 self._let_go(executor)
             case Listens(slot=slot, address=address, remote=remote):
                 if slot in executor.open:
-                    self._on_address(slot, address, remote)
+                    self._agent.on_address(slot, address, remote)
             case Bound():
                 executor.bound(item)
+            case Began(pid=pid, run_dir=run_dir):
+                executor.agent_pid, executor.run_dir = pid, run_dir
             case Wrote(line=line):
-                self._append(line)
+                self._lines.append(line)
             case WantsToLeave(reason=reason):
                 self._leaving(executor, reason)
 
     def _leaving(self, executor: RemoteExecutor, reason: str) -> None:
         assert self.core is not None
         if self.core.leaving(executor.seat, reason):
-            self._emit("node_leaving", node=executor.node, node_epoch=executor.seat.epoch, reason=reason)
-            self._post(DrainRequested(executor.node))
+            self.emit("node_leaving", node=executor.node, node_epoch=executor.seat.epoch, reason=reason)
+            self._agent.post(DrainRequested(executor.node))
             self._let_go(executor)
 
     def _let_go(self, executor: RemoteExecutor) -> None:
@@ -277,15 +290,15 @@ class Fleet:
             names = ", ".join(self._remote)
             self._log.warning("nodes have not said that they ended; they end when their lease is over", nodes=names)
 
-    def status(self, *, host: str, agent_pid: int, slots: Sequence[str]) -> list[NodeStatus]:
+    def status(self, slots: Sequence[str]) -> list[NodeStatus]:
         """Every node: the head's own first, with its slots of these, then the others in the order they joined."""
         elsewhere = {slot for executor in self._remote.values() for slot in executor.open}
         own = NodeStatus(
-            node=self._here.name,
-            host=host,
-            agent_pid=agent_pid,
-            cores=self._here.cores,
-            gpus=self._here.gpus,
+            node=self._base.here.name,
+            host=self._base.host if self._base.several else os.uname().nodename,
+            agent_pid=os.getpid(),
+            cores=self._base.here.cores,
+            gpus=self._base.here.gpus,
             slots=[slot for slot in slots if slot not in elsewhere],
         )
         if self.core is None:
@@ -296,7 +309,7 @@ class Fleet:
                 node=view.seat.node,
                 state=view.state,
                 host=view.facts.host,
-                agent_pid=view.facts.pid,
+                agent_pid=self._remote[view.seat.node].agent_pid if view.seat.node in self._remote else 0,
                 cores=view.facts.cores,
                 memory_mib=view.facts.memory_mib,
                 gpus=view.facts.gpus,

@@ -23,9 +23,9 @@ import msgspec
 
 from relax_rt import __version__
 from relax_rt.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
-from relax_rt.nodes.door import check_listen
 from relax_rt.nodes.gpus import count_gpus
 from relax_rt.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
+from relax_rt.nodes.listen import check_listen
 from relax_rt.nodes.seat import End, Taken, boot_clock, node_paths, read_end, write_seat
 from relax_rt.supervision import procfs
 from relax_rt.supervision.launch import lock_run_dir

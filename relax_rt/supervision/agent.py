@@ -16,6 +16,11 @@ import uvloop
 
 from relax_rt.config.schema import RunConfig
 from relax_rt.events import EventLog
+from relax_rt.nodes.base import HeadBase, pinned_plans
+from relax_rt.nodes.door import Door, open_door
+from relax_rt.nodes.fleet import Fleet
+from relax_rt.nodes.placement import Placer
+from relax_rt.nodes.where import WhereApi
 from relax_rt.supervision import procfs
 from relax_rt.supervision.api import AgentApi, NodeStatus, RunStatus, SlotStatus
 from relax_rt.supervision.core import InvalidTransition, SlotView, Supervisor
@@ -46,9 +51,9 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.rundir import RunPaths, owner_of, update_run
+from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.standin import KeeperWatch
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import Server, make_hello
 
@@ -92,17 +97,28 @@ class Agent:
         self.config, self.paths = config, paths
         self._plans = {plan.kind: plan for plan in plans}
         rules = config.supervision
+        plans = pinned_plans(plans, config)
         specs = [spec for plan in plans for spec in plan.specs(rules)]
-        self._core = Supervisor(specs, random.Random().random, [plan.rules(rules) for plan in plans])
         self._log = structlog.get_logger()
         self._events = EventLog(paths.run_dir, "agent", config.events.segment_mib * MIB, config.events.keep_segments)
         self._notices = Notices(paths, has_registry="registry" in self._plans, has_queue="queue" in self._plans)
+        self._base = HeadBase(rules.nodes, paths)
         self._local = LocalExecutor(
-            config, paths, plans, on_event=self.on_event, on_address=self._on_address, emit=self._events.emit
+            config,
+            paths,
+            plans,
+            on_event=self.on_event,
+            on_address=self.on_address,
+            emit=self._events.emit,
+            node=self._base.here.name,
+            host=self._base.host,
+            environment=self._base.environment,
         )
+        self._fleet = Fleet(self._local, self._base, self, self._events.emit)
+        placer = Placer([self._base.here])
+        self._core = Supervisor(specs, random.Random().random, [plan.rules(rules) for plan in plans], placer)
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
-        self._executors: dict[str, Executor] = {self._local.node: self._local}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._called_off: dict[str, Diagnosis] = {}
         self._lives: dict[str, _Life] = {}
@@ -127,7 +143,11 @@ class Agent:
             self._keeper.watch(self._keeper_pid)
         server = Server(make_hello(self.paths.run_id, Incarnation(AGENT_SLOT, 0)))
         server.offer(AgentApi, _Desk(self))
+        server.offer(WhereApi, self)
         await server.listen(f"unix://{self.paths.agent_socket}")
+        door = await open_door(self._fleet, self._base, self.config.supervision.nodes.listen, list(self._plans))
+        if door is not None:
+            self._write_status(listen=door.address)
         self._notices.start()
         self._events.emit(
             "run_started", run_id=self.paths.run_id, pid=os.getpid(), slots=[view.slot for view in self._core.view()]
@@ -139,7 +159,7 @@ class Agent:
         finally:
             for task in background:
                 task.cancel()
-        await self._close(server, done)
+        await self._close(server, door, done)
         return done
 
     def post(self, event: Event) -> None:
@@ -187,9 +207,19 @@ class Agent:
         if self._status == "starting" and all(view.state in ("ready", "ended") for view in self._core.view()):
             self._write_status("running")
 
-    def _on_address(self, slot: str, address: str, remote: str) -> None:
+    def on_address(self, slot: str, address: str, remote: str) -> None:
         if slot in self._lives:
             self._lives[slot].address = address
+        self._fleet.put(slot, remote)
+
+    def on_gone(self, slot: str, epoch: int, reason: str) -> None:
+        """A process went with its node."""
+        self._notices.ended(Incarnation(slot, epoch), f"node_lost: {reason}")
+
+    async def where(self, slot: str) -> str:
+        """See WhereApi."""
+        here = self._nodes.get(slot, self._local.node) == self._local.node
+        return f"unix://{self.paths.socket_dir / slot_file(slot, '.sock')}" if here else self._fleet.where(slot)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -238,7 +268,7 @@ class Agent:
                 )
                 for start, epoch, place in zip(starts, epochs, places, strict=True)
             ]
-            executors = [self._executors[start.node] for start in starts]
+            executors = [self._at(start.node) for start in starts]
         except asyncio.CancelledError:
             self._not_started(slots, "killed", "its start was called off")
         except Exception as error:  # noqa: BLE001 whatever went wrong is the slots' diagnosis
@@ -251,7 +281,7 @@ class Agent:
     async def _meet(self, gang: StartGang) -> list[GangOrder]:
         """The ranks' places; the socket at which they meet listens when this returns."""
         first = gang.ranks[0]
-        at = await self._executors[first.node].rendezvous(first.slot, gang.generation)
+        at = await self._at(first.node).rendezvous(first.slot, gang.generation)
         return gang_orders(gang, at)
 
     def _not_started(self, slots: Sequence[str], kind: Kind, cause: str) -> None:
@@ -271,7 +301,12 @@ class Agent:
 
     def _executor(self, slot: str) -> Executor | None:
         """None when its node is lost."""
-        return self._executors.get(self._nodes.get(slot, ""))
+        return self._fleet.executor(self._nodes.get(slot, self._local.node))
+
+    def _at(self, node: str) -> Executor:
+        if (executor := self._fleet.executor(node)) is None:
+            raise Unreachable(f"node {node!r}", why="it is gone")
+        return executor
 
     def stop(self, reason: str, exit_code: int = 0) -> None:
         """Drain."""
@@ -327,8 +362,7 @@ class Agent:
 
     def nodes(self) -> list[NodeStatus]:
         """The nodes of the run."""
-        slots = [view.slot for view in self._core.view() if view.pid]
-        return [NodeStatus(node="", host=os.uname().nodename, agent_pid=os.getpid(), slots=slots)]
+        return self._fleet.status([view.slot for view in self._core.view() if view.pid])
 
     def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
         life = self._lives.get(view.slot) or _Life(now)
@@ -346,7 +380,7 @@ class Agent:
             detail=view.detail,
             waiting=view.waiting,
             address=life.address,
-            log=str(self.paths.log(view.slot)),
+            log=self._fleet.log(view.node, view.slot) or str(self.paths.log(view.slot)),
             last=view.last,
             node=view.node,
             ready_s=life.ready_s,
@@ -391,15 +425,17 @@ class Agent:
             self._log.exception("the observer of the run's state failed; it is not called again")
             self._on_state = None
 
-    async def _close(self, server: Server, done: Done) -> None:
+    async def _close(self, server: Server, door: Door | None, done: Done) -> None:
         status = self._asked or ("finished" if done.exit_code == 0 else "failed")
         if self._asked and done.diagnosis is not None:
             status = "failed"
         await self._notices.close()
         await server.close()
         self._keeper.close()
-        for executor in self._executors.values():
-            await executor.close()
+        await self._fleet.close(done.exit_code, done.reason)
+        if door is not None:
+            await door.close()
+        await self._local.close()
         self.paths.remove_private()
         self._events.emit("run_ended", status=status, exit_code=done.exit_code, reason=done.reason)
         self._events.close()

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["clean", "killed", "oom", "exception", "import_error", "config", "hang", "cuda", "unknown"]
+Kind = Literal["clean", "killed", "oom", "exception", "import_error", "config", "hang", "cuda", "node_lost", "unknown"]
 
 OwnKill = Literal["killed", "hang", "oom"]
 """Why the runtime itself kills a process."""

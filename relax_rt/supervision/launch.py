@@ -16,6 +16,9 @@ from pathlib import Path
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.nodes.checks import check_nodes
+from relax_rt.nodes.keys import FILE as JOIN_KEY
+from relax_rt.nodes.keys import make_key, read_key, write_key
 from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
 from relax_rt.supervision.rundir import (
     LOCK,
@@ -133,7 +136,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
     Raises:
         RelaxError: the run must not start.
     """
-    plan_roles(config, system)
+    check_nodes(config, plan_roles(config, system))
     run_dir = Path(config.run.dir)
     lock_fd = lock_run_dir(run_dir)
     try:
@@ -143,6 +146,8 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
         check_shared_memory(config)
         paths = RunPaths(secrets.token_hex(4), run_dir)
         paths.make_private()
+        if config.supervision.nodes.listen:
+            write_key(paths.socket_dir / JOIN_KEY, read_key(make_key(run_dir)))
     except BaseException:
         os.close(lock_fd)
         raise

@@ -148,7 +148,7 @@ class Requests(Lifecycle):
         self._placer.remove(event.node, keep=event.keep)
         for s in lost:
             cause = f"node {event.node} is lost: {event.reason}"
-            diagnosis = Diagnosis(slot=s.name, epoch=s.epoch, pid=s.pid, kind="killed", cause=cause, at=event.at)
+            diagnosis = Diagnosis(slot=s.name, epoch=s.epoch, pid=s.pid, kind="node_lost", cause=cause, at=event.at)
             self._on_exited(s, diagnosis, counted=False)
 
     def _on_exited(self, s: Slot, diagnosis: Diagnosis, *, counted: bool = True) -> None:
