@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from supervisor_bench import Bench, spec
 
-from relax_rt.supervision.core import InvalidTransition, Supervisor
-from relax_rt.supervision.diagnosis import Diagnosis, Kind
+from relax_rt.supervision.core import InvalidTransition
+from relax_rt.supervision.diagnosis import Kind
 from relax_rt.supervision.protocol import (
-    Action,
-    Done,
     DumpStacks,
     Emit,
-    Event,
     Kill,
     KillRequested,
     Progress,
     RestartRequested,
     RunStarted,
-    SlotExited,
     SlotFinished,
     SlotReady,
     SlotSpawned,
@@ -28,48 +23,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
-from relax_rt.supervision.spec import RoleSpec, SlotSpec
 from relax_rt.transport.errors import Refused
-
-
-class Bench:
-    """A supervisor with a clock, and processes that exist only as epochs."""
-
-    def __init__(self, *specs: SlotSpec, draw: float = 0.5, role_restarts: int = 0) -> None:
-        kinds = dict.fromkeys(spec.kind for spec in specs)
-        self.core = Supervisor(specs, lambda: draw, [RoleSpec(kind=k, role_restarts=role_restarts) for k in kinds])
-        self.now = 0.0
-        self.epoch = 0
-        self.actions: list[Action] = []
-
-    def __call__(self, *events: Event, after: float = 0.0) -> list[Action]:
-        self.now += after
-        self.actions = [a for event in events for a in self.core.handle(event, self.now)]
-        return self.actions
-
-    def up(self, slot: str) -> list[Action]:
-        self.epoch += 1
-        return self(SlotSpawned(slot, self.epoch, 1000 + self.epoch), SlotReady(slot))
-
-    def dies(self, slot: str, kind: Kind = "exception", after: float = 0.0) -> list[Action]:
-        self.now += after
-        at = Diagnosis(slot=slot, epoch=self.epoch, kind=kind, cause=f"{kind} of {slot}", at=self.now)
-        return self(SlotExited(slot, at))
-
-    def state(self, slot: str) -> str:
-        return next(v.state for v in self.core.view() if v.slot == slot)
-
-    def of(self, kind: type) -> list[str]:
-        return [a.slot for a in self.actions if isinstance(a, kind)]  # type: ignore[attr-defined]
-
-    @property
-    def done(self) -> Done:
-        assert self.core.done is not None
-        return self.core.done
-
-
-def spec(slot: str, **fields: Any) -> SlotSpec:
-    return SlotSpec(slot=slot, kind=slot.partition("/")[0], **fields)
 
 
 def test_tiers_start_when_lower_ones_are_ready() -> None:
