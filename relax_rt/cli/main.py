@@ -9,11 +9,11 @@ from cyclopts import CycloptsError
 
 from relax_rt.cli import chaos
 from relax_rt.cli.app import BAD_INPUT, FAILED, INTERRUPTED, OK, app
-from relax_rt.cli.commands import before, doctor, look, plan, run, steer
+from relax_rt.cli.commands import before, doctor, look, plan, record, run, steer
 from relax_rt.transport.errors import RelaxError
 
 __all__ = ["app", "main"]
-COMMANDS = (before, plan, doctor, run, look, steer, chaos)
+COMMANDS = (before, plan, doctor, run, look, record, steer, chaos)
 """Modules that register their commands on import."""
 
 

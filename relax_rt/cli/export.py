@@ -1,0 +1,196 @@
+"""A run's records for other tools: a tar of JSON lines and CSV tables, or Prometheus' text of the moment."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_rt.cli.figures import Figures
+from relax_rt.cli.why import Account
+from relax_rt.events import CURRENT, segments
+from relax_rt.metrics import METRICS, read_metrics
+from relax_rt.supervision.api import RunStatus
+from relax_rt.transport.errors import RelaxError
+
+WHOLE = ("run.json", "config.json", "roles.toml", "summary.json")
+LOG_BYTES = 1 << 20
+MAX_KINDS = 64
+MAX_COLUMNS = 256
+CSV_BUFFER = 8 << 20
+COPY_BYTES = 1 << 20
+
+
+def export(run_dir: Path, out: Path, account: Account, *, most_mib: int) -> list[str]:
+    """Write ``out`` (.tar.gz): events, metrics (as they are, and a CSV a kind), failures.csv, config, ends of logs.
+
+    Args:
+        most_mib: of events and of metrics each, the newest so many MiB.
+
+    Returns:
+        The names in it.
+
+    Raises:
+        RelaxError: it cannot be written.
+    """
+    fresh = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with tarfile.open(fresh, "w:gz") as tar:
+            names = list(_fill(tar, run_dir, account, most_mib << 20))
+        fresh.replace(out)
+    except OSError as error:
+        raise RelaxError(f"{out} cannot be written", why=error.strerror or str(error)) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return names
+
+
+def _fill(tar: tarfile.TarFile, run_dir: Path, account: Account, most: int) -> Iterator[str]:
+    for name in WHOLE:
+        if (run_dir / name).is_file():
+            yield _add(tar, name, [run_dir / name], most)
+    events = run_dir / "events"
+    yield _add(tar, "events.jsonl", [*segments(events), events / CURRENT], most)
+    yield _add(tar, METRICS, [run_dir / METRICS], most)
+    for kind, table in _tables(run_dir):
+        yield _add_text(tar, f"metrics-{kind}.csv", table)
+    yield _add_text(tar, "failures.csv", _failures(account))
+    for log in sorted((run_dir / "logs").glob("*.log")):
+        yield _add(tar, f"logs/{log.name}", [log], LOG_BYTES)
+
+
+def _add(tar: tarfile.TarFile, name: str, paths: Iterable[Path], most: int) -> str:
+    """The newest `most` bytes of files that follow each other, from the start of a line on."""
+    with tempfile.TemporaryFile() as whole:
+        sizes = [(path, path.stat().st_size) for path in paths if path.exists()]
+        skip = max(0, sum(size for _, size in sizes) - most)
+        cut = skip > 0
+        for path, size in sizes:
+            if skip >= size:
+                skip -= size
+                continue
+            with path.open("rb") as file:
+                file.seek(skip)
+                if cut:
+                    file.readline()
+                    cut = False
+                # A file that is being written is taken as long as it was at the look.
+                _copy(file, whole, size - file.tell())
+            skip = 0
+        return _put(tar, name, whole)
+
+
+def _copy(source: Any, target: Any, left: int) -> None:
+    while left > 0 and (chunk := source.read(min(left, COPY_BYTES))):
+        target.write(chunk)
+        left -= len(chunk)
+
+
+def _put(tar: tarfile.TarFile, name: str, file: Any) -> str:
+    info = tarfile.TarInfo(name)
+    info.size = file.seek(0, os.SEEK_END)
+    info.mtime = int(time.time())
+    file.seek(0)
+    tar.addfile(info, file)
+    return name
+
+
+def _add_text(tar: tarfile.TarFile, name: str, lines: Iterable[str]) -> str:
+    with tempfile.SpooledTemporaryFile(CSV_BUFFER) as file:
+        for line in lines:
+            file.write(line.encode())
+        return _put(tar, name, file)
+
+
+def _tables(run_dir: Path) -> Iterator[tuple[str, Iterator[str]]]:
+    """A table for each kind of metrics record, its columns the fields that hold one number or word."""
+    columns: dict[str, dict[str, None]] = {}
+    for record in read_metrics(run_dir):
+        kind = str(record.get("kind", ""))
+        if kind not in columns and (len(columns) >= MAX_KINDS or not kind.isidentifier()):
+            continue
+        known = columns.setdefault(kind, {})
+        for key, value in record.items():
+            if not isinstance(value, list | dict) and len(known) < MAX_COLUMNS:
+                known[key] = None
+    for kind, names in columns.items():
+        header = [name for name in names if name != "kind"]
+        yield kind, _csv(header, (record for record in read_metrics(run_dir, kind)))
+
+
+def _failures(account: Account) -> Iterator[str]:
+    header = ["t", "slot", "epoch", "kind", "cause", "fault", "with", "policy", "affected", "away_s", "first_work_s"]
+    return _csv(
+        header,
+        (
+            {
+                "t": incident.at,
+                "slot": incident.slots[0],
+                "epoch": incident.diagnosis.epoch,
+                "kind": incident.diagnosis.kind,
+                "cause": incident.diagnosis.cause,
+                "fault": incident.fault.name if incident.fault else "",
+                "with": " ".join(incident.slots[1:]),
+                "policy": "; ".join(incident.policy),
+                "affected": "; ".join(incident.affected),
+                "away_s": incident.away_s,
+                "first_work_s": incident.first_work_s,
+            }
+            for incident in account.incidents
+        ),
+    )
+
+
+def _csv(header: list[str], records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    for record in records:
+        yield buffer.getvalue()
+        buffer.seek(0)
+        buffer.truncate()
+        values = [record.get(name) for name in header]
+        writer.writerow(["" if isinstance(v, list | dict) or v is None else v for v in values])
+    yield buffer.getvalue()
+
+
+def prometheus(status: RunStatus, figures: Mapping[str, Figures]) -> str:
+    """The run at this moment in Prometheus' text format, as for a node exporter's textfile collector."""
+    run = {"run": status.name}
+    samples: list[tuple[str, str, str, dict[str, str], float]] = [
+        ("relax_run_up", "gauge", "1 while the run's agent lives.", run, float(not status.ended)),
+        ("relax_run_uptime_seconds", "gauge", "Age of this start of the run.", run, status.uptime_s),
+    ]
+    for slot in status.slots:
+        labels = {**run, "slot": slot.slot, "role": slot.kind, "node": slot.node}
+        known = figures.get(slot.slot, Figures())
+        values: list[tuple[str, str, str, float | None]] = [
+            ("slot_ready", "gauge", "1 while the slot does its work.", float(slot.state == "ready")),
+            ("slot_restarts_total", "counter", "Restarts since the run was started.", slot.restarts),
+            ("slot_progress_total", "counter", "Units of work since its process was started.", slot.progress),
+            ("slot_epoch", "gauge", "Epoch of its newest incarnation.", slot.epoch),
+            ("slot_policy_version", "gauge", "Policy version on it.", known.version),
+            ("slot_staleness", "gauge", "Publications it is behind.", known.staleness),
+            ("slot_depth", "gauge", "Work that waits in it.", known.depth),
+        ]
+        samples += [(f"relax_{n}", kind, text, labels, float(v)) for n, kind, text, v in values if v is not None]
+    lines: list[str] = []
+    # The format wants all samples of a name together.
+    for name in dict.fromkeys(sample[0] for sample in samples):
+        members = [sample for sample in samples if sample[0] == name]
+        lines += [f"# HELP {name} {members[0][2]}", f"# TYPE {name} {members[0][1]}"]
+        lines += [f"{name}{{{_labels(labels)}}} {value:g}" for _, _, _, labels, value in members]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    # JSON escapes what the format wants escaped: quotes, backslashes and newlines.
+    return ",".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in labels.items())
