@@ -1,3 +1,24 @@
 """relax-rt: asynchronous RL post-training on bare-metal nodes, as restartable processes."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relax_rt import discovery
+    from relax_rt.actors import Actor
+
 __version__ = "0.1.0"
+__all__ = ["Actor", "__version__", "discovery"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded with the first use, not with the package.
+    if name == "Actor":
+        from relax_rt.actors import Actor
+
+        return Actor
+    if name == "discovery":
+        return importlib.import_module("relax_rt.discovery")
+    raise AttributeError(f"module 'relax_rt' has no attribute '{name}'")
