@@ -37,7 +37,7 @@ class Ettr(msgspec.Struct, frozen=True, kw_only=True):
 def path_of(steps: Sequence[Record]) -> dict[int, Record]:
     """The records on the path to the last step: a higher epoch's steps replace those that they repeat."""
     path: dict[int, Record] = {}
-    for record in sorted(steps, key=lambda r: (r.get("epoch", 0), r["t"])):
+    for record in sorted(steps, key=lambda r: r.get("epoch", 0)):
         for later in [s for s in path if s >= record["step"]]:
             del path[later]
         path[record["step"]] = record
