@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import socket
@@ -16,6 +17,7 @@ from relax_rt.actors.directory import Directory
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.events import EventLog
 from relax_rt.metrics import MetricsLog
+from relax_rt.nodes.links import Finder, Links
 from relax_rt.registry.api import RegistryApi
 from relax_rt.role import Progress
 from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
@@ -175,6 +177,9 @@ class HostContext:
         self._hello = make_hello(run_id, who)
         self._clients: dict[str, Client] = {}
         self._server: Server | None = None
+        self._links = Links.from_environment()
+        self._finder = Finder(socket_dir, self._hello) if self._links else None
+        self.remote = ""
         self._events = EventLog(run_dir, str(who))
         self._metrics = MetricsLog(run_dir, str(who))
         self.membership: Membership | None = None
@@ -203,7 +208,7 @@ class HostContext:
         if self.address:
             raise RelaxError(f"{self.who} offers {api.__name__} too late", hint="call ctx.serve in setup")
         if self._server is None:
-            self._server = Server(self._hello)
+            self._server = Server(self._hello, curve=self._links.keys if self._links else None)
         self._server.offer(api, implementation)
         if max_calls is not None:
             self._server.max_calls = min(self._server.max_calls, max_calls)
@@ -234,7 +239,9 @@ class HostContext:
         path = self._socket_dir / slot_file(self.who.slot, ".sock")
         path.unlink(missing_ok=True)
         self.address = await self._server.listen(f"unix://{path}")
-        send_now(self._control, AddressMsg(self.address))
+        if self._links is not None:
+            self.remote = await self._server.listen(self._links.listen)
+        send_now(self._control, AddressMsg(self.address, self.remote))
 
     async def close(self) -> None:
         """Leave the registry and end all connections."""
@@ -245,13 +252,26 @@ class HostContext:
             await self._server.close()
         for client in self._clients.values():
             await client.close()
+        if self._finder is not None:
+            await self._finder.close()
         self._events.close()
         self._metrics.close()
 
     def _client(self, slot: str) -> Client:
         if slot not in self._clients:
-            self._clients[slot] = Client(f"unix://{self._socket_dir / slot_file(slot, '.sock')}", self._hello)
+            path = f"unix://{self._socket_dir / slot_file(slot, '.sock')}"
+            self._clients[slot] = self._far_client(slot) if self._links else Client(path, self._hello)
         return self._clients[slot]
+
+    def _far_client(self, slot: str) -> Client:
+        """To a slot that may run on any node, now on this one and then on that: looked for before every connect."""
+        assert self._finder is not None and self._links is not None
+        return Client(functools.partial(self._finder.find, slot), self._hello, curve=self._links.keys)
+
+    @property
+    def node(self) -> str:
+        """This node's name; empty in a run of one node."""
+        return self._links.node if self._links else ""
 
 
 class Membership:
@@ -293,7 +313,7 @@ class Membership:
         ctx = self._ctx
         try:
             if not self._announced:
-                await self._registry.announce(os.getpid(), ctx.address, self._ttl_s)
+                await self._registry.announce(os.getpid(), ctx.address, self._ttl_s, ctx.node, ctx.remote)
                 self._announced = True
             n, detail = ctx.reporter.state
             state = "draining" if ctx.stopping.is_set() else "ready" if ctx.is_ready else "starting"

@@ -74,7 +74,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return cls(
                 who=Incarnation(env["RELAX_SLOT"], int(env["RELAX_EPOCH"])),
-                run_id=env["RELAX_RUN_ID"],
+                run_id=env.get("RELAX_RUN") or env["RELAX_RUN_ID"],
                 run_dir=Path(env["RELAX_RUN_DIR"]),
                 socket_dir=Path(env["RELAX_SOCKET_DIR"]),
                 shm_dir=Path(env["RELAX_SHM_DIR"]),

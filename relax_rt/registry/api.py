@@ -33,6 +33,8 @@ class Member(msgspec.Struct, frozen=True):
         detail: what it does or waits for, in words.
         revision: the registry revision of the last change.
         before: how the slot's last incarnation before this one ended, once that is known.
+        node: where it runs; empty in a run of one node.
+        remote: where it serves for other nodes, ``tcp://host:port``; empty if it does not.
     """
 
     who: Incarnation
@@ -44,6 +46,8 @@ class Member(msgspec.Struct, frozen=True):
     detail: str = ""
     revision: int = 0
     before: Ended | None = None
+    node: str = ""
+    remote: str = ""
 
 
 class Renewed(msgspec.Struct, frozen=True):
@@ -80,8 +84,8 @@ class RegistryApi(Protocol):
         """A new epoch for a new incarnation of the slot; all earlier ones are fenced from here on."""
 
     @idempotent
-    async def announce(self, pid: int, address: str, ttl_s: float) -> Renewed:
-        """Enter the caller (its slot and epoch come with the connection) with a lease of ttl_s."""
+    async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
+        """Enter the caller (its slot and epoch come with the connection) with a lease of ttl_s; see Member."""
 
     @idempotent
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:

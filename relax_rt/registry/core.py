@@ -127,13 +127,16 @@ class RegistryCore:
             del self._issued[version]
         return epoch
 
-    def announce(self, who: Incarnation, pid: int, address: str, ttl_s: float, now: float) -> Renewed:
+    def announce(
+        self, who: Incarnation, pid: int, address: str, ttl_s: float, now: float, *, node: str = "", remote: str = ""
+    ) -> Renewed:
         """See RegistryApi.announce."""
         member = self._living(who)
         if not 0 < ttl_s <= MAX_TTL_S:
             raise Refused(f"lease of {ttl_s} s for {who}", why=f"a lease is longer than 0 and at most {MAX_TTL_S:g} s")
         state = member.state if member.state in REPORTED_STATES else "starting"
-        self._put(Entry(msgspec.structs.replace(member, pid=pid, address=address, state=state), ttl_s))
+        known = {"pid": pid, "address": address, "node": node, "remote": remote}
+        self._put(Entry(msgspec.structs.replace(member, **known, state=state), ttl_s))
         self._deadlines[who.slot] = now + ttl_s
         return self._renewed(ttl_s)
 

@@ -89,12 +89,13 @@ class RegistryService:
         self._event("epoch_issued", slot=slot, epoch=epoch)
         return epoch
 
-    async def announce(self, pid: int, address: str, ttl_s: float) -> Renewed:
+    async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
         """See RegistryApi."""
         who = self._identity()
-        answer = self.core.announce(who, pid, address, ttl_s, self._clock())
+        answer = self.core.announce(who, pid, address, ttl_s, self._clock(), node=node, remote=remote)
         await self._done()
-        self._event("announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address)
+        place = {"node": node, "remote": remote} if node else {}
+        self._event("announced", slot=who.slot, epoch=who.epoch, pid=pid, address=address, **place)
         return answer
 
     async def renew(self, state: str, progress: int, detail: str, policy_version: int) -> Renewed:

@@ -23,7 +23,8 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS member (
   slot TEXT PRIMARY KEY, epoch INTEGER NOT NULL, pid INTEGER NOT NULL, address TEXT NOT NULL, state TEXT NOT NULL,
-  policy_version INTEGER NOT NULL, detail TEXT NOT NULL, ttl_s REAL NOT NULL) STRICT;
+  policy_version INTEGER NOT NULL, detail TEXT NOT NULL, ttl_s REAL NOT NULL, node TEXT NOT NULL DEFAULT '',
+  remote TEXT NOT NULL DEFAULT '') STRICT;
 CREATE TABLE IF NOT EXISTS issued (version INTEGER PRIMARY KEY, slot TEXT NOT NULL, epoch INTEGER NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS version (
   version INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, digest TEXT NOT NULL,
@@ -126,6 +127,7 @@ class Store:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.executescript(_TABLES)
+        _add_columns(db)
         db.execute("BEGIN IMMEDIATE")
         meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
         if int(meta.get("schema", SCHEMA)) != SCHEMA:
@@ -171,17 +173,37 @@ class Store:
             raise
 
 
+def _add_columns(db: sqlite3.Connection) -> None:
+    """What files of earlier versions lack."""
+    known = {row[1] for row in db.execute("PRAGMA table_info(member)")}
+    for name in ("node", "remote"):
+        if name not in known:
+            db.execute(f"ALTER TABLE member ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
+
+
 def _entry(row: Sequence[Any]) -> Entry:
-    slot, epoch, pid, address, state, policy_version, detail, ttl_s = row
-    member = Member(Incarnation(slot, epoch), pid, address, state, policy_version, detail=detail)
+    slot, epoch, pid, address, state, policy_version, detail, ttl_s, node, remote = row
+    who = Incarnation(slot, epoch)
+    member = Member(who, pid, address, state, policy_version, detail=detail, node=node, remote=remote)
     return Entry(member, ttl_s)
 
 
 def _apply(db: sqlite3.Connection, write: Write) -> None:
     match write:
         case Entry(member=m, ttl_s=ttl_s):
-            row = (m.who.slot, m.who.epoch, m.pid, m.address, m.state, m.policy_version, m.detail, ttl_s)
-            db.execute("INSERT OR REPLACE INTO member VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            row = (
+                m.who.slot,
+                m.who.epoch,
+                m.pid,
+                m.address,
+                m.state,
+                m.policy_version,
+                m.detail,
+                ttl_s,
+                m.node,
+                m.remote,
+            )
+            db.execute("INSERT OR REPLACE INTO member VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         case Counters(epoch=epoch, version=version):
             db.executemany(_SET, [("epoch", str(epoch)), ("version", str(version))])
         case Issued(version=version, who=who):

@@ -114,3 +114,24 @@ async def test_nothing_is_acknowledged_once_a_write_has_failed(tmp_path: Path) -
 async def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(RelaxError, match="cannot be used"):
         await Store(tmp_path / "nothing" / "registry.sqlite", "a").open()
+
+
+async def test_a_file_of_an_earlier_version_gets_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    store = Store(path, "run1")
+    await store.open()
+    who = Incarnation("rollout/0", 3)
+    store.put([Entry(Member(who, pid=7, address="unix:///x", node="b", remote="tcp://10.0.0.2:7"), 1.0)])
+    await store.close()
+    again = Store(path, "run1")
+    (entry,) = (await again.open()).entries
+    assert (entry.member.node, entry.member.remote) == ("b", "tcp://10.0.0.2:7")
+    await again.close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE member DROP COLUMN node")
+        db.execute("ALTER TABLE member DROP COLUMN remote")
+    db.close()
+    old = Store(path, "run1")
+    (entry,) = (await old.open()).entries
+    assert entry.member == Member(who, pid=7, address="unix:///x")
+    await old.close()

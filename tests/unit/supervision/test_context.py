@@ -42,7 +42,7 @@ class Registry:
         self.epoch += 1
         return self.epoch
 
-    async def announce(self, pid: int, address: str, ttl_s: float) -> Renewed:
+    async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:
         self.announced.append(caller().who)
         return Renewed(ttl_s, 0)
 
