@@ -14,6 +14,7 @@ from pydantic import ConfigDict, ValidationError
 
 from relax_rt.config.checks import check_runtime
 from relax_rt.config.job import Job, Planner, job_names, load_job
+from relax_rt.config.mending import certain, in_doubt, mend
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.config.source import Source, read_source
@@ -60,22 +61,20 @@ def load_config(
         del source.data["config_dir"]
     job = _find_job(source.data, problems)
     model: type[RunConfig] = job.Config if job else _AnyJob
-    found = validate(model, source.data)
-    if isinstance(found, list):
-        problems += found
-    # The runtime's tables are checked also when the job's are wrong.
-    runtime = validate(_AnyJob, source.data) if isinstance(found, list) else found
+    runtime = _tables(model, source, problems)
     roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)
-    directory = _run_dir(runtime, problems) if isinstance(runtime, RunConfig) else None
-    if isinstance(runtime, RunConfig) and directory is not None:
+    directory = _run_dir(runtime, problems) if runtime is not None else None
+    if runtime is not None and directory is not None:
         run = runtime.run.model_copy(update={"dir": directory})
         runtime = runtime.model_copy(update={"run": run, "roles": roles, "config_dir": str(config_dir)})
-        problems += check_runtime(runtime, here=not planned)
-    if job is not None and not problems and isinstance(runtime, RunConfig):
-        problems += job.check(runtime, config_dir)
+        # Also when single keys are wrong: what does not rest on them is certain.
+        across = check_runtime(runtime, here=not planned)
+        across += job.check(runtime, config_dir) if job is not None and isinstance(runtime, model) else []
+        problems += certain(across, in_doubt(problems) | source.lost)
+    if job is not None and not problems and runtime is not None:
         problems += job.startable(runtime) if isinstance(job, Planner) and not planned else []
         problems += job.preflight(runtime, config_dir) if preflight and not problems else []
-    if problems or not isinstance(runtime, RunConfig):
+    if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime
 
@@ -157,6 +156,17 @@ def _find_job(data: dict[str, Any], problems: list[Problem]) -> Job | None:
         return None
 
 
+def _tables(model: type[RunConfig], source: Source, problems: list[Problem]) -> RunConfig | None:
+    """The config, as far as it is sound when there are problems; None when too little of it is."""
+    found = validate(model, source.data)
+    if not isinstance(found, list):
+        return found
+    problems += [problem for problem in found if problem.path not in source.lost]
+    # The runtime's tables are checked also when the job's are wrong beyond mending.
+    rest = validate(_AnyJob, source.data)
+    return mend(model, source.data, found) or mend(_AnyJob, source.data, rest if isinstance(rest, list) else [])
+
+
 def _run_dir(config: RunConfig, problems: list[Problem]) -> str | None:
     try:
         directory = config.run.dir.format(name=config.run.name)
@@ -185,6 +195,9 @@ def _roles(
         found = validate(settings, table, ("roles", kind), home)
         if isinstance(found, list):
             problems += found
+            sound = mend(settings, table, found, ("roles", kind))
+            if sound is not None:
+                roles[kind] = sound
         else:
             roles[kind] = found
     return roles

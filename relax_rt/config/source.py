@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,45 +10,27 @@ from typing import Any
 import msgspec
 
 from relax_rt.config.positions import Span, scan
-from relax_rt.config.problems import BadInput, ConfigErrors, KeyPath, Place, Problem, dotted
+from relax_rt.config.problems import BadInput, ConfigErrors, KeyPath, Problem, dotted
+from relax_rt.config.syntax import Text, keys_of, parse
 
 MAX_BYTES = 1 << 20
-_AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
-
-
-class Text(msgspec.Struct, frozen=True):
-    """A file's or an override's text, named as in messages."""
-
-    name: str
-    text: str
-
-    def place(self, span: tuple[int, int]) -> Place:
-        """Where characters [start, end) stand; a span over several lines is cut at the end of its first."""
-        start, end = span
-        head = self.text.rfind("\n", 0, start) + 1
-        tail = self.text.find("\n", start)
-        line = self.text[head : tail if tail >= 0 else len(self.text)]
-        return Place(
-            file=self.name,
-            line=self.text.count("\n", 0, start) + 1,
-            column=start - head + 1,
-            text=line,
-            width=max(1, min(end, head + len(line)) - start),
-        )
-
-    def end(self) -> Place:
-        """Just after the last line that is not blank."""
-        at = len(self.text.rstrip())
-        return self.place((at, at + 1))
 
 
 class Source:
-    """A config's data and the place of each key of it."""
+    """A config's data and the place of each key of it.
+
+    Attributes:
+        problems: mistakes of TOML that were read past.
+        lost: keys whose value is not known: it could not be read, or is given twice.
+    """
 
     def __init__(self, text: Text) -> None:
         self.text = text
-        self.data: dict[str, Any] = _parse(text)
-        self._spans: dict[KeyPath, tuple[Text, Span]] = {path: (text, span) for path, span in scan(text.text).items()}
+        parsed = parse(text)
+        self.data = parsed.data
+        self.problems = parsed.problems
+        self.lost = parsed.lost
+        self._spans: dict[KeyPath, tuple[Text, Span]] = {path: (text, span) for path, span in scan(parsed.read).items()}
 
     def override(self, assignment: str) -> Problem | None:
         """Apply one ``a.b=value``: the value is read as TOML, else taken as a string."""
@@ -118,41 +99,8 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
         problem = Problem((), "not UTF-8", hint="save the file as UTF-8", place=shown.place((at, at + 1)))
         raise ConfigErrors(str(path), [problem]) from error
     source = Source(Text(str(path), text.replace("\r\n", "\n")))
-    problems = [found for assignment in overrides if (found := source.override(assignment)) is not None]
-    return source, problems
-
-
-def _parse(text: Text) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text.text)
-    except RecursionError as error:
-        raise ConfigErrors(text.name, [Problem((), "nested too deeply", place=text.end())]) from error
-    except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        found = _AT.search(message)
-        if found and found[1]:
-            line, column = int(found[1]), int(found[2])
-            start = sum(len(one) + 1 for one in text.text.split("\n")[: line - 1]) + column - 1
-            place = text.place((start, start + 1))
-        else:
-            place = text.end()
-        problem = Problem((), f"not TOML: {_AT.sub('', message)}", hint=_syntax_hint(message, place), place=place)
-        raise ConfigErrors(text.name, [problem]) from error
-
-
-def _syntax_hint(message: str, place: Place) -> str:
-    rest = place.text[place.column - 1 :].split("#")[0].strip()
-    if "Invalid value" in message and rest:
-        if rest in ("True", "False"):
-            return f"TOML writes {rest.lower()}"
-        if rest == "None":
-            return "TOML has no null: leave the key out"
-        return f'text stands in quotes: "{rest}"'
-    if "Cannot overwrite" in message:
-        return "the key is given twice"
-    if "Cannot declare" in message:
-        return "the table is given twice"
-    return ""
+    overridden = [found for assignment in overrides if (found := source.override(assignment)) is not None]
+    return source, [*source.problems, *overridden]
 
 
 def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], Any, dict[KeyPath, Span]]:
@@ -160,7 +108,7 @@ def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], An
     whole = text.text
     for cut in (i for i, c in enumerate(whole) if c == "="):
         # A quoted key may hold a '='; the first cut that leaves a valid key is the one.
-        keys = _key(whole[:cut])
+        keys = keys_of(whole[:cut])
         if keys is None:
             continue
         span = (0, len(whole[:cut].rstrip()))
@@ -182,18 +130,3 @@ def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], An
 def _shifted(span: Span, by: int) -> Span:
     key = (span.key[0] + by, span.key[1] + by) if span.key != (0, 0) else span.key
     return Span(key, (span.value[0] + by, span.value[1] + by))
-
-
-def _key(text: str) -> tuple[str, ...] | None:
-    try:
-        level: Any = tomllib.loads(f"{text}=0")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return None
-    keys = []
-    while isinstance(level, dict):
-        if len(level) != 1:
-            return None
-        (key,) = level
-        keys.append(key)
-        level = level[key]
-    return tuple(keys)
