@@ -16,6 +16,11 @@ def divisible(config: RLConfig) -> Iterator[Problem]:
         path = ("roles", kind)
         if isinstance(table, ShardedSettings):
             yield from _gang_division(table, path)
+        elif isinstance(table, EngineSettings) and table.engine == "embedded":
+            for key in ("tensor_parallel", "data_parallel", "expert_parallel"):
+                if getattr(table, key) > 1:
+                    message = f"{key} = {getattr(table, key)}: the embedded engine uses one GPU at most"
+                    yield Problem((*path, key), message, 'engine = "sglang"')
         elif isinstance(table, EngineSettings) and table.tensor_parallel % table.expert_parallel:
             message = (
                 f"expert_parallel = {table.expert_parallel} does not divide tensor_parallel = {table.tensor_parallel}"

@@ -1,0 +1,290 @@
+"""Memory of every GPU and host of a plan, and what does not fit on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from relax_rt.config.inventory import Inventory
+from relax_rt.config.problems import Problem
+from relax_rt.roles.checks import batch_samples
+from relax_rt.roles.plan import RUNTIME_MIB, STAGE_BUFFERS
+from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample
+from relax_rt.roles.planning.links import (
+    Communicator,
+    Device,
+    gang_sizes,
+    memberships,
+    published_width,
+    senders,
+    spans,
+)
+from relax_rt.roles.planning.memory import (
+    GIB,
+    MASTER,
+    MIB,
+    WIDTH,
+    Component,
+    engine_memory,
+    gang_memory,
+    total_bytes,
+)
+from relax_rt.roles.planning.placement import Placed
+from relax_rt.roles.planning.shape import ModelShape
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+
+GPU_PROCESS_MIB = 6144
+"""Resident memory of a process with a GPU: CUDA's libraries, torch, pinned buffers."""
+ADVICE = {
+    "weights": ("tensor_parallel", "more ranks over the model: tensor_parallel, pipeline_parallel or expert_parallel"),
+    "gradients": ("tensor_parallel", 'more ranks over the model, or gradient_dtype = "bfloat16"'),
+    "optimizer": ("count", 'more ranks for the distributed optimizer, or optimizer_dtype = "bfloat16"'),
+    "activations": (
+        "tokens_per_micro_batch",
+        "lower tokens_per_micro_batch, raise recompute, or context_parallel for long samples",
+    ),
+    "logits": ("tokens_per_micro_batch", "lower tokens_per_micro_batch or raise tensor_parallel"),
+    "gathered layers": ("count", 'use backend = "megatron" with tensor_parallel'),
+    "KV cache": ("memory_fraction", "lower memory_fraction"),
+}
+"""For the largest component of a GPU that is too small: the key to show, and what to change."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one slot keeps on a GPU."""
+
+    slot: str
+    components: list[Component]
+
+
+class GpuAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one GPU, bytes."""
+
+    node: str
+    gpu: int
+    kind: str
+    capacity: int
+    shares: list[Share]
+    total: int
+
+
+class HostAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one node, bytes; shared memory is a part of it."""
+
+    node: str
+    capacity: int
+    components: list[Component]
+    total: int
+    shared_capacity: int
+    shared: int
+
+
+def gpu_accounts(
+    config: RLConfig,
+    inventory: Inventory,
+    shape: ModelShape,
+    placed: Sequence[Placed],
+    communicators: Sequence[Communicator],
+) -> list[GpuAccount]:
+    """The memory of every GPU that is used."""
+    member = memberships(communicators)
+    shares: dict[Device, list[Share]] = {}
+    kinds = {node.name: node for node in inventory.nodes}
+    for slot in placed:
+        for gpu in slot.gpus:
+            mine = shares.setdefault((slot.node, gpu), [])
+            memory_bytes = gpu_bytes(inventory.kind_of(kinds[slot.node]).memory_gib)
+            mine.append(Share(slot.slot, _slot_memory(config, shape, slot, memory_bytes, member[slot.node, gpu])))
+    order = {node.name: n for n, node in enumerate(inventory.nodes)}
+    return [
+        GpuAccount(
+            node=node,
+            gpu=gpu,
+            kind=str(kinds[node].gpu),
+            capacity=gpu_bytes(inventory.kind_of(kinds[node]).memory_gib),
+            shares=found,
+            total=sum(total_bytes(share.components) for share in found),
+        )
+        for (node, gpu), found in sorted(shares.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+
+
+def _slot_memory(
+    config: RLConfig, shape: ModelShape, slot: Placed, memory_bytes: int, communicators: int
+) -> list[Component]:
+    table, longest = config.roles[slot.kind], longest_sample(config)
+    if isinstance(table, EngineSettings):
+        return engine_memory(shape, table, memory_bytes, longest=longest, communicators=communicators)
+    if isinstance(table, ShardedSettings):
+        if slot.kind == "critic":
+            shape = msgspec.structs.replace(shape, value_head=True, tied=False)
+        sizes = gang_sizes(table)
+        return gang_memory(
+            shape,
+            table,
+            sizes,
+            slot.index,
+            longest=longest,
+            tokens_a_step=batch_samples(config) * longest,
+            communicators=communicators,
+            sends=slot.kind == "trainer" and slot.index in senders(sizes).values(),
+        )
+    return [Component("unknown", 0, "a role of your own: nothing is known of its memory")]
+
+
+def gpu_problems(config: RLConfig, accounts: Sequence[GpuAccount]) -> list[Problem]:
+    """GPUs that are too small, those with the same contents as one problem."""
+    alike: dict[tuple[object, ...], list[GpuAccount]] = {}
+    for account in accounts:
+        if account.total > account.capacity:
+            key = tuple(
+                (share.slot.partition("/")[0], *((part.name, part.bytes) for part in share.components))
+                for share in account.shares
+            )
+            alike.setdefault(key, []).append(account)
+    return [_too_small(config, found) for found in alike.values()]
+
+
+def _too_small(config: RLConfig, found: Sequence[GpuAccount]) -> Problem:
+    account = found[0]
+    where: dict[str, list[int]] = {}
+    for one in found:
+        where.setdefault(one.node, []).append(one.gpu)
+    places = ", ".join(f"{node} GPU {spans(gpus)}" for node, gpus in where.items())
+    slots = ", ".join(dict.fromkeys(share.slot for one in found for share in one.shares))
+    parts = [(part, share) for share in account.shares for part in share.components]
+    shown = ", ".join(f"{part.name} {_gib(part.bytes)}" for part, _ in parts)
+    message = (
+        f"{places} ({slots}): {_gib(account.total)} GiB are needed and {_gib(account.capacity)} GiB there: {shown}"
+    )
+    changeable = [(part, share) for part, share in parts if part.name in ADVICE] or parts
+    largest, share = max(changeable, key=lambda item: item[0].bytes)
+    kind = share.slot.partition("/")[0]
+    key, advice = ADVICE.get(largest.name, ("gpus", "give it a larger GPU"))
+    table = config.roles[kind]
+    if isinstance(table, EngineSettings):
+        embedded = table.engine == "embedded"
+        if largest.name == "weights":
+            advice = 'use engine = "sglang" with tensor_parallel' if embedded else "raise tensor_parallel"
+            key = "engine" if embedded else "tensor_parallel"
+        elif embedded:
+            key, advice = "max_sequences", "lower max_sequences"
+    short = f"{_gib(account.total - account.capacity)} GiB too much"
+    return Problem(("roles", kind, key), message, f"{short}, the most is {largest.name}: {advice}")
+
+
+def engine_problems(
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
+) -> Iterator[Problem]:
+    """KV caches that do not hold one sample."""
+    longest, nodes = longest_sample(config), {node.name: node for node in inventory.nodes}
+    for kind, table in config.roles.items():
+        if not isinstance(table, EngineSettings) or table.engine != "sglang":
+            continue
+        tokens: dict[int, list[str]] = {}
+        for slot in placed:
+            if slot.kind == kind and slot.gpus:
+                memory_bytes = gpu_bytes(inventory.kind_of(nodes[slot.node]).memory_gib)
+                each = cache_tokens(shape, table, memory_bytes, longest) // table.data_parallel
+                tokens.setdefault(each, []).append(slot.slot)
+        for each, slots in tokens.items():
+            if each >= longest:
+                continue
+            where = f"{', '.join(slots)}: memory_fraction {table.memory_fraction:g} "
+            left = f"leaves a KV cache of {each:,} tokens" if each else "does not even hold the weights"
+            message = f"{where}{left}, and one sample may have {longest:,}"
+            yield Problem(("roles", kind, "memory_fraction"), message, "raise it, or tensor_parallel")
+
+
+def host_accounts(
+    config: RLConfig, inventory: Inventory, shape: ModelShape, placed: Sequence[Placed]
+) -> list[HostAccount]:
+    """The memory of every node that runs something."""
+    found = []
+    for number, node in enumerate(inventory.nodes):
+        here = [slot for slot in placed if slot.node == node.name]
+        if not here and number:
+            continue
+        shared = list(_shared(config, shape, here, head=number == 0))
+        components = [*_processes(config, shape, here), *shared]
+        found.append(
+            HostAccount(
+                node=node.name,
+                capacity=gpu_bytes(node.memory_gib),
+                components=components,
+                total=total_bytes(components),
+                shared_capacity=gpu_bytes(node.shared_memory_gib),
+                shared=total_bytes(shared),
+            )
+        )
+    return found
+
+
+def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> Iterator[Component]:
+    on_gpus = sum(max(1, len(slot.gpus)) for slot in here if slot.gpus)
+    if on_gpus:
+        yield Component("processes with a GPU", on_gpus * GPU_PROCESS_MIB * MIB, f"{on_gpus} x {GPU_PROCESS_MIB} MiB")
+    without = [slot for slot in here if not slot.gpus]
+    models = [slot for slot in without if isinstance(config.roles[slot.kind], EngineSettings | ShardedSettings)]
+    others = len(without) - len(models) + 1
+    each = RUNTIME_MIB["transformers"]
+    yield Component("processes without", others * each * MIB, f"{others} x {each} MiB, the agent among them")
+    if models:
+        needed = sum(_cpu_model(config, shape, config.roles[slot.kind]) for slot in models)
+        yield Component("models on cores", needed, f"{len(models)} processes: weights, caches, optimizer state")
+    trained = [slot for slot in here if slot.gpus and isinstance(config.roles[slot.kind], TrainedSettings)]
+    if trained:
+        copies: Mapping[str, int] = {
+            slot.kind: shape.parameters * (MASTER + 2 * WIDTH[config.roles[slot.kind].optimizer_dtype])
+            for slot in trained
+        }
+        nbytes = sum(copies[slot.kind] // config.roles[slot.kind].count for slot in trained)
+        yield Component("checkpoint copies", nbytes, f"of {len(trained)} ranks, while they are written")
+
+
+def _cpu_model(config: RLConfig, shape: ModelShape, table: EngineSettings | ShardedSettings) -> int:
+    """Bytes of a role that computes on cores."""
+    base = RUNTIME_MIB["torch"] * MIB
+    if isinstance(table, EngineSettings):
+        width = WIDTH[table.dtype]
+        cache = table.max_sequences * longest_sample(config) * shape.kv_values_a_token * width
+        return base + 2 * shape.parameters * width + cache
+    state = 28 if isinstance(table, TrainedSettings) else WIDTH[table.dtype]
+    return base + math.ceil(shape.parameters * state / table.count)
+
+
+def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head: bool) -> Iterator[Component]:
+    """Arenas and weight stage of a node, in /dev/shm."""
+    produces = any(slot.kind == "rollout" for slot in here)
+    if head or produces:
+        mib = config.queue.capacity_mib
+        yield Component("queue", mib * MIB, f"queue.capacity_mib {mib}, at most on one node")
+    if any(isinstance(config.roles[slot.kind], EngineSettings) for slot in here):
+        buffer = shape.parameters * published_width(config)
+        how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
+        yield Component("weight stage", STAGE_BUFFERS * buffer, how)
+
+
+def host_problems(config: RLConfig, accounts: Sequence[HostAccount]) -> Iterator[Problem]:
+    """Nodes whose memory or shared memory does not suffice."""
+    for account in accounts:
+        if account.total > account.capacity:
+            parts = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in account.components)
+            message = (
+                f"node {account.node}: {_gib(account.total)} GiB of memory are needed and "
+                f"{_gib(account.capacity)} GiB there: {parts}"
+            )
+            yield Problem(("roles",), message, "spread the roles over more nodes")
+        if account.shared > account.shared_capacity:
+            message = (
+                f"node {account.node}: {_gib(account.shared)} GiB of shared memory are needed and "
+                f"/dev/shm has {_gib(account.shared_capacity)} GiB"
+            )
+            hint = "lower queue.capacity_mib, or mount a larger /dev/shm and say so with shm_gib"
+            yield Problem(("queue", "capacity_mib"), message, hint)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f}"
