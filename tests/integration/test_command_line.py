@@ -187,6 +187,17 @@ def test_commands_that_look_do_so_at_a_run_that_was_harmed(toys: Toys) -> None:
     (incident,) = json.loads(toys.call("why", "worker", "--json"))["incidents"]
     assert incident["diagnosis"]["kind"] == "killed" and incident["away_s"] > 0
     assert "worker-0" in toys.call("logs", "work*", "-n", "5")
+    frame = {row["slot"]: row for row in json.loads(toys.call("top", "--json", "--every", "0.3"))}
+    assert frame["worker/0"]["rate"] > 0 and frame["worker/0"]["rss"] > frame["worker/0"]["own"] > 0
+    assert frame["agent"]["threads"] > 0
+    assert "worker/0" in toys.call("top", "--once", "--every", "0.1")
+    text = toys.call("export", "--prometheus")
+    assert 'relax_slot_restarts_total{run="toy",slot="worker/0",role="worker",node=""} 1' in text
+    toys.call("trace", "--out", "trace.json")
+    names = {record["name"] for record in json.loads((toys.folder / "trace.json").read_text())["traceEvents"]}
+    assert {"starting", "ready", "back-off", "died (killed)"} <= names
+    files = json.loads(toys.call("export", "--json"))["files"]
+    assert {"run.json", "events.jsonl", "failures.csv", "logs/worker-0.log"} <= set(files)
     toys.call("down")
 
 

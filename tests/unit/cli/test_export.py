@@ -1,0 +1,124 @@
+"""What other tools are given of a run, and the rates of `top`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import tarfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relax_rt.cli.export import export, prometheus
+from relax_rt.cli.figures import Figures
+from relax_rt.cli.top import Look, Use, look, rows
+from relax_rt.cli.why import account
+from relax_rt.events import read_events
+from relax_rt.supervision.api import RunStatus, SlotStatus
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.rundir import write_json
+from relax_rt.transport.errors import RelaxError
+
+STATUS = RunStatus(
+    run_id="ab",
+    name='t"wo',
+    run_dir="/runs/two",
+    status="running",
+    agent_pid=1,
+    slots=[
+        SlotStatus(slot="rollout/0", kind="rollout", tier=1, state="ready", pid=5, epoch=8, progress=100, restarts=2),
+        SlotStatus(slot="rollout/1", kind="rollout", tier=1, state="backoff", epoch=9, progress=7),
+    ],
+)
+
+
+def a_run(run_dir: Path) -> None:
+    (run_dir / "events").mkdir(parents=True)
+    (run_dir / "logs").mkdir()
+    write_json(run_dir / "run.json", {"run_id": "ab", "name": "two", "status": "finished"})
+    died = msgspec.to_builtins(Diagnosis(slot="rollout/0", epoch=1, kind="oom", cause="too, big", at=5.0))
+    for n, name in enumerate(("events-000001.jsonl", "current.jsonl")):
+        line = json.dumps({"t": 5.0 + n, "kind": "slot_exited", "slot": "rollout/0", "diagnosis": died})
+        (run_dir / "events" / name).write_text(f"{line}\n" * 3)
+    records = [
+        {"kind": "step", "t": 1.0, "step": 1, "loss": 0.5, "keys": ["1.0"]},
+        {"kind": "step", "t": 2.0, "step": 2, "loss": None, "skipped": 'not, "finite"'},
+        {"kind": "../evil", "t": 2.0},
+    ]
+    (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n{torn")
+    (run_dir / "logs/rollout-0.log").write_text("hello\n")
+
+
+def members(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as tar:
+        return {m.name: tar.extractfile(m).read().decode() for m in tar.getmembers()}  # type: ignore[union-attr]
+
+
+def test_archive_of_json_lines_and_tables(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    a_run(run_dir)
+    names = export(run_dir, tmp_path / "out.tar.gz", account(read_events(run_dir), STATUS), most_mib=1)
+    found = members(tmp_path / "out.tar.gz")
+    assert list(found) == names
+    assert [json.loads(line)["t"] for line in found["events.jsonl"].splitlines()] == [5.0] * 3 + [6.0] * 3
+    table = list(csv.DictReader(io.StringIO(found["metrics-step.csv"])))
+    assert [row["loss"] for row in table] == ["0.5", ""]
+    assert [row["skipped"] for row in table] == ["", 'not, "finite"']
+    assert "keys" not in table[0]
+    assert next(csv.DictReader(io.StringIO(found["failures.csv"])))["cause"] == "too, big"
+    assert not any("evil" in name for name in names)
+    assert found["logs/rollout-0.log"] == "hello\n"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    with pytest.raises(RelaxError, match="cannot be written"):
+        export(run_dir, tmp_path / "no/out.tar.gz", account([], STATUS), most_mib=1)
+
+
+def test_of_much_the_newest_whole_lines_are_taken(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    a_run(run_dir)
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for n in range(30_000):
+            file.write(json.dumps({"kind": "x", "n": n, "filler": "y" * 50}) + "\n")
+    export(run_dir, tmp_path / "out.tar.gz", account([], STATUS), most_mib=1)
+    numbers = [json.loads(line)["n"] for line in members(tmp_path / "out.tar.gz")["metrics.jsonl"].splitlines()]
+    assert numbers == list(range(numbers[0], 30_000)) and numbers[0] > 0
+
+
+def test_prometheus_text() -> None:
+    text = prometheus(STATUS, {"rollout/0": Figures(version=3, staleness=1, depth=4)})
+    lines = text.splitlines()
+    assert 'relax_run_up{run="t\\"wo"} 1' in lines
+    labels = '{run="t\\"wo",slot="rollout/0",role="rollout",node=""}'
+    assert {f"relax_slot_restarts_total{labels} 2", f"relax_slot_policy_version{labels} 3"} <= set(lines)
+    assert not any("policy_version" in line and "rollout/1" in line for line in lines)
+    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    # All samples of a name stand together, under its head.
+    order = [line.split("{")[0] for line in lines if not line.startswith("#")]
+    assert order == sorted(order, key=names.index)
+
+
+def test_rates_between_two_looks() -> None:
+    def use(cpu_s: float, pid: int = 5) -> Use:
+        return Use(pid, cpu_s, rss=100, own=60, threads=3, files=9, processes=2)
+
+    later = msgspec.structs.replace(
+        STATUS, slots=[msgspec.structs.replace(STATUS.slots[0], progress=150), STATUS.slots[1]]
+    )
+    before = Look(10.0, STATUS, {"rollout/0": use(1.0), "agent": use(0.0, 1)})
+    first, second, agent = rows(before, Look(12.0, later, {"rollout/0": use(4.0), "agent": use(0.5, 1)}))
+    assert (first.cpu, first.rate, first.own, first.processes) == (1.5, 25.0, 60, 2)
+    assert (second.cpu, second.rate, second.rss) == (None, None, None)
+    assert agent.cpu is not None and math.isclose(agent.cpu, 0.25)
+    # Another process in the slot: what it counts began anew.
+    anew = msgspec.structs.replace(STATUS.slots[0], pid=6, epoch=10, progress=3)
+    (first, *_) = rows(before, Look(12.0, msgspec.structs.replace(STATUS, slots=[anew]), {"rollout/0": use(0.1, 6)}))
+    assert (first.cpu, first.rate) == (None, None)
+
+
+def test_a_look_at_a_run_that_has_ended(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    assert look(tmp_path).uses == {}
