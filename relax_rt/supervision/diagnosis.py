@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +25,8 @@ _CUDA = re.compile(r"CUDA error|CUDA out of memory|cudaError|CUBLAS_STATUS|CUDNN
 _EXCEPTION_LINE = re.compile(
     r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Died|Refused|Unreachable))(?:: (.*))?$"
 )
+_OOM_LINE = re.compile(r"(?:out of memory|oom.kill)[^\n]*?\b(?:process |pid=)(\d+)\b", re.I)
+KILLS_REMEMBERED = 256
 _SIGNAL_CAUSE = {
     signal.SIGSEGV: "segmentation fault",
     signal.SIGABRT: "aborted (a failed native check)",
@@ -224,34 +228,56 @@ def _cgroup_files(pid: int | None) -> list[Path]:
     return [*files, Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
 
 
-def kernel_oom_line(pid: int) -> str:
-    """The kernel log's line that names this pid as killed for memory, if the log may be read; else empty."""
-    try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return ""
-    pattern = re.compile(rf"(?:Out of memory|oom.kill|Memory cgroup out of memory).*\b(?:process |pid=){pid}\b", re.I)
-    found = ""
-    try:
+class KernelLog:
+    """The kernel's words on processes that it killed for memory, from the making of this object on.
+
+    Begun at the end of the kernel's log, so that a look after a death reads a few new records and not the whole ring,
+    which is megabytes on a machine that is up for long. Where the log may not be read it knows nothing. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._killed: dict[int, str] = {}
+        try:
+            self._fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError:
+            self._fd = -1
+
+    def killed(self, pid: int) -> str:
+        """The line that says that this process was killed for memory, or empty."""
+        with self._lock:
+            for record in self._new_records():
+                self._take(record)
+            return self._killed.get(pid, "")
+
+    def _take(self, record: str) -> None:
+        if found := _OOM_LINE.search(record):
+            while len(self._killed) >= KILLS_REMEMBERED:
+                del self._killed[next(iter(self._killed))]
+            self._killed[int(found[1])] = record.partition(";")[2].splitlines()[0]
+
+    def _new_records(self) -> Iterator[str]:
         # The ring holds a bounded number of records; a lapped reader gets EPIPE and goes on.
-        for _ in range(100_000):
+        for _ in range(100_000 if self._fd >= 0 else 0):
             try:
-                record = os.read(fd, 8192).decode("utf-8", "replace")
+                yield os.read(self._fd, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
                 continue
-            if pattern.search(record):
-                found = record.partition(";")[2].splitlines()[0]
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
-    return found
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """Read no more."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
 
-def memory_kill(pid: int, kills_before: int | None) -> str:
+def memory_kill(pid: int, kills_before: int | None, kernel: KernelLog | None = None) -> str:
     """Why we think the kernel killed this process for memory, or empty. Blocking: call it off the loop."""
-    line = kernel_oom_line(pid)
-    if line:
+    if kernel is not None and (line := kernel.killed(pid)):
         return line
     now = cgroup_oom_kills()
     if now is not None and kills_before is not None and now > kills_before:

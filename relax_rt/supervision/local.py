@@ -25,6 +25,7 @@ from relax_rt.supervision.channel import (
     ProgressMsg,
     ReadyMsg,
 )
+from relax_rt.supervision.devices import DeviceGate, device_environment, outer_devices
 from relax_rt.supervision.diagnosis import Diagnosis, Kind
 from relax_rt.supervision.executor import EmitEvent, GangOrder, OnAddress, OnEvent, Rendezvous, StartOrder
 from relax_rt.supervision.limits import Limits
@@ -72,6 +73,7 @@ class LocalExecutor:
         self._on_event, self._on_address, self._emit = on_event, on_address, emit
         self._log = structlog.get_logger()
         self._spawner = Spawner(emit)
+        self._gate = DeviceGate(emit, visible=outer_devices())
         self._processes: dict[str, RoleProcess] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, socket.socket] = {}
@@ -166,6 +168,7 @@ class LocalExecutor:
     async def _start(self, order: StartOrder) -> None:
         slot = order.slot
         try:
+            await self._gate.free(slot, order.devices)
             process = await self._spawner.spawn(self._launch(order), self._hearer(slot), self._exit_taker(slot))
         except Exception as error:  # noqa: BLE001 whatever went wrong is this slot's diagnosis
             cause = f"cannot be started: {error!r}"
@@ -191,6 +194,7 @@ class LocalExecutor:
             "RELAX_ROLE_TARGET": plan.target,
             "RELAX_HAS_REGISTRY": "1" if "registry" in self._plans else "0",
             **self._environment,
+            **device_environment(order.devices, outer_devices()),
             **(gang_environment(order.gang) if order.gang is not None else {}),
         }
         listener = self._listeners.get(slot)

@@ -31,6 +31,7 @@ from relax_rt.supervision.channel import (
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
     Exit,
+    KernelLog,
     OwnKill,
     Report,
     cgroup_oom_kills,
@@ -129,6 +130,7 @@ class RoleProcess:
         on_message: Callable[[FromRole], None],
         on_exit: Callable[[Diagnosis], None],
         judges: Executor | None = None,
+        kernel: KernelLog | None = None,
     ) -> None:
         self.launch = launch
         self.pid = born.pid
@@ -138,7 +140,7 @@ class RoleProcess:
         self._pidfd = os.pidfd_open(born.pid)
         self._log_start = born.log_start
         self._on_message, self._on_exit = on_message, on_exit
-        self._judges = judges
+        self._judges, self._kernel = judges, kernel
         self._oom_kills = cgroup_oom_kills()
         self._kill: tuple[OwnKill, str] | None = None
         self._report: Report | None = None
@@ -251,7 +253,7 @@ class RoleProcess:
             signal=-status if status < 0 else 0,
             report=self._report,
             kill=self._kill,
-            oom=memory_kill(self.pid, self._oom_kills) if status == -signal.SIGKILL and not asked else "",
+            oom=memory_kill(self.pid, self._oom_kills, self._kernel) if status == -signal.SIGKILL and not asked else "",
             log=read_tail(self.launch.log, self._log_start),
         )
         return diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at)

@@ -15,7 +15,7 @@ import structlog
 
 from relax_rt.supervision import limits
 from relax_rt.supervision.channel import FromRole, control_pair
-from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.diagnosis import Diagnosis, KernelLog
 from relax_rt.supervision.executor import EmitEvent
 from relax_rt.supervision.nursery import Birth, NoZygote, Nursery
 from relax_rt.supervision.process import Born, Launch, RoleProcess, begin_log, role_environment
@@ -43,6 +43,7 @@ class Spawner:
         self._thread = ThreadPoolExecutor(1, "relax-spawn")
         # Their own, so that exits are told at once whatever else the loop's threads are busy with.
         self._judges = ThreadPoolExecutor(JUDGES, "relax-judge")
+        self._kernel = KernelLog()
         self._under_way = 0
         self._limited: dict[int, RoleProcess] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -84,7 +85,7 @@ class Spawner:
         try:
             born = await self._bear(launch)
             try:
-                process = RoleProcess(launch, born, on_message, on_exit, self._judges)
+                process = RoleProcess(launch, born, on_message, on_exit, self._judges, self._kernel)
                 process.watch()
             except BaseException:
                 # Nobody would ever see it exit.
@@ -176,6 +177,7 @@ class Spawner:
         """End the threads. Every child must be gone: they would be killed by it."""
         self._thread.shutdown(wait=False)
         self._judges.shutdown(wait=False)
+        self._kernel.close()
 
 
 def _popen(launch: Launch, control: int, log: BinaryIO) -> subprocess.Popen[bytes]:

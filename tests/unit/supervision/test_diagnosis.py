@@ -10,11 +10,11 @@ import pytest
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
     Exit,
+    KernelLog,
     Kind,
     Report,
     classify_exception,
     diagnose,
-    kernel_oom_line,
     read_tail,
 )
 
@@ -88,4 +88,7 @@ def test_tail_of_a_log(tmp_path: Path) -> None:
 
 
 def test_kernel_log_does_not_accuse_the_innocent() -> None:
-    assert kernel_oom_line(2**22 + 1) == ""
+    kernel = KernelLog()
+    assert kernel.killed(2**22 + 1) == ""
+    kernel.close()
+    assert kernel.killed(2**22 + 1) == ""

@@ -1,0 +1,68 @@
+"""Limits of real processes, and memory that is measured."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+
+import pytest
+
+from relax_rt.supervision import limits
+
+MIB = 1 << 20
+SLEEP = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(SLEEP, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_limits_hold_for_the_process_they_are_put_on(child: subprocess.Popen[bytes]) -> None:
+    core = min(os.sched_getaffinity(0))
+    assert limits.apply(limits.Limits(nice=7, cpus=[core], open_files=100), child.pid) == []
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
+    assert os.sched_getaffinity(child.pid) == {core}
+    assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[0] == 100
+
+
+def test_what_cannot_be_done_is_said(child: subprocess.Popen[bytes]) -> None:
+    hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[1]
+    impossible = limits.Limits(cpus=[100_000], open_files=hard + 1)
+    cpus, files = limits.apply(impossible, child.pid)
+    assert "cpus = [100000] was refused" in cpus and "above the hard limit" in files
+
+
+def test_own_memory_is_what_was_touched_and_not_what_is_shared() -> None:
+    shared = shared_memory.SharedMemory(create=True, size=64 * MIB)
+    try:
+        assert shared.buf is not None
+        before = limits.own_memory(os.getpid())
+        shared.buf[:] = b"\1" * shared.size
+        mapped = bytearray()
+        after_shared = limits.own_memory(os.getpid())
+        mapped = bytearray(b"\1") * (48 * MIB)
+        grown = limits.own_memory(os.getpid()) - after_shared
+        assert after_shared - before < 72 * MIB, "the copy that was written from, but not the shared pages besides"
+        assert grown >= 40 * MIB and len(mapped)
+    finally:
+        shared.close()
+        shared.unlink()
+    assert limits.own_memory(2**22 + 1) == 0
+
+
+def test_family_is_measured_as_a_whole(child: subprocess.Popen[bytes]) -> None:
+    measured = {child.pid: 5 * MIB, os.getpid(): 3 * MIB}
+    used = limits.family_memory([os.getpid()], lambda pid: measured.get(pid, 0))
+    assert used[os.getpid()] == 8 * MIB
+    assert limits.over_memory(used, {os.getpid(): 8}) == {}
+    assert limits.over_memory(used, {os.getpid(): 7}) == {
+        os.getpid(): "had 8 MiB of its own, above memory_mib = 7",
+    }
+    assert limits.over_memory({}, {1: 7}) == {}
