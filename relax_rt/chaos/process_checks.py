@@ -49,24 +49,27 @@ def _words_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
 
 def epochs_grow(evidence: Evidence) -> Found:
     """An epoch is issued once, and each incarnation of a slot has a higher one than the last."""
-    newest, newest_at = 0, -1
+    # Several are issued at a time, each told once it is on disk: over all slots the log need not have them in order.
+    issued: dict[int, int] = {}
+    newest: dict[str, int] = {}
     for number, event in enumerate(evidence.events):
         if event.get("kind") != "epoch_issued":
             continue
         yield 1
-        epoch = int(event.get("epoch", 0))
-        if epoch <= newest:
-            what = f"epoch {epoch} was issued after epoch {newest}"
-            yield Breach("epochs_grow", what, evidence.lines([n for n in (newest_at, number) if n >= 0]))
-        newest, newest_at = max(newest, epoch), number
+        epoch, slot = int(event.get("epoch", 0)), str(event.get("slot"))
+        before = issued.get(epoch, newest.get(slot, -1))
+        if epoch in issued or (before >= 0 and epoch < int(evidence.events[before]["epoch"])):
+            what = f"epoch {epoch} was issued for {slot} after epoch {evidence.events[before]['epoch']}"
+            yield Breach("epochs_grow", what, evidence.lines([before, number]))
+        issued[epoch] = newest[slot] = number
     for slot, of_slot in by_slot(lives(evidence.events)).items():
         if slot == REGISTRY:
             continue
         yield len(of_slot)
-        for before, after in pairwise(of_slot):
-            if after.epoch <= before.epoch:
-                what = f"{slot} was spawned with epoch {after.epoch} after epoch {before.epoch}"
-                yield Breach("epochs_grow", what, evidence.lines([before.lines[0], after.lines[0]]))
+        for before_life, after in pairwise(of_slot):
+            if after.epoch <= before_life.epoch:
+                what = f"{slot} was spawned with epoch {after.epoch} after epoch {before_life.epoch}"
+                yield Breach("epochs_grow", what, evidence.lines([before_life.lines[0], after.lines[0]]))
 
 
 def deaths_answered(evidence: Evidence) -> Found:

@@ -13,6 +13,7 @@ from relax_rt.cli.app import FAILED, OK, STEER, Json, Run, app
 if TYPE_CHECKING:
     from relax_rt.chaos.injector import Outcome
     from relax_rt.chaos.schedule import Strike
+    from relax_rt.config.schema import SupervisionTable
 
 
 @app.command(group=STEER)
@@ -72,7 +73,6 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
         NoRun: it does not live.
         Refused: it was started with chaos = false.
     """
-    from relax_rt.cli.runs import resolved_config
     from relax_rt.supervision import control
     from relax_rt.transport.errors import Refused
 
@@ -81,10 +81,18 @@ def _may_be_harmed(run_dir: Path) -> list[str]:
         over = control.status(run_dir)
         why = f"run {over.run_id} is over: {over.status}"
         raise control.NoRun(f"no run lives in {run_dir}", why=why, hint="`--check` judges what it has recorded")
-    if not resolved_config(run_dir).supervision.chaos:
+    if not _supervision(run_dir).chaos:
         hint = "start it with --set supervision.chaos=true"
         raise Refused(f"faults in {run_dir}", why="the run was started with supervision.chaos = false", hint=hint)
     return [slot.slot for slot in control.status(run_dir).slots]
+
+
+def _supervision(run_dir: Path) -> SupervisionTable:
+    """As the run was started; its job's package need not be importable here."""
+    from relax_rt.config.schema import SupervisionTable
+    from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
+
+    return SupervisionTable.model_validate((read_json(run_dir / RESOLVED_CONFIG) or {}).get("supervision", {}))
 
 
 def _schedule(
@@ -124,9 +132,8 @@ def _target(run_dir: Path) -> int:
 
 def _intensity(run_dir: Path) -> Any:
     from relax_rt.chaos.intensity import Intensity
-    from relax_rt.cli.runs import resolved_config
 
-    table = resolved_config(run_dir).supervision.restart
+    table = _supervision(run_dir).restart
     return Intensity(table.max_restarts, table.period_s)
 
 

@@ -4,8 +4,8 @@
 
 Each row is p50 and p99 (200 kills and more; else the maximum) of: the kill until the kernel has ended the process (its
 memory is given back first: that is no business of ours), from then until the exit stands in the event log, from the
-kill until a replacement is ready (the wait before a first restart, up to 0.1 s, included), until its first new work; and
-how long the others stood still. ETTR is undisturbed ÷ disturbed wall-clock to the same step, both measured here,
+kill until a replacement is ready (the wait before a first restart, up to 0.1 s, included), until its first new work;
+and how long the others stood still. ETTR is undisturbed ÷ disturbed wall-clock to the same step, both measured here,
 checkpoints included, with faults in 10% of the steps and roles drawn uniformly. Beside it Ray, with `make peer-env` or
 RELAX_PEER_PYTHON: ray.init, eight actors, an actor with the same imports killed with SIGKILL until it answers again.
 """

@@ -60,7 +60,7 @@ role_log_mib = 1
 count = 2
 pause_s = 0.1
 [roles.eater]
-pause_s = 0.25
+pause_s = 1.0
 """
 LOG_LIMIT_BYTES = (3 + 1) * MIB + MIB // 2
 WATCHED = ("agent", "registry/0", "queue/0")

@@ -214,6 +214,14 @@ def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
     assert breaches(check(evidence)) == []
 
 
+def test_epochs_of_several_slots_may_be_told_in_any_order() -> None:
+    evidence = well()
+    rollout, trainer = (event(evidence, "epoch_issued", slot=slot) for slot in ("rollout/0", "trainer/0"))
+    a, b = evidence.events.index(rollout), evidence.events.index(trainer)
+    evidence.events[a], evidence.events[b] = trainer, rollout
+    assert breaches(check(evidence)) == []
+
+
 def test_a_run_that_goes_on_is_not_asked_for_its_end() -> None:
     evidence = well()
     evidence.ended, evidence.status, evidence.target = False, "running", 100

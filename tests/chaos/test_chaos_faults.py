@@ -1,0 +1,176 @@
+"""Each fault by itself on a run of roles without a model: it is told, it ends, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "toys"))
+
+from toy_run import ToyRun
+
+from relax_rt.chaos.checker import breaches, check
+from relax_rt.chaos.disk import Filling
+from relax_rt.chaos.evidence import gather
+from relax_rt.chaos.faults import FAULTS
+from relax_rt.chaos.injector import Injector
+from relax_rt.chaos.intensity import Intensity
+from relax_rt.chaos.schedule import Strike
+from relax_rt.chaos.session import play
+from relax_rt.transport.errors import Refused
+
+pytestmark = pytest.mark.chaos
+
+RELAX = str(Path(sys.executable).with_name("relax-rt"))
+TOYS = """\
+[run]
+name = "toys"
+job = "toys"
+dir = "{dir}"
+[supervision]
+chaos = %s
+[queue]
+capacity_mib = 16
+slab_mib = 1
+lease_s = 5
+[roles.idler]
+hang_after_s = 5
+[roles.maker]
+count = 2
+[roles.eater]
+"""
+
+
+@pytest.fixture
+def toys(tmp_path: Path) -> Iterator[ToyRun]:
+    with ToyRun(tmp_path, TOYS % "true") as run:
+        run.ready()
+        yield run
+
+
+def relax(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([RELAX, *argv], capture_output=True, text=True, timeout=120, check=False)
+
+
+def readies(run: ToyRun, slot: str) -> int:
+    return len([e for e in run.poll() if e["kind"] == "slot_ready" and e["slot"] == slot])
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> None:
+    lasting = {"kill": 0.0, "stop": 0.5, "overtake": 0.5, "disk": 0.2}
+    strikes = [
+        Strike(
+            number=number,
+            fault=name,
+            slot="" if fault.means == "disk" else ("maker/0" if number % 2 else "eater/0"),
+            at_s=number * 1.0,
+            seconds=lasting.get(name, 0.4),
+            amount=16.0 if name == "memory" else fault.amount,
+        )
+        for number, (name, fault) in enumerate(FAULTS.items(), 1)
+    ]
+    with Injector(toys.run_dir, 1, most_disk_bytes=0) as injector:
+        session = play(toys.run_dir, injector, strikes, settle_s=60.0)
+    assert {o.strike.fault for o in session.outcomes if o.withheld} == {"disk"}, session.outcomes
+    assert session.recovered and not session.over
+    steps = len([e for e in toys.poll() if e["kind"] == "first_work"])
+    assert steps > 0
+    assert toys.end() == 0
+    events = toys.poll()
+    told = [e for e in events if e["kind"] == "fault_injected"]
+    assert [e["name"] for e in told] == [name for name in FAULTS if name != "disk"]
+    assert all(e["pid"] and e["epoch"] and e["seed"] == 1 for e in told)
+    lasted = {e["number"] for e in events if e["kind"] == "fault_ended"}
+    assert lasted == {e["number"] for e in told if e["seconds"]}
+    assert breaches(check(gather(toys.run_dir))) == []
+
+
+def test_what_was_stopped_goes_on_when_chaos_itself_is_killed(toys: ToyRun) -> None:
+    command = [RELAX, "chaos", str(toys.run_dir), "--at-once", "stop:idler/0:60s"]
+    pid = next(s.pid for s in toys.ready().slots if s.slot == "idler/0")
+    chaos = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        toys.until("the stop", lambda: is_stopped(pid))
+    finally:
+        chaos.send_signal(signal.SIGKILL)
+        chaos.wait()
+    toys.until("its going on", lambda: not is_stopped(pid))
+    assert not [e for e in toys.poll() if e["kind"] == "slot_exited"]
+
+
+def test_what_cannot_be_asked_for_is_refused_in_words(toys: ToyRun) -> None:
+    run = str(toys.run_dir)
+    for argv, words in (
+        (["--faults", "kil"], ["kil", "kill"]),
+        (["--roles", "eatr"], ["eatr", "eater"]),
+        (["--at-once", "kill:maker/7"], ["maker/7"]),
+        (["--mean", "soon"], ["soon", "duration"]),
+        (["--in-steps", "0.1"], ["steps"]),
+    ):
+        done = relax("chaos", run, *argv)
+        assert done.returncode == 2, done.stderr
+        assert all(word in done.stderr for word in words), done.stderr
+    assert toys.end() == 0
+    done = relax("chaos", run)
+    assert done.returncode == 2 and "no run lives" in done.stderr
+    done = relax("chaos", run, "--check", "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["ok"]
+
+
+def test_a_run_may_refuse_to_be_harmed(tmp_path: Path) -> None:
+    with ToyRun(tmp_path, TOYS % "false") as run:
+        run.ready()
+        done = relax("chaos", str(run.run_dir), "--at-once", "kill:idler/0")
+        assert done.returncode != 0
+        assert "supervision.chaos" in done.stderr
+        assert not [e for e in run.poll() if e["kind"] in ("fault_injected", "slot_exited")]
+
+
+def test_harm_that_would_be_escalated_is_withheld(toys: ToyRun) -> None:
+    with Injector(toys.run_dir, 1, intensity=Intensity(max_restarts=1, period_s=600.0)) as injector:
+        first = injector.strike(Strike(number=1, fault="kill", slot="idler/0"))
+        toys.until(
+            "its restart",
+            lambda: len([e for e in toys.poll() if e["kind"] == "slot_ready" and e["slot"] == "idler/0"]) > 1,
+        )
+        second = injector.strike(Strike(number=2, fault="kill", slot="idler/0"))
+    assert not first.withheld
+    assert "used up its restarts" in second.withheld
+    assert [e["number"] for e in toys.poll() if e["kind"] == "fault_withheld"] == [2]
+
+
+def test_a_filled_file_system_is_given_back(tmp_path: Path) -> None:
+    """Bounded to a little: the file system of the tests belongs to others too."""
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(Refused, match="at most"):
+        Filling(tmp_path, most_bytes=1 << 20)
+    filling = Filling(tmp_path, most_bytes=64 << 20, reserve_bytes=free - (32 << 20))
+    try:
+        assert filling.nbytes > 0
+        assert list(tmp_path.iterdir()) == [], "it has a name"
+    finally:
+        filling.close()
+
+
+def test_schedules_by_time_fall_in_order_and_interruptions_undo(toys: ToyRun) -> None:
+    pid = next(s.pid for s in toys.ready().slots if s.slot == "idler/0")
+    with Injector(toys.run_dir, 1) as injector:
+        injector.strike(Strike(number=1, fault="stop", slot="idler/0", seconds=60.0))
+        assert is_stopped(pid)
+        again = injector.strike(Strike(number=2, fault="stop", slot="idler/0", seconds=60.0))
+        assert "still lasts" in again.withheld
+    time.sleep(0.05)
+    assert not is_stopped(pid)
