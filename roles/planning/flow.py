@@ -203,7 +203,8 @@ def _checkpoints(config: RLConfig, shape: ModelShape) -> Iterator[Figure]:
     table, trainer = config.checkpoint, config.roles["trainer"]
     moment = WIDTH[trainer.optimizer_dtype] if isinstance(trainer, TrainedSettings) else MASTER
     each = MASTER + 2 * moment
-    how = f"{shape.parameters:,} x {each} bytes (float32 weights, two moments of {moment}), every {table.every_steps} steps"
+    how = f"{shape.parameters:,} x {each} bytes (float32 weights, two moments of {moment})"
+    how += f", every {table.every_steps} steps"
     yield Figure("checkpoints", "each", shape.parameters * each, "bytes", how)
     kept = table.keep + 1
     yield Figure(

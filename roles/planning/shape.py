@@ -184,7 +184,7 @@ def shape_of(values: Mapping[str, Any], name: str = "config.json") -> ModelShape
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     kv_heads = read.size("num_key_value_heads", heads)
     # transformers: Qwen3 has heads of 128 unless told otherwise, the others divide the hidden width.
-    head_dim = read.size("head_dim", 128 if family.startswith("qwen3") else hidden // heads)
+    head_dim = read.size("head_dim", 128 if family == "qwen3" else hidden // heads)
     if heads % kv_heads:
         raise RelaxError(f"{name}: {heads} attention heads do not divide over {kv_heads} key-value heads")
     bias = family == "qwen2" or bool(values.get("attention_bias"))
