@@ -19,7 +19,7 @@ from relax_rt.cli.figures import Figures
 from relax_rt.cli.incidents import Incident
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
-from relax_rt.observe.text import NOTHING, clip, count, duration
+from relax_rt.observe.text import NOTHING, clip, count, duration, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
@@ -136,7 +136,7 @@ COLUMNS = (
 
 
 def _row(slot: SlotStatus, figures: Figures) -> dict[str, Text]:
-    doing = f"waits: {slot.waiting}" if slot.waiting else slot.detail
+    doing = waits(slot.waiting) if slot.waiting else slot.detail
     if slot.state not in ("ready", "starting") and slot.last is not None and slot.last.failed:
         doing = f"{slot.last.kind}: {slot.last.cause}"
     if slot.given_up:

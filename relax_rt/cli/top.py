@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relax_rt.cli.display import STYLE, console_for_output, show_json
 from relax_rt.cli.doctor.finding import size
-from relax_rt.observe.text import NOTHING, clip, count, duration, number
+from relax_rt.observe.text import NOTHING, clip, count, duration, number, waits
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 
@@ -89,7 +89,7 @@ def rows(before: Look, after: Look) -> list[Row]:
         was = earlier.get(slot.slot)
         same = was is not None and was.epoch == slot.epoch and was.pid == slot.pid
         rate = (slot.progress - was.progress) / passed if was is not None and same and slot.pid else None
-        doing = f"waits: {slot.waiting}" if slot.waiting else slot.detail
+        doing = waits(slot.waiting) if slot.waiting else slot.detail
         more = {"node": slot.node, "progress": slot.progress, "rate": rate, "now": doing}
         found.append(_row(slot.slot, slot.state, before, after, passed, more))
     if after.status.agent_pid:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from relax_rt.observe.headline import Headline
 from relax_rt.observe.story import Note, Starts, Story
+from relax_rt.observe.text import waits
 
 NOTES = 5
 MAX_LINES = 500
@@ -131,9 +132,9 @@ class Board:
             return f"{clock_time(self.clock())} waiting for the node agent"
         slots = self.status.slots
         away = [f"{s.slot} {s.state}" + (f" ({s.detail})" if s.detail else "") for s in slots if s.state != "ready"]
-        waits = [f"{s.slot} waits: {s.waiting}" for s in slots if s.state == "ready" and s.waiting]
+        idle = [f"{s.slot} {waits(s.waiting)}" for s in slots if s.state == "ready" and s.waiting]
         busy = [f"{s.slot}: {s.detail}" for s in slots if s.state == "ready" and s.detail and not s.waiting]
-        told = (away + busy + waits)[:MAX_VALUES]
+        told = (away + busy + idle)[:MAX_VALUES]
         return f"{clock_time(self.clock())} {self.status.status}  " + ("; ".join(told) or "all slots ready")
 
     def _say(self, t: float, text: str) -> None:

@@ -69,6 +69,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(block(value) for value in shown)
 
 
+def waits(reason: str) -> str:
+    """A reason to wait, as what a slot does."""
+    return reason if reason.startswith("waits ") else f"waits: {reason}"
+
+
 def clip(text: str, width: int) -> str:
     """Text on one line, cut to width with an ellipsis."""
     line = " ".join(text.split())

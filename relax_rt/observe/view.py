@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relax_rt.observe.board import Board, SlotLike, StatusLike, clock_time
 from relax_rt.observe.headline import SPARK, Headline, Value
-from relax_rt.observe.text import NOTHING, clip, count, duration, sparkline
+from relax_rt.observe.text import NOTHING, clip, count, duration, sparkline, waits
 
 GAP = 3
 WIDE = 100
@@ -183,7 +183,7 @@ def _doing(members: Sequence[SlotLike]) -> Text:
         if slot.detail and not slot.waiting:
             return Text(clip(slot.detail, 200))
     waiting = next((slot.waiting for slot in members if slot.waiting), "")
-    return Text(clip(f"waits: {waiting}", 200), "bright_black") if waiting else Text("")
+    return Text(clip(waits(waiting), 200), "bright_black") if waiting else Text("")
 
 
 def _notes(board: Board, width: int) -> RenderableType:

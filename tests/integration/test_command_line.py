@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +134,76 @@ def test_a_detached_run_that_cannot_start_has_its_diagnosis_and_exit_code(toys: 
     done = toys.run("up", "--detach", *sets)
     assert done.returncode == 1
     assert "no such device" in done.stderr and "exit code 1" in done.stderr
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, toys: Toys, *argv: str) -> None:
+        self._fd, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        own = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", own, *RELAX, *argv],
+            cwd=toys.folder,
+            env={**environment(), "TERM": "xterm-256color"},
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.text = ""
+
+    def shows(self, words: str) -> None:
+        until(f"the terminal shows {words!r}", lambda: self._read() and words in self.text, self._ended)
+
+    def press(self, key: bytes) -> None:
+        os.write(self._fd, key)
+
+    def ends(self) -> int:
+        until("the command ends", lambda: (self._read(), self._ended())[1])
+        os.close(self._fd)
+        return self.process.wait(WAIT_S)
+
+    def _ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def _read(self) -> bool:
+        while select.select([self._fd], [], [], 0)[0]:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except OSError:
+                break
+            self.text += data.decode(errors="replace")
+        return True
+
+
+@of("[roles.worker]\ncount = 2\n[roles.stubborn]")
+def test_up_on_a_terminal(toys: Toys) -> None:
+    terminal = Terminal(toys, "up")
+    terminal.shows("registry, queue, worker x2, stubborn")
+    for slot in ("registry/0", "queue/0", "worker/0", "worker/1", "stubborn/0"):
+        terminal.shows(f"{slot} ready in ")
+    terminal.press(b"\x03")
+    terminal.shows("Ctrl-C again ends them at once")
+    terminal.press(b"\x03")
+    assert terminal.ends() == 130
+    assert read_run(toys.run_dir)["status"] == "killed"  # type: ignore[index]
+
+
+@of("[roles.worker]")
+def test_leaving_the_live_screen_of_attach(toys: Toys) -> None:
+    toys.call("up", "--detach")
+    terminal = Terminal(toys, "attach")
+    terminal.shows("worker/0")
+    terminal.press(b"\x03")
+    assert terminal.ends() == 130
+    assert "the run goes on" in terminal.text
+    assert toys.states("worker") == {"worker/0": "ready"}
+    toys.call("down")
 
 
 @of("[roles.worker]")
