@@ -109,7 +109,11 @@ class Method:
     @property
     def takes(self) -> str:
         """Its parameters and what they are, for people."""
-        return str(self.signature.replace(return_annotation=inspect.Signature.empty))
+        shown = []
+        for name, parameter in self.signature.parameters.items():
+            kind = parameter.annotation
+            shown.append(f"{name}: {kind if isinstance(kind, str) else inspect.formatannotation(kind)}")
+        return ", ".join(shown) or "nothing"
 
     def _named(self, message: str) -> str:
         """msgspec's message with the argument's name in place of its position: ``$[1].x`` is ``point.x``."""

@@ -90,7 +90,6 @@ class RoleRoute:
         what = f"call of {method} at {self.name}"
         while True:
             target, epoch = await self._pick(what, deadline)
-            target.outstanding += 1
             try:
                 return await target.client.call_once(method, payload, deadline, budget_s)
             except Lost as lost:
@@ -111,7 +110,6 @@ class RoleRoute:
         async def opener(deadline: float) -> Inlet:
             target, epoch = await self._pick(f"stream of {method} at {self.name}", deadline)
             loop = asyncio.get_running_loop()
-            target.outstanding += 1
 
             def ended(end: BaseException) -> None:
                 target.outstanding -= 1
@@ -142,7 +140,7 @@ class RoleRoute:
         return [SlotRoute(self._directory, member.who.slot) for member in ready]
 
     async def _pick(self, what: str, deadline: float) -> tuple[Target, int]:
-        """The target to call, connected, and the epoch it was chosen with.
+        """The target to call, connected and counted as called, and the epoch it was chosen with.
 
         Raises:
             Unreachable: no member is ready and can be reached, in time.
@@ -155,14 +153,20 @@ class RoleRoute:
                 await self._changed(members, what, deadline, LOOK_AGAIN_S)
                 continue
             target, epoch = found
+            # Counted from here on: others who choose meanwhile see it.
+            target.outstanding += 1
             if target.client.connected:
                 return found
             try:
                 await target.client.connect(what, max(0.001, min(CONNECT_S, deadline - loop.time())))
             except Unreachable:
+                target.outstanding -= 1
                 target.failed(epoch, loop.time())
                 if loop.time() >= deadline:
                     raise
+            except BaseException:
+                target.outstanding -= 1
+                raise
             else:
                 return found
 

@@ -1,0 +1,183 @@
+"""What callers see when an actor dies, stops, comes back, or is one of several."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import signal
+from collections import Counter
+
+import pytest
+from actor_far_end import Judge, Registry, directory, eventually, fails, living, spawn
+
+from relax_rt.transport.errors import ActorDied, Unreachable
+from relax_rt.transport.rpc import CurveKeys
+
+
+@pytest.mark.parametrize("carrier", ["unix", "curve"])
+async def test_killed_in_mid_call(carrier: str, tmp_path: pathlib.Path) -> None:
+    """The idempotent call is answered by the successor; the other learns how the incarnation ended."""
+    keys = CurveKeys.make() if carrier == "curve" else None
+    registry = Registry()
+    who = registry.enter("judge/0", "")
+    address = f"unix://{tmp_path}/j.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
+    first, real = await spawn(address, who.epoch, keys=keys)
+    second = None
+    try:
+        async with directory({"judge/0": real}, registry, keys) as known:
+            judge = known.actor("judge/0", Judge)
+            again, once = asyncio.create_task(judge.hold()), asyncio.create_task(judge.hold_once())
+            await judge.pid()
+            first.send_signal(signal.SIGKILL)
+            await first.wait()
+            await asyncio.sleep(0.05)
+            # The news of its end comes after the loss of the connection: it is waited for.
+            registry.core.gone(who, "signal: killed by SIGKILL")
+            died = await fails(once, ActorDied)
+            assert (died.who, died.diagnosis) == (str(who), "signal: killed by SIGKILL")
+            assert f"{who} ended: signal: killed by SIGKILL" in str(died) and "not marked idempotent" in str(died)
+            next_one = registry.enter("judge/0", "")
+            second, _ = await spawn(real, next_one.epoch, released=True, keys=keys)
+            assert await again == second.pid
+            assert await judge.pid() == second.pid
+    finally:
+        for process in (first, second):
+            if process is not None and process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def test_the_end_is_told_also_when_the_slot_is_filled_again(tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    who = registry.enter("judge/0", "")
+    async with directory({}, registry) as known:
+        registry.core.gone(who, "exception: KeyError")
+        registry.enter("judge/0", "")
+        assert await known.end_of(who, 2.0) == "exception: KeyError"
+        third = registry.enter("judge/0", "")
+        assert await known.end_of(third, 0.05) == ""
+
+
+async def test_without_news_of_the_end_the_caller_waits_no_longer_than_its_deadline(tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    who = registry.enter("judge/0", "")
+    process, real = await spawn(f"unix://{tmp_path}/j.sock", who.epoch)
+    async with directory({"judge/0": real}, registry) as known:
+        judge = known.actor("judge/0", Judge, timeout_s=0.5)
+        once = asyncio.create_task(judge.hold_once())
+        await judge.pid()
+        process.kill()
+        await process.wait()
+        died = await fails(once, ActorDied)
+        assert died.diagnosis == "" and "how judge/0#1 ended is not known yet" in str(died)
+
+
+async def test_a_stream_that_began_is_not_taken_up_again(tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    who = registry.enter("judge/0", "")
+    process, real = await spawn(f"unix://{tmp_path}/j.sock", who.epoch)
+    second = None
+    try:
+        async with directory({"judge/0": real}, registry) as known:
+            judge = known.actor("judge/0", Judge)
+            begun = judge.pids()
+            assert await anext(begun) == process.pid
+            process.kill()
+            await process.wait()
+            registry.core.gone(who, "signal: SIGKILL")
+            died = await fails(anext(begun), ActorDied)
+            assert "after 1 items" in str(died) and died.diagnosis == "signal: SIGKILL"
+            # One that has given nothing yet is opened again.
+            fresh = asyncio.create_task(anext(judge.pids()))
+            second, _ = await spawn(real, who.epoch + 1)
+            assert await fresh == second.pid
+    finally:
+        if second is not None:
+            second.kill()
+            await second.wait()
+
+
+async def test_a_role_is_called_where_least_is_outstanding(tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    async with living(f"unix://{tmp_path}/0.sock") as (a, one), living(f"unix://{tmp_path}/1.sock") as (b, two):
+        addresses = {"judge/0": one, "judge/1": two}
+        async with directory(addresses, registry) as known:
+            judge = known.actor("judge", Judge)
+            early = asyncio.create_task(judge.hold())
+            await asyncio.sleep(0.05)
+            assert not early.done()
+            for slot, address in addresses.items():
+                registry.enter(slot, address)
+            await eventually(lambda: a.working + b.working == 1)
+            calls = [asyncio.create_task(judge.hold()) for _ in range(9)]
+            await eventually(lambda: (a.working, b.working) == (5, 5))
+            assert len(await judge.all()) == 2
+            idle, busy = judge.count(1000), judge.count(1000)
+            await anext(idle), await anext(busy)
+            assert (len(a.made) > 0, len(b.made) > 0) == (True, True)
+            del idle, busy
+            for actor in (a, b):
+                actor.release.set()
+            await asyncio.gather(early, *calls)
+            assert known.target("judge/0").outstanding == known.target("judge/1").outstanding == 0
+
+
+async def test_members_that_are_not_ready_get_nothing(tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    async with living(f"unix://{tmp_path}/0.sock") as (_, one):
+        async with directory({"judge/0": one, "judge/1": f"unix://{tmp_path}/none.sock"}, registry) as known:
+            registry.enter("judge/0", one, "starting")
+            registry.enter("judge/1", "", "draining")
+            judge = known.actor("judge", Judge, timeout_s=0.3)
+            with pytest.raises(Unreachable, match=r"no member is ready: judge/0#1 is starting, judge/1#2 is draining"):
+                await judge.pid()
+            with pytest.raises(Unreachable, match=r"no member is ready: it has no members"):
+                await known.actor("judges", Judge, timeout_s=0.1).all()
+            registry.enter("judge/0", one)
+            # One that says it is ready and cannot be reached is passed over.
+            registry.enter("judge/1", "")
+            patient = judge.with_options(timeout_s=20.0)
+            assert len({await patient.pid() for _ in range(4)}) == 1
+
+
+async def test_one_of_two_is_killed_and_the_other_takes_over(tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    processes = {}
+    addresses = {}
+    for n in (0, 1):
+        who = registry.enter(f"judge/{n}", "")
+        processes[n], addresses[who.slot] = await spawn(f"unix://{tmp_path}/{n}.sock", who.epoch, released=n == 1)
+    try:
+        async with directory(addresses, registry) as known:
+            judge = known.actor("judge", Judge)
+            spread = Counter([await judge.pid() for _ in range(10)])
+            assert set(spread.values()) == {5}
+            held = [asyncio.create_task(judge.hold()) for _ in range(6)]
+            await asyncio.sleep(0.05)
+            processes[0].kill()
+            # Its entry in the registry still says ready: the calls go over all the same.
+            assert set(await asyncio.gather(*held)) == {processes[1].pid}
+            assert {await judge.pid() for _ in range(5)} == {processes[1].pid}
+    finally:
+        for process in processes.values():
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def test_one_that_stops_finishes_what_it_began_and_passes_on_the_rest(tmp_path: pathlib.Path) -> None:
+    """Not even calls that must not be repeated fail when an actor stops in order."""
+    registry = Registry()
+    async with living(f"unix://{tmp_path}/0.sock") as (a, one), living(f"unix://{tmp_path}/1.sock") as (b, two):
+        async with directory({"judge/0": one, "judge/1": two}, registry) as known:
+            registry.enter("judge/0", one)
+            judge = known.actor("judge", Judge)
+            calls = [asyncio.create_task(judge.hold_once()) for _ in range(12)]
+            await eventually(lambda: a.working == 8)
+            registry.enter("judge/1", two)
+            a.ctx.stopping.set()
+            await eventually(lambda: a._mailbox._closed)
+            a.release.set()
+            b.release.set()
+            assert len(await asyncio.gather(*calls)) == 12
+            assert (a.peak, b.peak > 0) == (8, True)
