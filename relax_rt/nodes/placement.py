@@ -211,8 +211,9 @@ class Placer:
             self._fresh(need)
             if (need.threads, need.gpus, need.node, need.kind) != (first.threads, first.gpus, first.node, first.kind):
                 raise Refused(f"gang {first.kind}", why=f"{need.slot} asks for other things than {first.slot}")
-        # A rank whose node is waited for holds the whole gang there: ranks are not told apart.
-        pin = next((pin for need in needs if (pin := self._pin(need))), "")
+        # The nodes of all ranks are waited for; once they are there the gang is packed anew.
+        away = (kept for need in needs if (kept := self._kept.get(need.slot, "")) and kept not in self._rooms)
+        pin = first.node or next(away, "")
         rooms = self._open(pin)
         fits = {room.node.name: room.devices(first.gpus, len(needs)) for room in rooms}
         chosen = _pack(rooms, fits, len(needs), first.threads)

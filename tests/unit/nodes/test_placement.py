@@ -73,6 +73,18 @@ def test_slots_of_a_lost_node_go_elsewhere_or_wait_for_it() -> None:
     assert placed(placer.place(need("c/0", threads=5))).node == "b"
 
 
+def test_a_gang_waits_for_a_lost_node_and_then_spreads_over_both_again() -> None:
+    placer = Placer([Node("head", 4, 1), Node("b", 4, 1)])
+    ranks = [need(f"trainer/{n}", gpus=1) for n in range(2)]
+    assert [place.node for place in placer.place_gang(ranks)] == ["head", "b"]  # type: ignore[union-attr]
+    assert placer.remove("b", keep=True) == ["trainer/1"]
+    placer.release("trainer/0")
+    found = placer.place_gang(ranks)
+    assert isinstance(found, Waiting) and "'b', which it was on" in found.reason
+    placer.add(Node("b", 4, 1))
+    assert [place.node for place in placer.place_gang(ranks)] == ["head", "b"]  # type: ignore[union-attr]
+
+
 def test_a_node_that_leaves_takes_nothing_more() -> None:
     placer = Placer([Node("head", 1), Node("b", 9)])
     placer.close("b", "it is leaving")
