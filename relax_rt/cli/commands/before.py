@@ -32,6 +32,7 @@ def validate(
     *,
     overrides: Overrides = None,
     quick: Annotated[bool, Parameter(help="Leave out the model, the data and the dry run of the reward.")] = False,
+    schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
     """Check a config as a whole: every problem at once, each with its place."""
@@ -39,6 +40,8 @@ def validate(
     from relax_rt.config.loader import config_digest, load_config
     from relax_rt.config.problems import ConfigErrors
 
+    if schema:
+        return _show_schema(config, as_json=json)
     try:
         loaded = load_config(config, overrides or (), preflight=not quick)
     except ConfigErrors as error:
@@ -51,6 +54,21 @@ def validate(
     else:
         roles = ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in loaded.roles.items() if s.count)
         say(f"{config}: ok\n  run directory  {loaded.run.dir}\n  roles          {roles}")
+    return OK
+
+
+def _show_schema(config: Path, *, as_json: bool) -> int:
+    """Of the job that the config names, if there is one."""
+    from relax_rt.cli.display import say, show_json
+    from relax_rt.cli.schema import as_json_schema, as_toml
+    from relax_rt.config.job import load_job
+    from relax_rt.config.schema import RunTable
+    from relax_rt.config.source import read_source
+
+    run = read_source(config, ())[0].data.get("run") if config.is_file() else None
+    name = run.get("job") if isinstance(run, dict) else None
+    job = load_job(name if isinstance(name, str) else RunTable.model_fields["job"].default)
+    show_json(as_json_schema(job)) if as_json else say(as_toml(job).rstrip("\n"))
     return OK
 
 
