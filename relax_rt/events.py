@@ -17,6 +17,9 @@ import msgspec
 
 CURRENT = "current.jsonl"
 MAX_LINE_BYTES = 256 << 10
+READ_BYTES = 2 * MAX_LINE_BYTES
+POLL_BYTES = 32 << 20
+"""Most that one poll of a follower reads."""
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
@@ -125,20 +128,43 @@ def segments(directory: Path) -> list[Path]:
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Every event of a run that is still kept, in the order written. Torn lines are passed over."""
+    """Every event of a run that is still kept, in the order written. Torn lines are passed over.
+
+    One line is held at a time, and a rotation in the meantime loses nothing.
+    """
     directory = run_dir / "events"
-    for path in [*segments(directory), directory / CURRENT]:
-        yield from _read_lines(path)
+    seen: set[str] = set()
+    while True:
+        for path in segments(directory):
+            if path.name not in seen:
+                seen.add(path.name)
+                yield from _read_lines(_open(path))
+        current = _open(directory / CURRENT)
+        if all(path.name in seen for path in segments(directory)):
+            yield from _read_lines(current)
+            return
+        # What was the current file when the segments were listed is one of them by now.
+        if current is not None:
+            current.close()
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _open(path: Path) -> BinaryIO | None:
     try:
-        file = path.open("rb")
+        return path.open("rb")
     except FileNotFoundError:
+        return None
+
+
+def _read_lines(file: BinaryIO | None) -> Iterator[dict[str, Any]]:
+    if file is None:
         return
     with file:
-        for line in file:
-            event = parse_line(line)
+        passing_over = False
+        while line := file.readline(READ_BYTES):
+            whole = line.endswith(b"\n")
+            event = None if passing_over else parse_line(line)
+            # What is longer than any event, as a block of zeros after a crash of the host, is no line to be kept whole.
+            passing_over = not whole and len(line) == READ_BYTES
             if event is not None:
                 yield event
 
@@ -167,14 +193,19 @@ class EventFollower:
         self._finished: set[str] = set()
 
     def poll(self) -> list[dict[str, Any]]:
-        """Events written since the last poll."""
+        """Events written since the last poll; of very many the oldest, the next poll goes on."""
         found: list[dict[str, Any]] = []
         closed = {path.name for path in segments(self._directory)}
+        left = POLL_BYTES
         for name in [*sorted(closed - self._finished), CURRENT]:
             inode = self._find(self._directory / name)
             if inode is None:
                 continue
-            found += self._read(inode)
+            data = self._open[inode].read(left)
+            found += self._events(inode, data)
+            left -= len(data)
+            if left <= 0:
+                break
             if name in self._closed:
                 self._finished.add(name)
                 self._open.pop(inode).close()
@@ -202,8 +233,8 @@ class EventFollower:
             return None
         return inode
 
-    def _read(self, inode: int) -> list[dict[str, Any]]:
-        *lines, rest = (self._rest.pop(inode, b"") + self._open[inode].read()).split(b"\n")
+    def _events(self, inode: int, data: bytes) -> list[dict[str, Any]]:
+        *lines, rest = (self._rest.pop(inode, b"") + data).split(b"\n")
         if rest:
-            self._rest[inode] = rest
+            self._rest[inode] = rest[-MAX_LINE_BYTES:]
         return [event for line in lines if (event := parse_line(line)) is not None]

@@ -8,8 +8,12 @@ import resource
 import signal
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
+import pytest
+
+from relax_rt import events
 from relax_rt.events import CURRENT, MAX_LINE_BYTES, Appender, EventFollower, EventLog, read_events, segments
 from relax_rt.metrics import MetricsLog, read_metrics
 
@@ -117,3 +121,55 @@ def test_metrics_are_lines_of_plain_numbers(tmp_path: Path) -> None:
     assert [r["kind"] for r in records] == ["step", "other"] and records[0]["loss"] == 0.5
     assert [r["step"] for r in read_metrics(tmp_path, "step")] == [1]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["by"] == "trainer/0#1"
+
+
+def test_a_rotation_while_events_are_read_loses_nothing(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "agent", segment_bytes=300, keep=100)
+    for n in range(20):
+        log.emit("n", n=n)
+        log.rotate()
+    numbers = []
+    for event in read_events(tmp_path):
+        numbers.append(event["n"])
+        if len(numbers) < 15:
+            # Somebody goes on writing, and the agent rotates, between any two lines that are read.
+            log.emit("n", n=19 + len(numbers))
+            log.rotate()
+    assert numbers == list(range(len(numbers))) and len(numbers) >= 30
+
+
+def test_what_is_no_line_is_passed_over_in_bounded_memory(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "agent")
+    log.emit("before")
+    log.close()
+    with (tmp_path / "events" / CURRENT).open("r+b") as file:
+        file.seek(0, 2)
+        # A host's crash may leave a hole of zeros.
+        file.truncate(file.tell() + (256 << 20))
+        file.seek(0, 2)
+        file.write(b"\n")
+    log.emit("after")
+    tracemalloc.start()
+    kinds = [event["kind"] for event in read_events(tmp_path)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kinds == ["before", "after"]
+    assert peak < 16 << 20
+
+
+def test_a_follower_reads_a_long_log_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "POLL_BYTES", 500)
+    log = EventLog(tmp_path, "agent", segment_bytes=1000, keep=100)
+    follower = EventFollower(tmp_path)
+    numbers: list[int] = []
+    for n in range(100):
+        log.emit("n", n=n)
+        log.rotate()
+        if n % 10 == 0:
+            numbers += [event["n"] for event in follower.poll()]
+    polls = 0
+    while len(numbers) < 100 and polls < 100:
+        numbers += [event["n"] for event in follower.poll()]
+        polls += 1
+    follower.close()
+    assert numbers == list(range(100)) and polls > 5
