@@ -57,23 +57,25 @@ async def test_a_caller_with_another_interface_is_refused(tmp_path: pathlib.Path
 
 
 async def test_bad_input_is_named(tmp_path: pathlib.Path) -> None:
-    async with living(f"unix://{tmp_path}/j.sock", max_message_bytes=100_000) as (_, real):
-        async with directory({"judge/0": real}) as known:
-            judge = known.actor("judge/0", Judge)
-            with pytest.raises(Refused, match=r"arguments of Judge\.score: Expected `float`, got `str` - at `factor`"):
-                await judge.score(Text([]), "much")  # type: ignore[arg-type]
-            with pytest.raises(
-                Refused,
-                match=r"Expected `str`, got `int` - at `text\.words\[0\]` \(it takes text: Text, factor: float\)",
-            ):
-                await judge.score(Text([1]))  # type: ignore[list-item]
-            with pytest.raises(Refused, match=r"cannot be sent: .*object.* has no place in a message"):
-                await judge.score(object())  # type: ignore[arg-type]
-            with pytest.raises(ProtocolError, match=r"Judge\.score.*limit of .* is 100000"):
-                await judge.score(Text(["x" * 100_000]))
-            with pytest.raises(ProtocolError, match=r"result of Judge\.big.*100000 .*answer in parts"):
-                await judge.big(100_000)
-            assert await judge.score(Text(["fine"])) == 1.0
+    async with (
+        living(f"unix://{tmp_path}/j.sock", max_message_bytes=100_000) as (_, real),
+        directory({"judge/0": real}) as known,
+    ):
+        judge = known.actor("judge/0", Judge)
+        with pytest.raises(Refused, match=r"arguments of Judge\.score: Expected `float`, got `str` - at `factor`"):
+            await judge.score(Text([]), "much")  # type: ignore[arg-type]
+        with pytest.raises(
+            Refused,
+            match=r"Expected `str`, got `int` - at `text\.words\[0\]` \(it takes text: Text, factor: float\)",
+        ):
+            await judge.score(Text([1]))  # type: ignore[list-item]
+        with pytest.raises(Refused, match=r"cannot be sent: .*object.* has no place in a message"):
+            await judge.score(object())  # type: ignore[arg-type]
+        with pytest.raises(ProtocolError, match=r"Judge\.score.*limit of .* is 100000"):
+            await judge.score(Text(["x" * 100_000]))
+        with pytest.raises(ProtocolError, match=r"result of Judge\.big.*100000 .*answer in parts"):
+            await judge.big(100_000)
+        assert await judge.score(Text(["fine"])) == 1.0
 
 
 async def test_errors_carry_the_remote_cause(tmp_path: pathlib.Path) -> None:
@@ -113,19 +115,20 @@ async def test_cancelling_the_caller_cancels_the_handler(tmp_path: pathlib.Path)
 
 
 async def test_no_more_than_max_concurrency_at_work_and_the_mailbox_is_bounded(tmp_path: pathlib.Path) -> None:
-    async with living(f"unix://{tmp_path}/j.sock") as (actor, real):
-        async with directory({"judge/0": real}) as one, directory({"judge/0": real}) as two:
-            calls = [
-                asyncio.create_task(known.actor("judge/0", Judge).hold()) for _ in range(40) for known in (one, two)
-            ]
-            await eventually(lambda: len(actor.ctx.server.calls) == 16)
-            await asyncio.sleep(0.1)
-            # Eight at work, eight in the mailbox, one held for each connection; the others are not read.
-            assert (actor.working, len(actor.ctx.server.calls), len(actor.ctx.server.held)) == (8, 16, 2)
-            actor.release.set()
-            assert len(await asyncio.gather(*calls)) == 80
-            assert actor.peak == 8
-            assert actor.ctx.server.statistics().peak_inflight == 16
+    async with (
+        living(f"unix://{tmp_path}/j.sock") as (actor, real),
+        directory({"judge/0": real}) as one,
+        directory({"judge/0": real}) as two,
+    ):
+        calls = [asyncio.create_task(known.actor("judge/0", Judge).hold()) for _ in range(40) for known in (one, two)]
+        await eventually(lambda: len(actor.ctx.server.calls) == 16)
+        await asyncio.sleep(0.1)
+        # Eight at work, eight in the mailbox, one held for each connection; the others are not read.
+        assert (actor.working, len(actor.ctx.server.calls), len(actor.ctx.server.held)) == (8, 16, 2)
+        actor.release.set()
+        assert len(await asyncio.gather(*calls)) == 80
+        assert actor.peak == 8
+        assert actor.ctx.server.statistics().peak_inflight == 16
 
 
 async def test_one_after_the_other(tmp_path: pathlib.Path) -> None:
@@ -141,10 +144,12 @@ async def test_one_after_the_other(tmp_path: pathlib.Path) -> None:
             seen, self.inside = self.inside, self.inside - 1
             return seen
 
-    async with living(f"unix://{tmp_path}/s.sock", Single, "single/0") as (_, real):
-        async with directory({"single/0": real}) as known:
-            single = known.actor("single/0", Single)
-            assert set(await asyncio.gather(*(single.work() for _ in range(20)))) == {1}
+    async with (
+        living(f"unix://{tmp_path}/s.sock", Single, "single/0") as (_, real),
+        directory({"single/0": real}) as known,
+    ):
+        single = known.actor("single/0", Single)
+        assert set(await asyncio.gather(*(single.work() for _ in range(20)))) == {1}
 
 
 async def test_a_tell_waits_when_the_other_side_is_full(tmp_path: pathlib.Path) -> None:
@@ -165,26 +170,28 @@ async def test_a_tell_waits_when_the_other_side_is_full(tmp_path: pathlib.Path) 
     from relax_rt.transport.interface import tell
 
     Slow.take = tell(Slow.take)  # type: ignore[method-assign]
-    async with living(f"unix://{tmp_path}/s.sock", Slow, "slow/0") as (actor, real):
-        async with directory({"slow/0": real}) as known:
-            slow = known.actor("slow/0", Slow)
-            sent = 0
+    async with (
+        living(f"unix://{tmp_path}/s.sock", Slow, "slow/0") as (actor, real),
+        directory({"slow/0": real}) as known,
+    ):
+        slow = known.actor("slow/0", Slow)
+        sent = 0
 
-            async def tell_all() -> None:
-                nonlocal sent
-                for _ in range(200):
-                    await slow.take(bytes(100_000))
-                    sent += 1
+        async def tell_all() -> None:
+            nonlocal sent
+            for _ in range(200):
+                await slow.take(bytes(100_000))
+                sent += 1
 
-            work = asyncio.create_task(tell_all())
-            await eventually(lambda: sent > 3)
-            await asyncio.sleep(0.2)
-            stood_at = sent
-            await asyncio.sleep(0.2)
-            assert sent == stood_at < 60
-            actor.go.set()
-            await work
-            await eventually(lambda: actor.taken == 200)
+        work = asyncio.create_task(tell_all())
+        await eventually(lambda: sent > 3)
+        await asyncio.sleep(0.2)
+        stood_at = sent
+        await asyncio.sleep(0.2)
+        assert sent == stood_at < 60
+        actor.go.set()
+        await work
+        await eventually(lambda: actor.taken == 200)
 
 
 async def test_names_that_belong_to_references() -> None:

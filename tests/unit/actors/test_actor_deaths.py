@@ -124,20 +124,22 @@ async def test_a_role_is_called_where_least_is_outstanding(tmp_path: pathlib.Pat
 
 async def test_members_that_are_not_ready_get_nothing(tmp_path: pathlib.Path) -> None:
     registry = Registry()
-    async with living(f"unix://{tmp_path}/0.sock") as (_, one):
-        async with directory({"judge/0": one, "judge/1": f"unix://{tmp_path}/none.sock"}, registry) as known:
-            registry.enter("judge/0", one, "starting")
-            registry.enter("judge/1", "", "draining")
-            judge = known.actor("judge", Judge, timeout_s=0.3)
-            with pytest.raises(Unreachable, match=r"no member is ready: judge/0#1 is starting, judge/1#2 is draining"):
-                await judge.pid()
-            with pytest.raises(Unreachable, match=r"no member is ready: it has no members"):
-                await known.actor("judges", Judge, timeout_s=0.1).all()
-            registry.enter("judge/0", one)
-            # One that says it is ready and cannot be reached is passed over.
-            registry.enter("judge/1", "")
-            patient = judge.with_options(timeout_s=20.0)
-            assert len({await patient.pid() for _ in range(4)}) == 1
+    async with (
+        living(f"unix://{tmp_path}/0.sock") as (_, one),
+        directory({"judge/0": one, "judge/1": f"unix://{tmp_path}/none.sock"}, registry) as known,
+    ):
+        registry.enter("judge/0", one, "starting")
+        registry.enter("judge/1", "", "draining")
+        judge = known.actor("judge", Judge, timeout_s=0.3)
+        with pytest.raises(Unreachable, match=r"no member is ready: judge/0#1 is starting, judge/1#2 is draining"):
+            await judge.pid()
+        with pytest.raises(Unreachable, match=r"no member is ready: it has no members"):
+            await known.actor("judges", Judge, timeout_s=0.1).all()
+        registry.enter("judge/0", one)
+        # One that says it is ready and cannot be reached is passed over.
+        registry.enter("judge/1", "")
+        patient = judge.with_options(timeout_s=20.0)
+        assert len({await patient.pid() for _ in range(4)}) == 1
 
 
 async def test_one_of_two_is_killed_and_the_other_takes_over(tmp_path: pathlib.Path) -> None:
@@ -168,16 +170,19 @@ async def test_one_of_two_is_killed_and_the_other_takes_over(tmp_path: pathlib.P
 async def test_one_that_stops_finishes_what_it_began_and_passes_on_the_rest(tmp_path: pathlib.Path) -> None:
     """Not even calls that must not be repeated fail when an actor stops in order."""
     registry = Registry()
-    async with living(f"unix://{tmp_path}/0.sock") as (a, one), living(f"unix://{tmp_path}/1.sock") as (b, two):
-        async with directory({"judge/0": one, "judge/1": two}, registry) as known:
-            registry.enter("judge/0", one)
-            judge = known.actor("judge", Judge)
-            calls = [asyncio.create_task(judge.hold_once()) for _ in range(12)]
-            await eventually(lambda: a.working == 8)
-            registry.enter("judge/1", two)
-            a.ctx.stopping.set()
-            await eventually(lambda: a._mailbox._closed)
-            a.release.set()
-            b.release.set()
-            assert len(await asyncio.gather(*calls)) == 12
-            assert (a.peak, b.peak > 0) == (8, True)
+    async with (
+        living(f"unix://{tmp_path}/0.sock") as (a, one),
+        living(f"unix://{tmp_path}/1.sock") as (b, two),
+        directory({"judge/0": one, "judge/1": two}, registry) as known,
+    ):
+        registry.enter("judge/0", one)
+        judge = known.actor("judge", Judge)
+        calls = [asyncio.create_task(judge.hold_once()) for _ in range(12)]
+        await eventually(lambda: a.working == 8)
+        registry.enter("judge/1", two)
+        a.ctx.stopping.set()
+        await eventually(lambda: a._mailbox._closed)
+        a.release.set()
+        b.release.set()
+        assert len(await asyncio.gather(*calls)) == 12
+        assert (a.peak, b.peak > 0) == (8, True)

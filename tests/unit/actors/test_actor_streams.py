@@ -97,15 +97,17 @@ async def test_the_deadline_is_between_items(tmp_path: pathlib.Path) -> None:
 
 
 async def test_a_consumer_that_takes_nothing_loses_its_stream(tmp_path: pathlib.Path) -> None:
-    async with living(f"unix://{tmp_path}/j.sock", stream_idle_s=0.2) as (actor, real):
-        async with directory({"judge/0": real}) as known:
-            items = known.actor("judge/0", Judge).with_options(window=3, timeout_s=0.1).count(100)
-            assert await anext(items) == 0
-            await eventually(lambda: actor.ended == ["cancelled"])
-            # What was under way is still delivered.
-            assert [await anext(items) for _ in range(3)] == [1, 2, 3]
-            error = await fails(anext(items), DeadlineExceeded)
-            assert "its consumer took nothing for 0.2 s" in str(error)
+    async with (
+        living(f"unix://{tmp_path}/j.sock", stream_idle_s=0.2) as (actor, real),
+        directory({"judge/0": real}) as known,
+    ):
+        items = known.actor("judge/0", Judge).with_options(window=3, timeout_s=0.1).count(100)
+        assert await anext(items) == 0
+        await eventually(lambda: actor.ended == ["cancelled"])
+        # What was under way is still delivered.
+        assert [await anext(items) for _ in range(3)] == [1, 2, 3]
+        error = await fails(anext(items), DeadlineExceeded)
+        assert "its consumer took nothing for 0.2 s" in str(error)
 
 
 async def test_wrong_arguments_and_a_call_for_a_stream(tmp_path: pathlib.Path) -> None:
