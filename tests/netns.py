@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "bench"))
-from two_nodes import Nodes, NotPermitted, alone, cut, two_nodes
+from two_nodes import Nodes, NotPermitted, alone, cut, mend, two_nodes
 
-__all__ = ["Nodes", "NotPermitted", "alone", "cut", "nodes", "two_nodes"]
+__all__ = ["Nodes", "NotPermitted", "alone", "cut", "mend", "nodes", "two_nodes"]
 
 
 @pytest.fixture

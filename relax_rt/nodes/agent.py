@@ -83,7 +83,7 @@ class NodeAgent:
         seat = taken.joined.seat
         self.paths, self.seat, self._taken, self._keys = paths, seat, taken, keys
         self._log = structlog.get_logger()
-        self._core = LimbCore(taken.joined.lease_s, taken.asked_at)
+        self._core = LimbCore(taken.joined.lease_s, boot_clock())
         self._events = EventLog(
             paths.run_dir, f"agent@{seat.node}", config.events.segment_mib * MIB, config.events.keep_segments
         )

@@ -16,7 +16,8 @@ from relax_rt.nodes.head import STOP_S, TICK_S, HeadCore
 from relax_rt.nodes.listen import check_listen
 from relax_rt.nodes.seat import read_keys
 from relax_rt.supervision.executor import EmitEvent
-from relax_rt.supervision.rundir import RESOLVED_CONFIG
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_run
+from relax_rt.transport.address import AddressError, parse_address
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import CurveKeys, Server, make_hello
@@ -48,12 +49,12 @@ class Door:
         self.address = ""
 
     async def open(self, listen: str) -> str:
-        """Listen at HOST:PORT; answers with the address, its port the real one.
+        """Listen at an address; answers with it, its port the real one.
 
         Raises:
-            AddressError: it is no address, or nothing can listen there.
+            AddressError: nothing can listen there.
         """
-        self.address = await self._server.listen(check_listen(listen))
+        self.address = await self._server.listen(listen)
         self._ticking = asyncio.create_task(self._tick())
         return self.address
 
@@ -114,6 +115,16 @@ class Door:
             raise
 
 
+async def _open(door: Door, wanted: str, before: str) -> str:
+    """Where any port will do, the one before: nodes that knew the head before it died find it there again."""
+    if before and parse_address(wanted).port == 0 and parse_address(before).host == parse_address(wanted).host:
+        try:
+            return await door.open(before)
+        except AddressError:
+            pass
+    return await door.open(wanted)
+
+
 async def open_door(fleet: Fleet, base: HeadBase, listen: str, kinds: Sequence[str]) -> Door | None:
     """The head's door, opened; None in a run of one node.
 
@@ -135,6 +146,6 @@ async def open_door(fleet: Fleet, base: HeadBase, listen: str, kinds: Sequence[s
         keys=read_keys(base.paths),
         emit=fleet.emit,
     )
-    address = await door.open(listen)
+    address = await _open(door, check_listen(listen), str((read_run(base.paths.run_dir) or {}).get("listen", "")))
     fleet.emit("listening_for_nodes", address=address)
     return door

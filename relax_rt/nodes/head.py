@@ -24,6 +24,8 @@ DRIFT = 0.05
 """Part by which two clocks may run differently."""
 TICK_S = 0.2
 """How often `tick` is called."""
+BEGIN_S = 60.0
+"""Time from the answer to `join` to the first call of the node's agent, which has to start. Nothing runs there yet."""
 PAUSE_S = 1.0
 """A gap between ticks from which on every node has its full time again: calls wait that were made meanwhile."""
 MAX_NODES = 1024
@@ -58,6 +60,7 @@ class _Node:
         self.seat, self.facts, self.token = seat, facts, token
         self.state: Literal["alive", "leaving", "lost", "left"] = "alive"
         self.heard = now
+        self.begun = False
         self.reason = ""
         self.orders: collections.deque[Order] = collections.deque()
         self.confirmed = 0
@@ -132,7 +135,8 @@ class HeadCore:
         Raises:
             StaleEpoch: it is fenced.
         """
-        self._here(seat).heard = now
+        node = self._here(seat)
+        node.heard, node.begun = now, True
 
     def order(self, name: str, order: Order) -> bool:
         """Give a node an order; False when it is not there, and nothing comes of it."""
@@ -218,8 +222,11 @@ class HeadCore:
             for node in self._nodes.values():
                 node.heard = now if node.here else node.heard
             return []
-        late = [node for node in self._nodes.values() if node.here and now - node.heard > self._patience_s]
-        return [self._gone(node, "lost", f"not heard of for {self._patience_s:.3g} s") for node in late]
+        late = [node for node in self._nodes.values() if node.here and now - node.heard > self._limit_s(node)]
+        return [self._gone(node, "lost", f"not heard of for {self._limit_s(node):.3g} s") for node in late]
+
+    def _limit_s(self, node: _Node) -> float:
+        return self._patience_s if node.begun else max(self._patience_s, BEGIN_S)
 
     def _gone(self, node: _Node, state: Literal["lost", "left"], reason: str) -> Departure:
         node.state, node.reason = state, reason

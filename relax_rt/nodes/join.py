@@ -26,7 +26,7 @@ from relax_rt.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
 from relax_rt.nodes.gpus import count_gpus
 from relax_rt.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
 from relax_rt.nodes.listen import check_listen
-from relax_rt.nodes.seat import End, Taken, boot_clock, node_paths, read_end, write_seat
+from relax_rt.nodes.seat import End, Taken, node_paths, read_end, write_seat
 from relax_rt.supervision import procfs
 from relax_rt.supervision.launch import lock_run_dir
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, SHM_ROOT, RunPaths, clean_stale_runs, update_run
@@ -150,10 +150,9 @@ class Joiner:
             left_s = deadline - time.monotonic()
             try:
                 facts = gather_facts(self._wish)
-                asked_at = boot_clock()
                 async with self._head(0, min(ATTEMPT_S, max(0.2, left_s))) as head_api:
                     joined = await head_api.join(facts, token)
-                return Taken(head=self._wish.head, host=facts.host, joined=joined, asked_at=asked_at)
+                return Taken(head=self._wish.head, host=facts.host, joined=joined)
             except (Unreachable, DeadlineExceeded, NameTaken) as error:
                 if left_s <= 0:
                     why = f"tried for {self._wish.wait_s:g} s: {error}"

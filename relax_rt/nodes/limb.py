@@ -20,7 +20,8 @@ class LimbCore:
 
     Args:
         lease_s: from the head.
-        now: seconds of a clock that runs on while the machine sleeps, as with every call; the time of the join call.
+        now: seconds of a clock that runs on while the machine sleeps, as with every call; the time at which
+            the node began.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from relax_rt.nodes.keys import FILE, curve_keys, read_key
 from relax_rt.nodes.where import WhereApi
@@ -15,6 +16,7 @@ from relax_rt.transport.queue.watch import NODE_ENV
 from relax_rt.transport.rpc import Client, CurveKeys
 
 RUN_ENV, HOST_ENV, KEY_ENV = "RELAX_RUN", "RELAX_HOST", "RELAX_KEY"
+COLLECTIVES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ASK_TIMEOUT_S = 2.0
 
 
@@ -26,7 +28,23 @@ def role_environment(paths: RunPaths, *, run_id: str, node: str, host: str) -> d
         run_id: of the run, that peers greet with; `paths` may have another one, for this node alone.
         node, host: the node's name, and its address for others.
     """
-    return {NODE_ENV: node, HOST_ENV: host, RUN_ENV: run_id, KEY_ENV: str(paths.socket_dir / FILE)}
+    found = {NODE_ENV: node, HOST_ENV: host, RUN_ENV: run_id, KEY_ENV: str(paths.socket_dir / FILE)}
+    if name := interface_of(host):
+        # Left to itself, gloo listens where the host's own name points to, which often is loopback.
+        found |= {variable: name for variable in COLLECTIVES if variable not in os.environ}
+    return found
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has this address; empty if none of this machine does."""
+    import psutil  # type: ignore[import-untyped]
+
+    try:
+        own = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return ""
+    addresses: dict[str, list[Any]] = psutil.net_if_addrs()
+    return next((name for name, has in addresses.items() if any(one.address in own for one in has)), "")
 
 
 class Links(NamedTuple):

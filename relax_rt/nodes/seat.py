@@ -33,13 +33,11 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
         head: address of the head's door.
         host: address of this node for others.
         joined: the head's answer.
-        asked_at: boot_clock when the call that was so answered was made.
     """
 
     head: str
     host: str
     joined: Joined
-    asked_at: float
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,6 +78,11 @@ def cut(node: list[str]) -> None:
     _ip("-n", node[-1], "link", "set", f"{node[-1]}v", "down")
 
 
+def mend(node: list[str]) -> None:
+    """Put the cable back."""
+    _ip("-n", node[-1], "link", "set", f"{node[-1]}v", "up")
+
+
 def _ip(*arguments: str) -> None:
     try:
         subprocess.run(["ip", *arguments], capture_output=True, check=True, text=True)

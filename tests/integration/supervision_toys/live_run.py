@@ -43,6 +43,8 @@ class LiveRun:
     def __init__(self, tmp_path: Path, roles: str, tables: str = "", *, system: tuple[str, ...] = ()) -> None:
         self.run_dir = tmp_path / "run"
         self.system = system
+        self.prefix: list[str] = []
+        """Put in front of the command: how to run it on another node."""
         self.toml = tmp_path / "roles.toml"
         self.toml.write_text(f'[run]\nname = "toy"\njob = "toy"\ndir = "{self.run_dir}"\n{tables}\n{roles}\n')
         self.events: list[dict[str, Any]] = []
@@ -53,7 +55,7 @@ class LiveRun:
     def start(self) -> LiveRun:
         """Bring it up; its process is the keeper."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "supervision_up", str(self.toml), *self.system],
+            [*self.prefix, sys.executable, "-m", "supervision_up", str(self.toml), *self.system],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.nodes.api import BindSlot, Facts, Listens, Seat, StopSlot, Told, hear, tell
-from relax_rt.nodes.head import PAUSE_S, STOP_S, TICK_S, HeadCore, patience_s
+from relax_rt.nodes.head import BEGIN_S, PAUSE_S, STOP_S, TICK_S, HeadCore, patience_s
 from relax_rt.nodes.limb import LimbCore
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import Progress, SlotExited, SlotReady, SlotSpawned
@@ -75,6 +75,12 @@ def test_a_silent_node_is_lost_fenced_and_may_join_anew() -> None:
         head.heard(seat, 21.0)
     assert head.left(seat, "late word") is None
     head.heard(again, 21.0)
+
+
+def test_a_node_whose_agent_has_not_begun_yet_has_more_time() -> None:
+    head, _ = head_with()
+    ((at, name),) = ticks(head, 0.0, 100.0)
+    assert name == "b" and at == pytest.approx(BEGIN_S, abs=2 * TICK_S)
 
 
 def test_a_seat_of_an_earlier_run_is_fenced() -> None:

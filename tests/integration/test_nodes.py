@@ -1,0 +1,210 @@
+"""Runs over two hosts made of network namespaces: who joins, who is lost, who is fenced, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from live_nodes import FILE_TOYS, Far, nodes_table, slots, two_hosts
+from live_run import LiveRun, until
+from netns import Nodes, cut, mend
+
+from relax_rt.nodes.keys import make_key
+from relax_rt.supervision import control, procfs
+
+pytestmark = pytest.mark.integration
+
+CORES = len(os.sched_getaffinity(0))
+APART = FILE_TOYS.format(echo='node = "b"', caller='node = "head"')
+
+
+def test_slots_on_both_hosts_call_each_other_and_nothing_is_left(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, APART) as (run, far):
+        answer = run.event("echoed")["answer"]
+        assert answer.endswith("on b: hello")
+        found = slots(run)
+        assert (found["echo/0"].node, found["caller/0"].node) == ("b", "head")
+        assert found["echo/0"].log == f"b:{far.run_dir}/logs/echo-0.log"
+        os.kill(found["echo/0"].pid, signal.SIGKILL)
+        end = run.event("slot_exited", slot="echo/0")
+        assert end["diagnosis"]["signal"] == "SIGKILL" and end["diagnosis"]["pid"] == found["echo/0"].pid
+        again = run.event("echoed", nth=1)["answer"]
+        assert again != answer and again.endswith("on b: hello")
+        (head, b) = control.nodes(run.run_dir)
+        assert (head.node, head.slots) == ("head", ["registry/0", "caller/0"])
+        assert (b.node, b.state, b.slots, b.agent_pid) == ("b", "alive", ["echo/0"], far.agent_pid)
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0
+        assert run.left() == [] and far.left() == []
+        assert any(e.get("by") == "echo/0#2" or e.get("node") == "b" for e in run.poll()), "events come to the head"
+
+
+def test_the_other_way_round(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, FILE_TOYS.format(echo='node = "head"', caller='node = "b"')) as (run, far):
+        assert run.event("echoed")["answer"].endswith("on head: hello")
+        os.kill(slots(run)["echo/0"].pid, signal.SIGKILL)
+        # A new port: the caller looks for it again.
+        assert run.event("echoed", nth=1)["answer"].endswith("on head: hello")
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
+
+
+def test_a_killed_agent_costs_its_slots_which_start_on_the_head_and_the_node_comes_back(
+    tmp_path: Path, nodes: Nodes
+) -> None:
+    # More threads than the head has to spare, once the caller is there.
+    roles = FILE_TOYS.format(echo="threads = 2", caller='node = "head"\nthreads = 2')
+    with two_hosts(tmp_path, nodes, roles) as (run, far):
+        assert run.event("echoed")["answer"].endswith("on b: hello")
+        echo = slots(run)["echo/0"]
+        os.kill(far.agent_pid, signal.SIGKILL)
+        gone = run.event("node_left", node="b")
+        assert "died" in gone["reason"] and gone["slots"] == ["echo/0"]
+        assert procfs.start_time(echo.pid) == 0, "its roles are dead when it is told"
+        end = run.event("slot_exited", slot="echo/0")
+        assert end["diagnosis"]["kind"] == "node_lost"
+        assert run.event("echoed", nth=1)["answer"].endswith("on head: hello")
+        assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
+
+
+def test_a_host_that_dies_at_once_is_lost_when_its_lease_is_over(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\nthreads = 1\n") as (run, far):
+        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+        there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
+        assert there
+        victims = {far.process.pid, far.keeper_pid, far.agent_pid} | procfs.members_of_run(far.paths.run_id)
+        for pid in victims:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        lost = run.event("node_lost", node="b")
+        assert sorted(lost["slots"]) == sorted(there)
+        for name in there:
+            assert run.event("slot_ready", slot=name, nth=1)
+            assert slots(run)[name].node == "head"
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and run.left() == []
+
+
+def test_a_partition_ends_the_roles_there_before_others_take_their_place(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n") as (run, far):
+        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+        there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
+        _ = far.paths
+        cut(nodes.second)
+        until("the node ends its own roles", lambda: not any(procfs.start_time(s.pid) for s in there.values()))
+        assert not [e for e in run.poll() if e["kind"] == "node_lost"], "the head waits longer than the node"
+        lost = run.event("node_lost", node="b")
+        assert sorted(lost["slots"]) == sorted(there)
+        for name in there:
+            run.event("slot_ready", slot=name, nth=1)
+        mend(nodes.second)
+        assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
+        control.scale(run.run_dir, "worker", 8)
+        until("slots run there again", lambda: any(s.node == "b" and s.state == "ready" for s in slots(run).values()))
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
+
+
+def test_a_node_whose_clock_stood_still_is_fenced_by_epochs(tmp_path: Path, nodes: Nodes) -> None:
+    """Its agent is stopped, its roles go on: time does not fence them, the registry does."""
+    tables = "[supervision]\nlease_s = 0.6\n"
+    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n", tables) as (run, far):
+        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+        there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
+        agent = far.agent_pid
+        os.kill(agent, signal.SIGSTOP)
+        run.event("node_lost", node="b")
+        for name, old in there.items():
+            assert run.event("slot_ready", slot=name, nth=1)["epoch"] > old.epoch
+        until("the old ones have ended", lambda: not any(procfs.start_time(s.pid) for s in there.values()))
+        log = (far.run_dir / "logs" / f"{next(iter(there)).replace('/', '-')}.log").read_text()
+        assert "is fenced" in log or "has ended" in log
+        os.kill(agent, signal.SIGCONT)
+        assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0
+
+
+def test_waiting_for_a_lost_node_keeps_its_slots_for_it(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n", on_loss="wait") as (run, _):
+        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+        there = [name for name, slot in slots(run).items() if slot.node == "b"]
+        cut(nodes.second)
+        run.event("node_lost", node="b")
+        until("they wait", lambda: all("'b', which it was on" in slots(run)[name].waiting for name in there))
+        mend(nodes.second)
+        for name in there:
+            run.event("slot_ready", slot=name, nth=1)
+            assert slots(run)[name].node == "b"
+
+
+def test_a_node_that_is_asked_to_leave_moves_its_slots_in_order(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n") as (run, far):
+        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+        there = [name for name, slot in slots(run).items() if slot.node == "b"]
+        far.process.terminate()
+        assert far.ends() == 0
+        assert run.event("node_left", node="b")["slots"] == []
+        for name in there:
+            assert run.event("slot_exited", slot=name)["diagnosis"]["kind"] == "clean"
+            run.event("slot_ready", slot=name, nth=1)
+            assert slots(run)[name].node == "head"
+        assert far.left() == []
+
+
+def test_a_killed_head_costs_the_roles_everywhere_and_its_nodes_join_the_next(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n") as (run, far):
+        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+        everywhere = [slot.pid for slot in slots(run).values()]
+        _ = far.paths
+        os.kill(run.agent_pid, signal.SIGKILL)
+        run.ends()
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+        until("all roles are dead", lambda: not any(procfs.start_time(pid) for pid in everywhere))
+        run.start()
+        run.event("node_joined", node="b", nth=1)
+        until("they are back on both", lambda: {s.node for s in slots(run).values() if s.pid} == {"head", "b"})
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
+
+
+def test_another_key_gets_nothing_and_is_told_so(tmp_path: Path, nodes: Nodes) -> None:
+    run = LiveRun(tmp_path, "[roles.worker]\n", nodes_table(nodes.host), system=("registry",))
+    run.prefix = nodes.first
+    with run:
+        run.ready("worker/0")
+        (tmp_path / "other").mkdir()
+        began = time.monotonic()
+        stranger = Far(run, nodes.second, make_key(tmp_path / "other"), wait_s=2.0).start()
+        assert stranger.ends() == 1
+        assert time.monotonic() - began < 20
+        said = stranger.output.read_text()
+        assert "is it this run's key?" in said, said
+        assert not [e for e in run.poll() if e["kind"] == "node_joined"]
+        assert not stranger.run_dir.exists()
+
+
+@pytest.mark.skipif(CORES < 2, reason="one core each holds no gang of three")
+def test_a_gang_over_both_hosts_meets_and_meets_again(tmp_path: Path, nodes: Nodes) -> None:
+    # The registry takes one core of the head, so that there is room for one rank there, and for two on b.
+    roles = f"[roles.ranks]\ncount = 3\nthreads = {CORES // 2}\n"
+    with two_hosts(tmp_path, nodes, roles, "[supervision.restart]\nbackoff_first_s = 0.05\n") as (run, _):
+        run.ready("ranks/0", "ranks/1", "ranks/2")
+        # It may have begun before the node had joined.
+        control.restart(run.run_dir, "ranks/0")
+        generation = 2
+        assert run.event("added", rank=2, step=20, generations=3 * generation)["ranks"] == 3
+        found = slots(run)
+        assert [found[f"ranks/{n}"].node for n in range(3)] == ["head", "b", "b"]
+        os.kill(found["ranks/2"].pid, signal.SIGKILL)
+        assert run.event("added", rank=0, step=20, generations=3 * (generation + 1))["ranks"] == 3
+        cut(nodes.second)
+        run.event("node_lost", node="b")
+        # All on the head now: they share its cores.
+        run.event("added", rank=2, step=20, generations=3 * (generation + 2))
+        assert {slot.node for name, slot in slots(run).items() if name.startswith("ranks")} == {"head"}
