@@ -23,7 +23,7 @@ from relax_rt.observe.text import NOTHING, clip, count, duration, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
-TRACE_LINES = 15
+TRACE_LINES, LOG_LINES = 15, 5
 PIPE_WIDTH = 240
 WIDE = 110
 """From this width on `ps` has room for all of its columns."""
@@ -136,7 +136,9 @@ COLUMNS = (
 
 
 def _row(slot: SlotStatus, figures: Figures) -> dict[str, Text]:
-    doing = waits(slot.waiting) if slot.waiting else slot.detail
+    doing = slot.detail
+    if slot.waiting:
+        doing = slot.waiting if slot.state == "ended" else waits(slot.waiting)
     if slot.state not in ("ready", "starting") and slot.last is not None and slot.last.failed:
         doing = f"{slot.last.kind}: {slot.last.cause}"
     if slot.given_up:
@@ -307,8 +309,7 @@ def visible(text: str) -> str:
 def _show_diagnosis(console: Console, title: str, diagnosis: Diagnosis) -> None:
     console.print(Text(f"\n{title}", "bold"))
     console.print(Text(f"  {_clock(diagnosis.at)}  {diagnosis}", "red"))
-    shown = diagnosis.trace.splitlines() or diagnosis.last_lines
-    for line in shown[-TRACE_LINES:]:
+    for line in diagnosis.trace.splitlines()[-TRACE_LINES:] or diagnosis.last_lines[-LOG_LINES:]:
         console.print(Text(f"    {line}", "bright_black"))
 
 

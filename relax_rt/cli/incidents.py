@@ -84,6 +84,7 @@ class _Open:
         self.away = set(incident.slots)
         self.together = False
         self.lapsed: dict[str, int] = {}
+        self.groups: dict[str, int] = {}
         self.ready_at: float | None = None
 
     def say(self, lines: list[str], text: str) -> None:
@@ -231,7 +232,7 @@ class Incidents:
             if kind == "lease_lapsed" and "task" in event:
                 self._lapsed(one, str(event["task"]), event.get("samples"))
             elif kind == "group_ended":
-                one.say(lines, f"group {event.get('group')} ended as {event.get('state')}: its prompt {_fate(event)}")
+                self._group_ended(one, str(event.get("state", "")), _fate(event))
             elif kind == "samples_failed":
                 one.say(lines, f"samples of group {event.get('group')} failed in task {event.get('task')}")
             elif kind == "payloads_lost":
@@ -256,6 +257,25 @@ class Incidents:
         lines = one.incident.affected
         lines[:] = [line for line in lines if not line.endswith(f"of task {task} offered again")]
         one.say(lines, f"leases lapsed, {count(one.lapsed[task])} samples of task {task} offered again")
+
+    def _group_ended(self, one: _Open, state: str, fate: str) -> None:
+        if state not in one.groups and len(one.groups) >= MAX_LINES:
+            return
+        said = _groups(one.groups.get(state, 0), state, fate)
+        one.groups[state] = one.groups.get(state, 0) + 1
+        lines, now = one.incident.affected, clip(_groups(one.groups[state], state, fate), LINE)
+        if said in lines:
+            lines[lines.index(said)] = now
+        else:
+            one.say(lines, now)
+
+
+def _groups(number: int, state: str, fate: str) -> str:
+    if number == 1:
+        return f"1 group ended as {state}: its prompt {fate}"
+    return (
+        f"{count(number)} groups ended as {state}: their prompts {fate.replace('is ', 'are ').replace('has ', 'have ')}"
+    )
 
 
 def _goes_with(one: _Open, diagnosis: Diagnosis) -> bool:

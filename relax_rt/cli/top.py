@@ -19,6 +19,7 @@ from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 
 MAX_CHILDREN = 256
+AGENT = "the node agent and its zygotes"
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ def rows(before: Look, after: Look) -> list[Row]:
         more = {"node": slot.node, "progress": slot.progress, "rate": rate, "now": doing}
         found.append(_row(slot.slot, slot.state, before, after, passed, more))
     if after.status.agent_pid:
-        found.append(_row("agent", after.status.status, before, after, passed, {}))
+        found.append(_row("agent", after.status.status, before, after, passed, {"now": AGENT}))
     return found
 
 

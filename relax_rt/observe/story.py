@@ -99,4 +99,4 @@ class Starts:
             return ""
         self._told.add(slot)
         began = self._spawned.pop(slot, None)
-        return f"{slot} ready" + (f" in {duration(max(0.0, float(t) - began))}" if began is not None else "")
+        return f"{slot} ready in {duration(max(0.0, float(t) - began))}" if began is not None else ""

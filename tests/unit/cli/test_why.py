@@ -123,6 +123,7 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
         event(20.1, "slot_restarting", "trainer/0", wait_s=0.25, restarts=2),
         event(20.2, "lease_lapsed", lease=1, task="train", samples=12),
         event(20.2, "lease_lapsed", lease=2, task="train", samples=4),
+        *(event(20.2, "group_ended", group=n, state="dropped(surplus)", prompt_fate="return") for n in range(3)),
         event(20.3, "lease_lapsed", "trainer/0", detail="of the registry, no samples"),
         event(20.4, "slot_ready", "registry/0"),
         {**event(21.0, "resumed", checkpoint="step-000010", step=10), "by": "trainer/0#8"},
@@ -137,6 +138,7 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
     assert incident.policy == ["restart 2 after a back-off of 0.25 s"]
     assert incident.affected == [
         "leases lapsed, 16 samples of task train offered again",
+        "3 groups ended as dropped(surplus): their prompts are given out again",
         "goes on from checkpoint step-000010, step 10",
     ]
     assert incident.away_s == pytest.approx(2.0)
@@ -145,7 +147,8 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "fault 'kill' injected by chaos (seed 7, number 3)" in out
     assert "ready again, after 2.0 s" in out
-    assert account(told, RUNNING, "registry").incidents[0].affected == []
+    (other,) = account(told, RUNNING, "registry").incidents
+    assert not any("leases" in line for line in other.affected)
 
 
 def test_a_gang_is_one_failure_of_all_its_ranks() -> None:

@@ -112,6 +112,21 @@ def test_plain_lines_tell_steps_evaluations_and_restarts(run: Run) -> None:
     assert out.getvalue().endswith("\n\nthe end\n")
 
 
+def test_each_slot_is_told_once_when_it_is_ready_for_the_first_time(run: Run) -> None:
+    screen, out = plain(run, Clock())
+    run.event("slot_spawned", 1000.5, slot="rollout/0", epoch=3, pid=7)
+    run.event("slot_ready", 1002.3, slot="rollout/0", epoch=3)
+    kill_and_return(run)
+    run.event("run_draining", 1005.0, reason="Ctrl-C", exit_code=130)
+    show(screen, status(slot("rollout/0")))
+    assert told(out)[1:] == [
+        "rollout/0 ready in 1.8 s",
+        "ERROR rollout/0 died (killed): SIGKILL from outside the run",
+        "rollout/0 is back after 2.5 s",
+        "WARNING Ctrl-C: the roles finish the work in hand; Ctrl-C again ends them at once",
+    ]
+
+
 def test_what_an_earlier_part_of_a_resumed_run_wrote_gives_no_lines(run: Run) -> None:
     run.metric("step", 500.0, step=6, reward_mean=0.5)
     kill_and_return(run)
