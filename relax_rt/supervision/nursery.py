@@ -232,7 +232,8 @@ class ZygoteProcess:
         self._readable()
         loop.remove_reader(self._control.fileno())
         self._control.close()
-        self.end = self._status() if not self.end else self.end
+        status = self._status()
+        self.end = self.end or status
         os.close(self._pidfd)
         self.gone = True
         self.ready = False
@@ -300,7 +301,8 @@ class Kept:
                 reason = f"cannot be started: {error}"
             steady = unfit or time.monotonic() - began > STEADY_S
             backoff_s = 0.0 if steady else min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s))
-            self.absent = reason
+            # One that is begun again at once is worth waiting for.
+            self.absent = reason if backoff_s else ""
             self._say("zygote_died", zygote=self.name, reason=reason, wait_s=backoff_s)
             self._bell.ring()
             await asyncio.sleep(backoff_s)
@@ -341,11 +343,15 @@ class Family:
             NoZygote: there is none.
         """
         bell, light, heavy = self._nursery.bell, self.light, self.heavy
-        needs = [module for module in birth.needs if module not in self._skipped]
-        if needs:
-            await bell.until(lambda: heavy.absent or (heavy.living and heavy.living.knows(needs)), HEAVY_PATIENCE_S)
-            if heavy.living and heavy.living.knows(needs):
-                return heavy.living
+
+        def fit() -> ZygoteProcess | None:
+            needs = [module for module in birth.needs if module not in self._skipped]
+            return heavy.living if heavy.living is not None and heavy.living.knows(needs) else None
+
+        if birth.needs:
+            await bell.until(lambda: heavy.absent or fit(), HEAVY_PATIENCE_S)
+            if zygote := fit():
+                return zygote
         await bell.until(lambda: light.absent or (light.living and light.living.ready), LIGHT_PATIENCE_S)
         known = [birth.target] if birth.target in self.targets else []
         if heavy.living and heavy.living.ready and known and heavy.living.knows(known):
@@ -360,8 +366,16 @@ class Family:
         env = {**nursery.environment(dict(self.key.env)), ROOM_NAME: ROOM}
         with theirs:
             argv = [*zygote_argv(self.key.python, str(theirs.fileno())), str(os.getpid()), self.light.name, ROOM]
+            start = asyncio.ensure_future(nursery.popen(argv, env, nursery.log, (theirs.fileno(),)))
             try:
-                child = await nursery.popen(argv, env, nursery.log, (theirs.fileno(),))
+                child = await asyncio.shield(start)
+            except asyncio.CancelledError:
+                # The thread that starts it cannot be called off.
+                ours.close()
+                child = await start
+                child.kill()
+                child.wait()
+                raise
             except BaseException:
                 ours.close()
                 raise
