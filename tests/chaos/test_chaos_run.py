@@ -66,9 +66,9 @@ def looked_at(verdict: dict[str, Any], name: str) -> int:
 
 
 def test_every_kind_of_role_is_killed_and_the_run_reaches_its_target(runs: list[TinyRun], tmp_path: Path) -> None:
-    schedule = poisson(4, 1.2, 18.0, [FAULTS["kill"]], {kind: [f"{kind}/0"] for kind in KINDS})
+    schedule = poisson(10, 1.2, 18.0, [FAULTS["kill"]], {kind: [f"{kind}/0"] for kind in KINDS})
     assert {strike.slot.partition("/")[0] for strike in schedule} == set(KINDS), "choose another seed"
-    run = TinyRun(tmp_path / "run", **{"algorithm.steps": 250, "checkpoint.every_steps": 10, **PATIENT})
+    run = TinyRun(tmp_path / "run", **{"algorithm.steps": 200, "checkpoint.every_steps": 10, **PATIENT})
     runs.append(run.start())
     run.until("a checkpoint", lambda: run.last_step() >= 12)
     shown = json.loads(relax("chaos", str(run.run_dir), *CHAOS, "--dry-run", "--json").stdout)
@@ -86,11 +86,11 @@ def test_every_kind_of_role_is_killed_and_the_run_reaches_its_target(runs: list[
     assert all(death["last"]["cause"] for death in story["deaths"])
 
 
-CHAOS = ("--seed", "4", "--mean", "1.2s", "--for", "18s")
+CHAOS = ("--seed", "10", "--mean", "1.2s", "--for", "18s")
 
 
 def test_what_was_overtaken_while_it_was_stopped_writes_nothing_any_more(runs: list[TinyRun], tmp_path: Path) -> None:
-    run = TinyRun(tmp_path / "run", **{"algorithm.steps": 120, "checkpoint.every_steps": 10, **PATIENT})
+    run = TinyRun(tmp_path / "run", **{"algorithm.steps": 60, "checkpoint.every_steps": 10, **PATIENT})
     runs.append(run.start())
     run.until("some steps", lambda: run.last_step() >= 12)
     verdict = verdict_of(
@@ -109,7 +109,7 @@ def test_what_was_overtaken_while_it_was_stopped_writes_nothing_any_more(runs: l
 
 
 def test_what_is_stopped_beyond_its_deadline_is_replaced(runs: list[TinyRun], tmp_path: Path) -> None:
-    settings = {"algorithm.steps": 200, "roles.rollout.hang_after_s": 2.0, "queue.lease_s": 2.0}
+    settings = {"algorithm.steps": 100, "roles.rollout.hang_after_s": 2.0, "queue.lease_s": 2.0}
     run = TinyRun(tmp_path / "run", **settings)
     runs.append(run.start())
     run.until("some steps", lambda: run.last_step() >= 12)
