@@ -63,7 +63,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 120.0
 
 
-def join(
+def wish_of(
     head: str,
     *,
     key: Path | None = None,
@@ -71,36 +71,38 @@ def join(
     run_dir: Path | None = None,
     host: str = "",
     wait_s: float = 120.0,
-    say: Callable[[str], None] = lambda line: None,
-) -> int:
-    """Take part in the run at HOST:PORT until it ends; answers with the exit code.
-
-    Exit codes: that of the run when it has ended; 0 asked to leave (Ctrl-C or SIGTERM once: the node's roles are
-    stopped in order and started elsewhere; twice: they are killed, 130); 1 no head was reached for wait_s; 2 this node
-    cannot take part.
+) -> Wish:
+    """What people give, checked.
 
     Args:
-        head: where the head listens.
+        head: HOST:PORT where the head listens.
         key: file of the run's key; None: its text is in the environment variable RELAX_JOIN_KEY.
         name, run_dir, host, wait_s: see Wish; the name is the host's own if it is empty.
-        say: takes lines for people.
 
     Raises:
-        RelaxError: the key is none, or the head refuses it or this node.
+        RelaxError: the address or the key is none.
     """
+    where = check_listen(head)
     text = os.environ.pop(ENVIRONMENT, "") if key is None else read_key(key)
     if not text:
         hint = f"--key {FILE} of the run directory on the head, or its text in {ENVIRONMENT}"
         raise Refused(f"joining {head}", why="there is no key", hint=hint)
-    curve_keys(text)
-    wish = Wish(
-        head=check_listen(head),
-        key=text,
-        name=name or own_name(),
-        run_dir=run_dir,
-        host=host,
-        wait_s=wait_s,
-    )
+    curve_keys(text, str(key or ENVIRONMENT))
+    return Wish(head=where, key=text, name=name or own_name(), run_dir=run_dir, host=host, wait_s=wait_s)
+
+
+def join(wish: Wish, *, say: Callable[[str], None] = lambda line: None) -> int:
+    """Take part in a run until it ends; answers with the exit code.
+
+    Exit codes: that of the run when it has ended; 0 asked to leave (Ctrl-C or SIGTERM once: the node's roles are
+    stopped in order and started elsewhere; twice: they are killed, 130); 2 this node cannot take part.
+
+    Args:
+        say: takes lines for people.
+
+    Raises:
+        RelaxError: no head was reached for wait_s, or it refuses this node.
+    """
     return Joiner(wish, say).run()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict
+from relax_rt.cli.join import ALONE, Joining, join
 from relax_rt.transport.errors import RelaxError
 
 
@@ -22,6 +23,7 @@ def up(
         bool, Parameter(help="Return when the run is ready, or has failed; it goes on without the terminal.")
     ] = False,
     json: Annotated[bool, Parameter(name="--json", help="With --detach: print JSON.")] = False,
+    joining: Joining = ALONE,
 ) -> int:
     """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once."""
     from relax_rt.cli.brief import brief
@@ -30,6 +32,10 @@ def up(
     from relax_rt.config.problems import BadInput
     from relax_rt.supervision import launch
 
+    if joining.join is not None:
+        return join(joining)
+    if joining != ALONE:
+        raise BadInput("--key, --name, --dir, --host or --wait without --join", hint="name the head: --join HOST:PORT")
     if json and not detach:
         raise BadInput("--json without --detach", why="a run that is watched prints lines, not one result")
     # The slow checks; `launch.up` makes the quick ones again before it starts anything.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_rt.nodes.join import join
+from relax_rt.nodes.join import join, wish_of
 from relax_rt.transport.errors import RelaxError
 
 
@@ -18,7 +18,8 @@ if __name__ == "__main__":
     head, key, name, wait_s, *rest = sys.argv[1:]
     try:
         run_dir = Path(rest[0]) if rest else None
-        sys.exit(join(head, key=Path(key), name=name, wait_s=float(wait_s), run_dir=run_dir, say=say))
+        wish = wish_of(head, key=Path(key), name=name, wait_s=float(wait_s), run_dir=run_dir)
+        sys.exit(join(wish, say=say))
     except RelaxError as error:
         say(str(error))
         sys.exit(1)
