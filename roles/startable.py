@@ -29,13 +29,13 @@ def not_startable(config: RLConfig) -> list[Problem]:
 def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:
     path = ("roles", kind)
     if isinstance(table, ShardedSettings):
-        own, chosen, here = "backend", table.backend, "torch"
+        own, here = "backend", "torch"
         if table.count > 1:
             message = f"{kind}.count = {table.count}: this version trains in one process"
             yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
     else:
-        own, chosen, here = "engine", table.engine, "embedded"
-    if chosen != here:
+        own, here = "engine", "embedded"
+    if (chosen := getattr(table, own)) != here:
         message = f'{own} = "{chosen}" cannot be started by this version, only planned'
         yield Problem((*path, own), message, f'set {own} = "{here}"; {HINT}')
         return

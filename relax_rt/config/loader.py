@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, ValidationError
 
 from relax_rt.config.checks import check_runtime
+from relax_rt.config.inventory import Inventory
 from relax_rt.config.job import Job, Planner, job_names, load_job
 from relax_rt.config.mending import certain, in_doubt, mend
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
@@ -36,7 +37,7 @@ class _AnyJob(RunConfig):
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, preflight: bool = False, planned: bool = False
+    path: Path, overrides: Sequence[str] = (), *, preflight: bool = False, inventory: Inventory | None = None
 ) -> RunConfig:
     """Read a config, apply `--set` overrides, check everything.
 
@@ -44,7 +45,8 @@ def load_config(
         path: a roles.toml.
         overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
         preflight: also run the job's slower checks (model folder, data, a dry run of the user's reward function).
-        planned: the run is not to be started here: what this machine and this version lack is no problem.
+        inventory: the run is planned for these machines, not started here: it must fit on them, and what this
+            machine and this version lack is no problem.
 
     Returns:
         The job's config type, with `roles` holding one settings object for each role of the run and paths to the
@@ -68,21 +70,15 @@ def load_config(
         run = runtime.run.model_copy(update={"dir": directory})
         runtime = runtime.model_copy(update={"run": run, "roles": roles, "config_dir": str(config_dir)})
         # Also when single keys are wrong: what does not rest on them is certain.
-        across = check_runtime(runtime, here=not planned)
-        across += job.check(runtime, config_dir) if job is not None and isinstance(runtime, model) else []
+        across = check_runtime(runtime, here=inventory is None)
+        if job is not None and isinstance(runtime, model):
+            across += [*job.check(runtime, config_dir), *_hardware(job, runtime, inventory)]
         problems += certain(across, in_doubt(problems) | source.lost)
     if job is not None and not problems and runtime is not None:
-        problems += job.startable(runtime) if isinstance(job, Planner) and not planned else []
-        problems += job.preflight(runtime, config_dir) if preflight and not problems else []
+        problems += job.preflight(runtime, config_dir) if preflight else []
     if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime
-
-
-def placed_errors(path: Path, overrides: Sequence[str], problems: Sequence[Problem]) -> ConfigErrors:
-    """Problems that were found after a config was loaded, as an error that shows where each lies."""
-    source, _ = read_source(path, overrides)
-    return ConfigErrors(str(path), _placed(source, list(problems)))
 
 
 def role_settings(config: RunConfig, kind: str, settings: type[S]) -> S:
@@ -140,6 +136,16 @@ def config_digest(config: RunConfig) -> str:
 def known_roles() -> list[str]:
     """The kinds of role that installed packages offer."""
     return sorted({entry.name for entry in entry_points(group=ROLE_GROUP)})
+
+
+def _hardware(job: Job, config: RunConfig, inventory: Inventory | None) -> list[Problem]:
+    """What keeps the run from being started by this version, or from fitting on the machines it is planned for."""
+    if not isinstance(job, Planner) or any(kind not in config.roles for kind in job.Roles):
+        return []
+    if inventory is None:
+        return job.startable(config)
+    found = job.plan_on(config, inventory)
+    return found if isinstance(found, list) else []
 
 
 def _find_job(data: dict[str, Any], problems: list[Problem]) -> Job | None:

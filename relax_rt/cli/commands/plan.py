@@ -42,20 +42,19 @@ def plan(
 
 
 def _on_inventory(config: Path, overrides: Sequence[str], path: Path, *, as_json: bool) -> int:
-    """Print the plan for an inventory's machines; raises every reason why the run does not fit on them."""
+    """Print the plan for an inventory's machines; loading tells every reason why the run does not fit on them."""
     from relax_rt.cli.display import say, show_json
     from relax_rt.config.inventory import load_inventory
     from relax_rt.config.job import Planner, load_job
-    from relax_rt.config.loader import load_config, placed_errors
+    from relax_rt.config.loader import load_config
     from relax_rt.config.problems import BadInput
 
     nodes = load_inventory(path)
-    loaded = load_config(config, overrides, planned=True)
+    loaded = load_config(config, overrides, inventory=nodes)
     job = load_job(loaded.run.job)
     if not isinstance(job, Planner):
         raise BadInput(f"job '{loaded.run.job}' does not plan for an inventory", hint="plan without --inventory")
     found = job.plan_on(loaded, nodes)
-    if isinstance(found, list):
-        raise placed_errors(config, overrides, found)
+    assert not isinstance(found, list), "a config that was loaded for an inventory fits on it"
     show_json(found) if as_json else say(found.render())
     return OK
