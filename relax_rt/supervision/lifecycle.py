@@ -84,8 +84,9 @@ class Lifecycle:
 
     def _await_room(self, slots: Iterable[Slot], reason: str) -> None:
         for s in slots:
+            gated = s.gated
             s.renew()
-            s.waiting, s.roomless = reason, True
+            s.gated, s.waiting, s.roomless = gated, reason, True
             self._enter(s, "pending", None)
             self._emit("slot_without_room", s, reason=reason)
 
@@ -113,7 +114,7 @@ class Lifecycle:
 
     def _kill_all(self, slots: Iterable[Slot], reason: str) -> None:
         for s in slots:
-            if s.live and s.state != "killing":
+            if s.live and not s.lost and s.state != "killing":
                 self._kill(s, "killed", reason)
 
     def _condemn(self, s: Slot, kind: Literal["killed", "hang"], reason: str) -> None:
@@ -145,7 +146,7 @@ class Lifecycle:
                 self._enter(s, "backoff", None)
             elif hard:
                 self._kill_all([s], f"starts again with others: {cause}")
-            elif s.state in ("requested", "starting", "ready"):
+            elif not s.lost and s.state in ("requested", "starting", "ready"):
                 self._stop(s)
         for left in [*before.values(), cohort]:
             self._release(left)

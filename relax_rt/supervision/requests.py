@@ -39,7 +39,11 @@ class Requests(Lifecycle):
     def _restart_gang(self, role: RoleNode, reason: str) -> None:
         for s in role.slots:
             s.drained = False
-        if any(s.state != "pending" for s in role.slots):
+        if all(s.gated for s in role.slots):
+            for s in role.slots:
+                s.waiting, s.roomless = "", False
+                self._enter(s, "pending", None)
+        elif any(s.state != "pending" for s in role.slots):
             self._regroup(role.slots, 0.0, reason)
 
     def _bring_back(self, s: Slot) -> None:
@@ -51,7 +55,9 @@ class Requests(Lifecycle):
             if s.given_up:
                 s.window.clear()
             s.failed = s.given_up = False
-            self._enter(s, "backoff", 0.0)
+            s.waiting, s.roomless = "", False
+            # What has never been started still waits for the tiers below.
+            self._enter(s, "pending" if s.gated else "backoff", None if s.gated else 0.0)
 
     def _on_scale_requested(self, kind: str, count: int) -> None:
         what = f"cannot scale {kind} to {count}"
@@ -146,6 +152,8 @@ class Requests(Lifecycle):
             raise Refused(f"node {event.node!r} cannot be lost", why="this run is for one node")
         lost = [s for s in self._tree if s.live and s.node == event.node]
         self._placer.remove(event.node, keep=event.keep)
+        for s in lost:
+            s.lost = True
         for s in lost:
             cause = f"node {event.node} is lost: {event.reason}"
             diagnosis = Diagnosis(slot=s.name, epoch=s.epoch, pid=s.pid, kind="node_lost", cause=cause, at=event.at)

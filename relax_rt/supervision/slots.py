@@ -122,6 +122,8 @@ class Slot:
         """No node has room for it, and nothing has changed since that was found."""
         self.exited = False
         """Its process is gone, and what comes next is being decided."""
+        self.lost = False
+        """It went with its node, and its exit is about to be taken: there is nobody to give orders to."""
         self.cohort: Cohort | None = None
         self.resume: State = "ready"
         self.condemned: tuple[Literal["killed", "hang"], str] = ("killed", "")
@@ -142,6 +144,7 @@ class Slot:
         """Its process is gone."""
         self.pid = self.progress = 0
         self.detail = self.waiting = ""
+        self.lost = False
 
     def renew(self) -> None:
         """A new incarnation is asked for."""
