@@ -11,7 +11,7 @@ from pathlib import Path
 
 from relax_rt.cli.display import show_json_line
 from relax_rt.config.problems import did_you_mean
-from relax_rt.supervision.control import NoRun, find_run
+from relax_rt.supervision.control import NoRun, find_run, status
 
 POLL_S = 0.2
 END_BYTES = 4 << 20
@@ -108,6 +108,8 @@ def show_logs(run_dir: Path, patterns: Sequence[str], *, lines: int, follow: boo
         for line in file.end(lines):
             show(file, line)
     sys.stdout.flush()
+    for line in () if as_json else elsewhere(run_dir, patterns):
+        sys.stderr.write(f"{line}\n")
     while follow:
         # Looked at before the logs, so that the last lines of an ending run are seen.
         alive = find_run(run_dir).alive
@@ -132,8 +134,21 @@ def select(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
         if not _matching(run_dir, [pattern] if pattern else []):
             names = sorted(path.stem for path in (run_dir / "logs").glob("*.log"))
             hint = did_you_mean(pattern.replace("/", "-"), names) or (f"there is {', '.join(names)}" if names else "")
-            raise NoRun(f"no log of {pattern or 'any role'} in {run_dir}", hint=hint)
+            far = elsewhere(run_dir, [pattern] if pattern else [])
+            raise NoRun(f"no log of {pattern or 'any role'} in {run_dir}", why="; ".join(far), hint="" if far else hint)
     return _matching(run_dir, patterns)
+
+
+def elsewhere(run_dir: Path, patterns: Sequence[str]) -> list[str]:
+    """Where the logs lie of slots that run on other nodes, in words."""
+    if not (run := find_run(run_dir)).alive or not run.record.get("listen"):
+        return []
+    return [
+        f"{slot.slot} runs on node {slot.node}: its log is {slot.log.partition(':')[2]} there"
+        for slot in status(run_dir).slots
+        if slot.log.startswith(f"{slot.node}:")
+        and (not patterns or any(_means(pattern, slot.slot.replace("/", "-")) for pattern in patterns))
+    ]
 
 
 def _matching(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
