@@ -29,7 +29,16 @@ WIDE = 110
 """From this width on `ps` has room for all of its columns."""
 HEAD_WIDTH = 12
 PROMPT_STYLE, TRAINED_STYLE = "dim", "green"
-STYLE = {"ready": "green", "starting": "yellow", "requested": "yellow", "backoff": "red", "hung": "bold red"}
+STYLE = {
+    "ready": "green",
+    "alive": "green",
+    "lost": "red",
+    "fenced": "red",
+    "starting": "yellow",
+    "requested": "yellow",
+    "backoff": "red",
+    "hung": "bold red",
+}
 LEVEL = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 TONE = {"good": "green", "warning": "yellow", "error": "red"}
 
@@ -108,6 +117,11 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
         cells = _row(slot, figures.get(slot.slot, Figures()))
         table.add_row(*(cells[column.title] for column in shown))
     console.print(table)
+    for node in status.nodes if len(status.nodes) > 1 else ():
+        seen = f", last heard of {duration(node.seen_s)} ago" if node.seen_s >= 1 else ""
+        has = f"  {node.cores} cores, {node.gpus} GPUs, {len(node.slots)} slots{seen}"
+        state = (node.state, STYLE.get(node.state, ""))
+        console.print(Text.assemble("node ", (node.node, "bold"), f"  {node.host}  ", state, (has, "bright_black")))
 
 
 class _Column(NamedTuple):
