@@ -32,16 +32,5 @@ def brief(config: RunConfig) -> list[str]:
         f"  takes   {processes} processes, {threads} compute threads on {cores} cores"
         + (f", {gpus:g} GPUs" if gpus else "")
         + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
-        *_joining(config, str(before.get("listen", "")) if before else ""),
         *others,
     ]
-
-
-def _joining(config: RunConfig, before: str) -> list[str]:
-    """How other machines take part in it."""
-    listen = config.supervision.nodes.listen
-    if not listen:
-        return []
-    where = before.removeprefix("tcp://") if listen.endswith(":0") and before else listen
-    port = f"; the port is in {config.run.dir}/run.json" if where.endswith(":0") else ""
-    return [f"  nodes   join with: relax-rt up --join {where} --key {config.run.dir}/join.key{port}"]
