@@ -24,13 +24,10 @@ def brief(config: RunConfig) -> list[str]:
     need = config.queue.capacity_mib + job_bytes // MIB
     free = shutil.disk_usage(SHM_ROOT).free // MIB
     gpus = sum(settings.count * settings.gpus for settings in roles.values())
-    listen = config.supervision.nodes.listen
-    others = [f"  nodes   others: relax-rt up --join {listen} --key {run_dir / 'join.key'}"] if listen else []
     return [
         f"{config.run.name}  {run_dir} ({resumed})",
         "  roles   " + ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in roles.items()),
         f"  takes   {processes} processes, {threads} compute threads on {cores} cores"
         + (f", {gpus:g} GPUs" if gpus else "")
         + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
-        *others,
     ]
