@@ -19,7 +19,7 @@ import msgspec
 from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 RENDEZVOUS_FD = "RELAX_RENDEZVOUS_FD"
 STORE_TIMEOUT_S = 300.0
@@ -73,7 +73,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             torch.distributed.DistStoreError: rank 0 cannot be reached.
         """
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if self.rank == 0:
             self.serve()
@@ -85,7 +85,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
         """On rank 0, serve the store on the socket that was handed over; once, for as long as the process lives."""
         if self.rank != 0 or _serving or find_spec("torch") is None:
             return
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         fd = int(os.environ[RENDEZVOUS_FD])
         os.set_inheritable(fd, False)

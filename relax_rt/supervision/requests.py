@@ -120,7 +120,7 @@ class Requests(Lifecycle):
         """Stop them in order; they start again wherever there is room."""
         for s in slots:
             if s.role.rules.gang:
-                if s.cohort is None:
+                if s.cohort is None and not s.drained:
                     self._regroup(s.role.slots, 0.0, cause)
             elif s.state in ("requested", "starting", "ready"):
                 s.restart_asked = True
