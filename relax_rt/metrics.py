@@ -34,8 +34,9 @@ class MetricsLog:
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; ``t`` (wall-clock seconds) and ``by`` are added."""
-        self._out.append(self._encoder.encode({"t": time.time(), "by": self.who, **record}))
+        """Append one record; ``t`` (wall-clock seconds), ``m`` (monotonic seconds) and ``by`` are added."""
+        head = {"t": time.time(), "m": time.monotonic(), "by": self.who}
+        self._out.append(self._encoder.encode({**head, **record}))
 
     def close(self) -> None:
         """Release the file."""

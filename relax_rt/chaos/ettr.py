@@ -44,13 +44,18 @@ def path_of(steps: Sequence[Record]) -> dict[int, Record]:
     return path
 
 
+def at(record: Record) -> float:
+    """When a record was written, seconds: by the monotonic clock where it is told, as a role's wall clock may jump."""
+    return float(record.get("m", record["t"]))
+
+
 def elapsed_s(steps: Sequence[Record], first: int, last: int) -> float | None:
     """Wall-clock from the first time that step `first` was done to the time when `last` stood for good."""
     path = path_of(steps)
-    began = [r["t"] for r in steps if r["step"] == first]
+    began = [at(r) for r in steps if r["step"] == first]
     if last not in path or not began:
         return None
-    return float(path[last]["t"] - min(began))
+    return at(path[last]) - min(began)
 
 
 def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Sequence[tuple[float, float]]) -> Ettr:
@@ -59,7 +64,7 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
     Args:
         steps: its step records, in the order written.
         baseline: those of an undisturbed run of the same config; None: estimate.
-        faults: wall-clock begin and end of each disturbance, recovery included; for the estimate.
+        faults: begin and end of each disturbance, recovery included, on the clock of the records (see `at`).
     """
     path = path_of(steps)
     if len(path) < 2:
@@ -89,11 +94,11 @@ def ettr(steps: Sequence[Record], baseline: Sequence[Record] | None, faults: Seq
 
 
 def _undisturbed_gaps(steps: Sequence[Record], faults: Sequence[tuple[float, float]]) -> list[float]:
-    ordered = sorted(steps, key=lambda r: r["t"])
+    ordered = sorted(steps, key=at)
     return [
-        b["t"] - a["t"]
+        at(b) - at(a)
         for a, b in pairwise(ordered)
         if b.get("epoch") == a.get("epoch")
         and b["step"] == a["step"] + 1
-        and not any(begin < b["t"] and end > a["t"] for begin, end in faults)
+        and not any(begin < at(b) and end > at(a) for begin, end in faults)
     ]

@@ -94,13 +94,13 @@ def role_figures(came_back: Sequence[Recovery]) -> list[RoleFigures]:
 
 
 def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tuple[float, float]]:
-    """Wall-clock begin and end of each fault, with the recovery from it."""
+    """Begin and end of each fault on the monotonic clock, with the recovery from it."""
     back = {(r.number, r.at): max(r.ready_s or 0.0, r.worked_s or 0.0) for r in came_back}
     found = []
     for event in evidence.events:
         if event.get("kind") == "fault_injected":
             lasted = max(float(event.get("seconds", 0.0)), back.get((event.get("number", 0), event["m"]), 0.0))
-            found.append((float(event["t"]), float(event["t"]) + lasted))
+            found.append((float(event["m"]), float(event["m"]) + lasted))
     return found
 
 

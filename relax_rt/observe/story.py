@@ -53,6 +53,14 @@ class Story:
                 return Note(at, "error", clip(f"fault of the supervisor: {event.get('error', '')}", LINE))
             case "keeper_died":
                 return Note(at, "warning", "the keeper died; another takes its place")
+            case "fault_injected":
+                lasts = f" for {event['seconds']:g} s" if event.get("seconds") else ""
+                by = f"seed {event.get('seed')}, number {event.get('number')}"
+                return Note(
+                    at, "warning", f"{slot or 'the run'} is harmed on purpose: {event.get('name')}{lasts} ({by})"
+                )
+            case "slot_overtaken":
+                return Note(at, "warning", f"{slot} is overtaken on purpose: epoch {event.get('by_epoch')} was issued")
             case "agent_died":
                 return Note(at, "error", clip(f"the node agent died: {event.get('cause', '')}", LINE))
         return None

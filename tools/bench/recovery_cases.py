@@ -180,12 +180,12 @@ def _idle_rollouts(status: RunStatus | None, killed: str) -> float:
 
 def _still(run: ToyRun, at: dict[str, Any], one: Recovery) -> float | None:
     """The longest pause between two steps from the kill until it was over, less the usual one."""
-    begin, end = at["t"], at["t"] + max(one.worked_s or 0.0, one.ready_s or 0.0)
+    begin, end = at["m"], at["m"] + max(one.worked_s or 0.0, one.ready_s or 0.0)
     limit = time.monotonic() + STEP_WITHIN_S
     times: list[float] = []
     while time.monotonic() < limit and (not times or times[-1] < end):
         time.sleep(LOOK_S)
-        times = [r["t"] for r in read_metrics(run.run_dir, "step")][-400:]
+        times = [r["m"] for r in read_metrics(run.run_dir, "step")][-400:]
     gaps = [(a, b) for a, b in itertools.pairwise(times)]
     usual = sorted(b - a for a, b in gaps if b < begin)
     around = [b - a for a, b in gaps if b > begin and a < end]
@@ -295,7 +295,7 @@ def trained_under_faults(folder: Path, steps: int, prompts: int, share: float, s
             session = play(harmed.run_dir, injector, schedule, settle_s=0.0)
         _to_its_end(harmed)
     found = ettr(list(read_metrics(harmed.run_dir, "step")), baseline, [])
-    gaps = sorted(b["t"] - a["t"] for a, b in itertools.pairwise(baseline))
+    gaps = sorted(b["m"] - a["m"] for a, b in itertools.pairwise(baseline))
     by_role: dict[str, float] = {}
     for one in session.outcomes:
         role = one.strike.slot.partition("/")[0]
