@@ -45,6 +45,14 @@ def _check_restart(table: RestartTable) -> list[Problem]:
             f"the waits before them alone may take {waits_s:g} s"
         )
         return [Problem((*path, "max_restarts"), message, "raise period_s, or lower max_restarts or backoff_max_s")]
+    # Before a role is restarted as a whole, one of its slots has used up its own restarts; and once more at the end.
+    waits_s = waits_s * (table.role_restarts + 1) + table.backoff_max_s * table.role_restarts
+    if table.role_restarts and waits_s >= table.role_period_s:
+        message = (
+            f"a limit of {table.role_restarts} restarts of a role in {table.role_period_s:g} s can never fire: "
+            f"the waits of its slots alone may take {waits_s:g} s"
+        )
+        return [Problem((*path, "role_restarts"), message, "raise role_period_s, or lower role_restarts")]
     return []
 
 
@@ -71,6 +79,9 @@ def _check_role(kind: str, settings: RoleSettings, *, here: bool = True) -> list
     path = ("roles", kind)
     if kind in ("registry", "queue") and settings.count != 1:
         problems.append(Problem((*path, "count"), f"a run has exactly one {kind}"))
+    if settings.min_ready is not None and settings.min_ready > settings.count:
+        message = f"min_ready = {settings.min_ready} of {settings.count} slots can never be ready"
+        problems.append(Problem((*path, "min_ready"), message, f"raise roles.{kind}.count, or lower min_ready"))
     if here and settings.python is not None and shutil.which(settings.python) is None:
         message = f"there is no executable {settings.python}"
         problems.append(Problem((*path, "python"), message, "give the path of a Python interpreter"))

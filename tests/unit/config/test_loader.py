@@ -312,6 +312,8 @@ def test_job_checks_are_placed_and_preflight_comes_last(
     ("lines", "marked"),
     [
         ("[supervision.restart]\nbackoff_first_s = 9", "9"),
+        ("[supervision.restart]\nrole_restarts = 7\nrole_period_s = 20", "7"),
+        ("[roles.reward]\ncount = 2\nmin_ready = 3", "3"),
         ("[queue]\nslab_mib = 512", "512"),
         ("[run_dir]\n", "run_dir"),
         ("[roles.queue]\ncount = 2", "2"),
