@@ -35,7 +35,8 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that call NCCL collectives together.
 
     Attributes:
-        kind: ``tensor`` … of a gang, ``engine`` within one engine, ``weights`` from the trainer to the engines.
+        kind: ``tensor`` … of a gang, ``engine`` within one engine, ``weights`` from the trainer to the engines,
+            ``ipc`` for two processes that share a GPU and hand weights on by CUDA IPC, which is no NCCL.
         members: slot and GPU of each, ``trainer/3@node-0:3``; of a weights communicator the sender first.
         devices: the GPUs.
         bytes: of weights that pass through it at each publication.
@@ -144,8 +145,20 @@ def _weights(
         return
     width = published_width(config)
     for stage, rank in senders(gang_sizes(table)).items():
-        nbytes = stage_elements(shape, table.pipeline_parallel, stage) * width
-        yield _communicator(inventory, "weights", f"stage {stage}", [trainer[rank], *engines], nbytes)
+        sender = trainer[rank]
+        holders = {(sender.node, sender.gpus[0]): sender}
+        for engine in engines:
+            if any((engine.node, gpu) in holders for gpu in engine.gpus):
+                # NCCL takes each GPU once: who shares one gets the bucket from the process that has it.
+                holder = holders[next((engine.node, gpu) for gpu in engine.gpus if (engine.node, gpu) in holders)]
+                yield _communicator(inventory, "ipc", f"stage {stage}", [holder, engine])
+            else:
+                holders |= {(engine.node, gpu): engine for gpu in engine.gpus}
+        members = list(dict.fromkeys(slot.slot for slot in holders.values()))
+        if len(members) > 1:
+            by_name = {slot.slot: slot for slot in holders.values()}
+            nbytes = stage_elements(shape, table.pipeline_parallel, stage) * width
+            yield _communicator(inventory, "weights", f"stage {stage}", [by_name[name] for name in members], nbytes)
 
 
 def loads_from_folder(table: object) -> bool:
@@ -194,7 +207,7 @@ def _communicator(inventory: Inventory, kind: str, name: str, slots: Sequence[Pl
 
 def memberships(found: Iterable[Communicator]) -> Counter[Device]:
     """How many communicators each GPU is in."""
-    return Counter(device for communicator in found for device in set(communicator.devices))
+    return Counter(device for one in found if one.kind != "ipc" for device in set(one.devices))
 
 
 def ports(

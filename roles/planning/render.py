@@ -130,7 +130,7 @@ def _gang(gang: Gang, plan: HardwarePlan) -> list[str]:
 
 def _communicators(plan: HardwarePlan) -> list[str]:
     rows = []
-    inner = [found for found in plan.communicators if found.kind != "weights"]
+    inner = [found for found in plan.communicators if found.kind not in ("weights", "ipc")]
     for (kind, link, rate), members in _runs(inner, lambda c: (c.kind, c.link.name, c.link.gb_s)):
         speed = f"{link} {rate:g} GB/s" if rate is not None else link
         rows.append((kind, str(len(members)), speed, "; ".join(found.name for found in members)))
@@ -144,6 +144,8 @@ def _weights(plan: HardwarePlan) -> list[str]:
         if len(receivers) > LISTED:
             receivers = tuple(_whole_slots(receivers))
         rows.append((found.name, f"{found.members[0]} -> {', '.join(receivers)}"))
+    for found in (found for found in plan.communicators if found.kind == "ipc"):
+        rows.append((found.name, f"{found.members[0]} -> {', '.join(found.members[1:])} by CUDA IPC"))
     return ["weight broadcast: sender -> receivers", *_table(rows)] if rows else []
 
 
