@@ -46,7 +46,7 @@ def path_of(steps: Sequence[Record]) -> dict[int, Record]:
 
 def at(record: Record) -> float:
     """When a record was written, seconds: by the monotonic clock where it is told, as a role's wall clock may jump."""
-    return float(record.get("m", record["t"]))
+    return float(record["m"] if "m" in record else record["t"])
 
 
 def elapsed_s(steps: Sequence[Record], first: int, last: int) -> float | None:

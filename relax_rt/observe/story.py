@@ -6,11 +6,47 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.observe.text import clip, duration
+from relax_rt.observe.text import NOTHING, clip, duration
 
 Tone = Literal["plain", "good", "warning", "error"]
 LINE = 160
 MAX_SLOTS = 4096
+
+
+TOLD: dict[str, tuple[Tone, str]] = {
+    "slot_restart_requested": ("warning", "{slot} is restarted: {reason}"),
+    "slot_hung": ("warning", "{slot} hangs: {reason}"),
+    "slot_recovered": ("good", "{slot} goes on"),
+    "slot_killed": ("warning", "{slot} is killed: {reason}"),
+    "slot_given_up": ("error", "{slot} is given up, {left} others go on: it {reason}"),
+    "slot_without_room": ("warning", "there is no room for {slot}: {reason}"),
+    "slot_waiting_for_node": ("warning", "{slot} waits for its node: {reason}"),
+    "role_restarting": ("error", "{role} starts again as one, as {slot} {reason}"),
+    "gang_failed": ("error", "gang {role} fails in generation {generation}: {slot}: {cause}"),
+    "gang_started": ("plain", "gang {role} starts with {ranks} ranks as generation {generation}"),
+    "scaled": ("plain", "{role} is scaled from {before} to {count} slots"),
+    "drained": ("plain", "{slot} is drained"),
+    "node_joined": ("good", "node {node} has joined"),
+    "node_draining": ("plain", "node {node} is drained"),
+    "node_leaving": ("plain", "node {node} leaves: {reason}"),
+    "node_left": ("plain", "node {node} has left: {reason}"),
+    "node_lost": ("error", "node {node} is lost: {reason}"),
+    "node_fenced": ("warning", "node {node} is fenced: {reason}"),
+    "fault_injected": ("warning", "fault '{name}' is injected into {slot} by {by} (seed {seed})"),
+    "fault_ended": ("plain", "fault '{name}' in {slot} is over"),
+    "zygote_died": ("warning", "a zygote died: {reason}"),
+    "supervisor_fault": ("error", "fault of the supervisor: {error}"),
+    "keeper_died": ("warning", "the keeper died; another takes its place"),
+    "agent_died": ("error", "the node agent died: {cause}"),
+}
+"""Events that are told as they are, with the fields they carry."""
+
+
+class _Fields(dict[str, Any]):
+    """An event's fields; one that it lacks is told as a dash."""
+
+    def __missing__(self, key: str) -> str:
+        return NOTHING
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -32,7 +68,6 @@ class Story:
         t = event.get("t")
         at = float(t) if isinstance(t, int | float) else 0.0
         slot, kind = str(event.get("slot", "")), event.get("kind")
-        reason = str(event.get("reason", ""))
         match kind:
             case "slot_exited":
                 return self._exited(at, slot, event)
@@ -40,30 +75,13 @@ class Story:
                 return self._ready(at, slot)
             case "slot_restart_requested":
                 self._mark_down(slot, at)
-                return Note(at, "warning", f"{slot} is restarted: {reason}")
-            case "slot_hung":
-                return Note(at, "warning", clip(f"{slot} hangs: {reason}", LINE))
-            case "slot_recovered":
-                return Note(at, "good", f"{slot} goes on")
-            case "slot_killed":
-                return Note(at, "warning", clip(f"{slot} is killed: {reason}", LINE))
             case "run_draining":
-                return self._ending(at, reason, event.get("exit_code"))
-            case "supervisor_fault":
-                return Note(at, "error", clip(f"fault of the supervisor: {event.get('error', '')}", LINE))
-            case "keeper_died":
-                return Note(at, "warning", "the keeper died; another takes its place")
-            case "fault_injected":
-                lasts = f" for {event['seconds']:g} s" if event.get("seconds") else ""
-                by = f"seed {event.get('seed')}, number {event.get('number')}"
-                return Note(
-                    at, "warning", f"{slot or 'the run'} is harmed on purpose: {event.get('name')}{lasts} ({by})"
-                )
-            case "slot_overtaken":
-                return Note(at, "warning", f"{slot} is overtaken on purpose: epoch {event.get('by_epoch')} was issued")
-            case "agent_died":
-                return Note(at, "error", clip(f"the node agent died: {event.get('cause', '')}", LINE))
-        return None
+                return self._ending(at, str(event.get("reason", "")), event.get("exit_code"))
+        told = TOLD.get(str(kind))
+        if told is None:
+            return None
+        tone, text = told
+        return Note(at, tone, clip(text.format_map(_Fields(event)), LINE))
 
     def _ending(self, at: float, reason: str, exit_code: Any) -> Note:
         if reason == "Ctrl-C":
