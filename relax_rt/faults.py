@@ -102,4 +102,4 @@ def _shift_wall_clock(seconds: float) -> None:
 def _impair(seconds: float, *, delay_s: float = 0.0, drop: bool = False) -> None:
     from relax_rt.transport.impair import impair
 
-    impair(delay_s=delay_s, drop=1.0 if drop else 0.0, seconds=seconds)
+    impair(delay_s=delay_s, drop=1.0 if drop else 0.0, for_s=seconds)

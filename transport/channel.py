@@ -38,6 +38,8 @@ class Channel(Protocol):
 
     peer: str
     """Where the other end is, in words, for logs."""
+    who: str
+    """The slot at the other end; set by the RPC layer once it has greeted, empty before."""
     bytes_in: int
     bytes_out: int
 

@@ -463,6 +463,7 @@ class _Link:
                 hint="an earlier run still serves there, or the address is of another run",
             )
         self.peer = peer
+        self.channel.who = peer.who.slot
         self._slots = asyncio.Semaphore(min(self.client.max_inflight, peer.max_inflight or self.client.max_inflight))
         self._max_message_bytes = min(self._max_message_bytes, peer.max_message_bytes or self._max_message_bytes)
         self.channel.limit(self.client.max_message_bytes)

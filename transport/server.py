@@ -326,6 +326,7 @@ class _Connection:
             raise ProtocolError(f"{peer.who}", why=f"it belongs to run {peer.run_id}, this end to {mine.run_id}")
         self._hello_timer.cancel()
         self.peer = peer
+        self.channel.who = peer.who.slot
         self._context.run(_caller.set, Hello(peer.protocol, peer.run_id, peer.who, peer.pid))
         self.channel.limit(self.server.max_message_bytes)
 

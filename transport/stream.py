@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from typing import cast
 
+from relax_rt.transport import impair
 from relax_rt.transport.address import Address, AddressError
 from relax_rt.transport.channel import Channel, Receiver
 from relax_rt.transport.errors import ProtocolError, Unreachable
@@ -27,6 +28,7 @@ class StreamChannel(asyncio.Protocol):
 
     def __init__(self, peer: str, attach: Callable[[Channel], Receiver]) -> None:
         self.peer = peer
+        self.who = ""
         self.bytes_in = 0
         self.bytes_out = 0
         self._attach = attach
@@ -52,13 +54,26 @@ class StreamChannel(asyncio.Protocol):
             self._fail(str(error))
             return
         for message in messages:
-            # The receiver may pause or close while it takes one of several messages of this chunk.
-            if self._paused:
-                self._waiting.append(message)
-            elif not self._closed:
-                self._receiver.received(message)
+            if not (impair.active and impair.hold(self, message, out=False)):
+                self._deliver(message)
+
+    def _deliver(self, message: bytes) -> None:
+        # The receiver may pause or close while it takes one of several messages of a chunk.
+        if self._paused:
+            self._waiting.append(message)
+        elif not self._closed:
+            self._receiver.received(message)
+
+    def pass_on(self, message: bytes, *, out: bool) -> None:
+        """See transport.impair."""
+        if not out:
+            self._deliver(message)
+        elif not self._closed:
+            self._write(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if impair.active and not self._closed:
+            impair.ending(self, out=False)
         self._closed = True
         self._wake()
         self._waiting.clear()
@@ -74,8 +89,11 @@ class StreamChannel(asyncio.Protocol):
         self._decoder.max_message_bytes = max_message_bytes
 
     def send(self, message: bytes) -> None:
-        if self._closed:
+        if self._closed or (impair.active and impair.hold(self, message, out=True)):
             return
+        self._write(message)
+
+    def _write(self, message: bytes) -> None:
         self.bytes_out += len(message) + HEADER.size
         header = HEADER.pack(len(message))
         if len(message) < _JOIN_BELOW_BYTES:
@@ -112,6 +130,8 @@ class StreamChannel(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         if not self._closed:
+            if impair.active:
+                impair.ending(self, out=True)
             self._closed, self._reason = True, reason
             self._transport.close()
 

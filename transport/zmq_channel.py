@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import errno
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from relax_rt.transport import impair
 from relax_rt.transport.address import Address, AddressError
 from relax_rt.transport.channel import Channel, Receiver
 from relax_rt.transport.errors import Unreachable
@@ -28,6 +30,8 @@ SEND_HIGH_WATER_MESSAGES = 256
 PING_INTERVAL_S = 0.5
 
 _PING = b""
+_CLOSED = b"\xc1"
+"""The server ends the channel: a byte that no message begins with. Its socket, which others share, stays."""
 _LINGER_MS = 500
 _RETRY_SEND_S = 0.005
 _REMEMBER_REFUSED = 1024
@@ -49,6 +53,7 @@ class _ZmqChannel:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
+        self.who = ""
         self.bytes_in = 0
         self.bytes_out = 0
         self._loop = asyncio.get_running_loop()
@@ -61,8 +66,19 @@ class _ZmqChannel:
         """Nothing to do: the bound is an option of the socket, and ZeroMQ disconnects who breaks it."""
 
     def send(self, message: bytes) -> None:
+        if not (self._ended or (impair.active and impair.hold(self, message, out=True))):
+            self._write(message)
+
+    def pass_on(self, message: bytes, *, out: bool) -> None:
+        """See transport.impair."""
         if self._ended:
             return
+        if out:
+            self._write(message)
+        else:
+            self._receiver.received(message)
+
+    def _write(self, message: bytes) -> None:
         self.bytes_out += len(message)
         if self._outbox:
             self._outbox.append(message)
@@ -108,6 +124,8 @@ class _ZmqChannel:
     def _end(self, reason: str) -> None:
         if self._ended:
             return
+        if impair.active:
+            impair.ending(self, out=True)
         self._ended = True
         self._outbox.clear()
         self._wake()
@@ -145,8 +163,10 @@ class DealerChannel(_ZmqChannel):
         self._monitor = sock.get_monitor_socket(sum(_ENDINGS))
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._tasks: list[asyncio.Task[None]] = []
         self._receiver = attach(self)
-        self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._read())]
+        if not self._ended:
+            self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._read())]
 
     def pause(self) -> None:
         self._unpaused.clear()
@@ -160,9 +180,13 @@ class DealerChannel(_ZmqChannel):
                 parts = await self._sock.recv_multipart()
                 if parts == [_PING]:
                     continue
+                if parts == [_CLOSED]:
+                    self._end("the peer closed it")
+                    return
                 self.bytes_in += len(parts[0])
                 await self._unpaused.wait()
-                self._receiver.received(parts[0])
+                if not (impair.active and impair.hold(self, parts[0], out=False)):
+                    self._receiver.received(parts[0])
         except zmq.ZMQError as error:
             self._end(str(error))
 
@@ -199,7 +223,7 @@ class RouterChannel(_ZmqChannel):
 
     def deliver(self, message: bytes) -> None:
         self.bytes_in += len(message)
-        if not self._ended:
+        if not (self._ended or (impair.active and impair.hold(self, message, out=False))):
             self._receiver.received(message)
 
     def ping(self) -> None:
@@ -217,6 +241,8 @@ class RouterChannel(_ZmqChannel):
         return _send_now(self._listener.sock, [self.identity, message])
 
     def _release(self) -> None:
+        with contextlib.suppress(_Gone):
+            self._push(_CLOSED)
         self._listener.forget(self)
 
 
