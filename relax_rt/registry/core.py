@@ -9,12 +9,11 @@ import msgspec
 from relax_rt.registry.api import Changes, Ended, Member, Renewed
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.pauses import Pauses
 from relax_rt.transport.versions import ROOT, VersionRecord, VersionTree
 
 TICK_S = 0.2
 """How often `tick` is called."""
-PAUSE_S = 1.0
-"""A gap between ticks from which on leases start again at full length."""
 MAX_TTL_S = 3600.0
 MAX_SLOTS = 65_536
 MAX_GONE = 1024
@@ -93,8 +92,7 @@ class RegistryCore:
         self._issued = {one.version: one.who for one in stored.issued}
         self._entries: dict[str, Entry] = {}
         self._deadlines: dict[str, float] = {}
-        self._ticked = now
-        self._held = False
+        self._pauses = Pauses(now, TICK_S)
         for entry in stored.entries:
             member = msgspec.structs.replace(entry.member, revision=self.revision)
             self._entries[member.who.slot] = Entry(member, entry.ttl_s)
@@ -231,13 +229,10 @@ class RegistryCore:
         After a gap (the process was stopped, the machine slept) renewals that arrived meanwhile are read first:
         nothing lapses at this tick, and after a long gap every lease starts again at full length.
         """
-        gap, self._ticked = now - self._ticked, now
-        if gap >= PAUSE_S:
+        verdict = self._pauses.look(now)
+        if verdict == "restart":
             self._deadlines = {slot: now + self._entries[slot].ttl_s for slot in self._deadlines}
-            return []
-        # Not twice running, so that a registry that is always late still lets leases lapse.
-        self._held = gap > 2 * TICK_S and not self._held
-        if self._held:
+        if verdict != "judge":
             return []
         lapsed = []
         for slot in [s for s, deadline in self._deadlines.items() if deadline <= now]:

@@ -20,6 +20,7 @@ from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home
 from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Answer, load_samplers
+from relax_rt.transport.pauses import Pauses
 from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.queue.api import (
     Admission,
@@ -447,18 +448,15 @@ class Broker:
         lease_s = self._limits.lease_s
         tick_s = min(max(lease_s / 8, 0.02), 1.0)
         woken_for: float | None = None
+        pauses = Pauses(self._clock(), tick_s)
         while True:
             self._rearm.clear()
-            now, lapse_at, straggler_at = self._clock(), self._ledger.next_lapse(), self._ledger.straggler_deadline()
-            if lapse_at is not None and now - lapse_at > tick_s + max(1.0, lease_s / 4):
-                # This process was paused: renewals that wait in its sockets come before any lapse.
+            now, straggler_at = self._clock(), self._ledger.straggler_deadline()
+            verdict = pauses.look(now)
+            if verdict == "restart":
                 self._ledger.restart_deadlines(now)
-                continue
-            for who in [who for who, at in self._far.items() if now - at > FAR_SILENT_S]:
-                del self._far[who]
-                self._process_ended(who, f"it was not heard of for {FAR_SILENT_S:.0f} s")
-            if (lapse := self._ledger.due(now)) is not None:
-                self._apply(lapse)
+                self._far = dict.fromkeys(self._far, now)
+            elif verdict == "judge" and self._judge(now):
                 continue
             if straggler_at is not None and straggler_at <= now and woken_for != straggler_at:
                 woken_for = straggler_at
@@ -469,6 +467,16 @@ class Broker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(tick_s, late_s)):
                     await self._rearm.wait()
+
+    def _judge(self, now: float) -> bool:
+        """End what was not renewed, and who was not heard, for too long; True if a lease lapsed."""
+        for who in [who for who, at in self._far.items() if now - at > FAR_SILENT_S]:
+            del self._far[who]
+            self._process_ended(who, f"it was not heard of for {FAR_SILENT_S:.0f} s")
+        lapse = self._ledger.due(now)
+        if lapse is not None:
+            self._apply(lapse)
+        return lapse is not None
 
     async def _keep_disk(self) -> None:
         """Force the journal to disk, make snapshots, and unlink slabs that no one needs."""

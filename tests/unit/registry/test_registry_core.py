@@ -14,7 +14,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from relax_rt.registry import core as core_module
 from relax_rt.registry.api import Changes, Member
 from relax_rt.registry.core import (
-    PAUSE_S,
     TICK_S,
     Counters,
     Entry,
@@ -25,6 +24,7 @@ from relax_rt.registry.core import (
 )
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.pauses import PAUSE_S
 from relax_rt.transport.versions import VersionRecord
 
 SLOTS = ("trainer/0", "rollout/0", "rollout/1")
