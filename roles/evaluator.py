@@ -48,6 +48,7 @@ class EvaluatorRole(Role):
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.publication",
         "relax_rt.roles.data.source",
+        "reasoning_gym",
         "relax_rt.roles.evaluation",
         *MODEL_CODE,
     )

@@ -43,6 +43,7 @@ class RewardRole(Role):
         "relax_rt.roles.rewards.loader",
         "relax_rt.roles.rewards.scoring",
         "relax_rt.roles.data.gym",
+        "reasoning_gym",
         "relax_rt.transport.queue.client",
     )
     Settings: ClassVar[type[RoleSettings]] = RewardSettings

@@ -41,6 +41,7 @@ class RolloutRole(Role):
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.publication",
         "relax_rt.roles.data.source",
+        "reasoning_gym",
         "relax_rt.transport.queue.client",
         *MODEL_CODE,
     )
