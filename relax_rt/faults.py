@@ -66,6 +66,12 @@ class Faults:
 
     def _eat(self, size: int, seconds: float) -> None:
         """Take memory of our own, page by page, and give it back."""
+        try:
+            self._hoard(size, seconds)
+        except (OSError, ValueError, OverflowError) as error:
+            self._log.warning("fault not carried out", fault="eat_memory", error=str(error))
+
+    def _hoard(self, size: int, seconds: float) -> None:
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             for start in range(0, size, mmap.PAGESIZE):
                 memory[start] = 1

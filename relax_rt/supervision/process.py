@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,6 +44,7 @@ from relax_rt.supervision.limits import Limits
 from relax_rt.supervision.nursery import ZygoteKey
 
 LOGS_KEPT = 2
+SPY_WITHIN_S = 5.0
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +175,9 @@ class RoleProcess:
             self._signal(signal.SIGUSR1)
         else:
             send_now(self._control, DumpStacksMsg(), socket.MSG_DONTWAIT)
+        if (py_spy := shutil.which("py-spy")) is not None:
+            # It knows the frames of native code too, which the role's own dump does not.
+            asyncio.get_running_loop().run_in_executor(self._judges, spy, py_spy, self.pid, self.launch.log)
 
     def kill(self, kind: OwnKill, reason: str) -> None:
         """SIGKILL the process group; kind and reason become the diagnosis."""
@@ -257,6 +262,23 @@ class RoleProcess:
             log=read_tail(self.launch.log, self._log_start),
         )
         return diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at)
+
+
+def spy(program: str, pid: int, log: Path) -> None:
+    """Append what py-spy sees of a process to its log. Blocking, for a bounded time."""
+    with log.open("ab", buffering=0) as out:
+        out.write(f"--- py-spy dump of {pid}\n".encode())
+        try:
+            subprocess.run(
+                [program, "dump", "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                timeout=SPY_WITHIN_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            out.write(f"--- py-spy failed: {error}\n".encode())
 
 
 def kill_strays(slot: str, epoch: int, session: int = 0) -> None:

@@ -14,8 +14,10 @@ import pytest
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.context import HostContext, ProgressReporter, derive_seed
 from relax_rt.events import read_events
+from relax_rt.host import LiveProbeFailed, probe
 from relax_rt.metrics import read_metrics
 from relax_rt.registry.api import Changes, Member, RegistryApi, Renewed
+from relax_rt.role import Role
 from relax_rt.supervision.channel import ProgressMsg, ReadyMsg, control_pair, decode_from_role
 from relax_rt.supervision.notices import Notices
 from relax_rt.supervision.rundir import RunPaths
@@ -286,6 +288,66 @@ def test_progress_survives_an_agent_that_does_not_read(pair: tuple[socket.socket
         message = decode_from_role(ours.recv(65536))
         assert isinstance(message, ProgressMsg)
         extended += message.extend_s
+
+
+def beats(ours: socket.socket, within_s: float) -> int:
+    """Packets that say why the role waits."""
+    ours.settimeout(within_s)
+    found = 0
+    end = time.monotonic() + within_s
+    try:
+        while time.monotonic() < end:
+            message = decode_from_role(ours.recv(65536))
+            assert isinstance(message, ProgressMsg) and message.waiting == "for samples"
+            found += 1
+    except TimeoutError:
+        pass
+    return found
+
+
+async def test_waiting_role_beats_while_its_loop_answers(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    progress = ProgressReporter(theirs, beat_s=0.02)
+    progress.follow(asyncio.get_running_loop())
+    progress.waiting("for samples")
+    while await asyncio.to_thread(beats, ours, 0.5) < 2:
+        pass
+    # The loop does not answer while this blocks it: what was asked before may still be told.
+    assert beats(ours, 1.0) <= 3
+    assert beats(ours, 0.3) == 0
+    while not await asyncio.to_thread(beats, ours, 0.5):
+        pass
+    progress.waiting("")
+
+
+def test_busy_role_does_not_beat(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    progress = ProgressReporter(theirs, beat_s=0.02)
+    progress.advance(1, "computing")
+    ours.recv(65536)
+    ours.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        ours.recv(65536)
+
+
+class Patient(Role):
+    """Its probe does what it is told to."""
+
+    def __init__(self, *does: float | Exception) -> None:
+        self.does = list(does)
+
+    async def live(self) -> None:
+        does = self.does.pop(0)
+        if isinstance(does, Exception):
+            raise does
+        await asyncio.sleep(does)
+
+
+async def test_live_probe_ends_the_role_that_fails_it() -> None:
+    with pytest.raises(LiveProbeFailed, match="live probe failed: ValueError: the socket is gone"):
+        await probe(Patient(0, 0, ValueError("the socket is gone")), 0.01)
+    with pytest.raises(LiveProbeFailed, match="no answer within live_every_s = 0.05 s"):
+        await probe(Patient(0, 60), 0.05)
 
 
 async def test_notices_wait_for_the_system_roles(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

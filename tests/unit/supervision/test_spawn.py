@@ -1,0 +1,108 @@
+"""Processes started by the spawner: their limits, their stacks, their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.limits import Limits
+from relax_rt.supervision.nursery import ZygoteKey
+from relax_rt.supervision.process import Launch, RoleProcess
+from relax_rt.supervision.spawn import Spawner
+
+WAIT_S = 30.0
+IDLE = "import os, socket; socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD'])).recv(1)"
+
+
+class Started:
+    def __init__(self, process: RoleProcess, end: asyncio.Future[Diagnosis]) -> None:
+        self.process, self.end = process, end
+
+    async def diagnosis(self) -> Diagnosis:
+        async with asyncio.timeout(WAIT_S):
+            return await self.end
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "toy.log"
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.spawner = Spawner(lambda kind, **fields: self.events.append((kind, fields)))
+
+    async def start(self, code: str, **fields: Any) -> Started:
+        end: asyncio.Future[Diagnosis] = asyncio.get_running_loop().create_future()
+        launch = Launch(
+            slot="toy/0", epoch=3, argv=[sys.executable, "-c", code], env=dict(os.environ), log=self.log, **fields
+        )
+        return Started(await self.spawner.spawn(launch, lambda message: None, end.set_result), end)
+
+
+def until_logged(log: Path, words: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while words not in log.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    yield world
+    await world.spawner.aclose()
+    world.spawner.close()
+
+
+async def test_limits_are_put_on_spawned_processes(world: World) -> None:
+    toy = await world.start(IDLE, limits=Limits(nice=3))
+    assert os.getpriority(os.PRIO_PROCESS, toy.process.pid) == 3
+    toy.process.kill("killed", "enough")
+    end = await toy.diagnosis()
+    assert (end.kind, end.cause, end.pid) == ("killed", "enough", toy.process.pid)
+    assert not toy.process.living
+
+
+async def test_process_above_its_memory_is_killed_and_the_reason_says_so(world: World) -> None:
+    greedy = await world.start(f"hoard = b'1' * (160 << 20)\n{IDLE}", memory_mib=100)
+    modest = await world.start(IDLE, memory_mib=100)
+    end = await greedy.diagnosis()
+    assert end.kind == "oom" and end.cause.startswith("had 1") and "above memory_mib = 100" in end.cause
+    assert modest.process.living
+    modest.process.kill("killed", "enough")
+    await modest.diagnosis()
+
+
+async def test_role_without_a_zygote_is_spawned_and_the_reason_is_told(world: World, tmp_path: Path) -> None:
+    world.spawner.with_zygotes(tmp_path / "zygote.log", tmp_path / "none.json", "0badf00d")
+    toy = await world.start(IDLE, key=ZygoteKey(sys.executable, ()))
+    assert world.events == [
+        (
+            "spawned_plainly",
+            {"slot": "toy/0", "epoch": 3, "reason": "no zygote for its interpreter and environment"},
+        )
+    ]
+    toy.process.kill("killed", "enough")
+    await toy.diagnosis()
+
+
+async def test_stacks_are_dumped_by_py_spy_where_it_is_installed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A stand-in: what it is asked for, and that its answer reaches the log.
+    program = tmp_path / "py-spy"
+    program.write_text('#!/bin/sh\necho "spied: $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    toy = await world.start(IDLE)
+    toy.process.dump_stacks()
+    asked = f"spied: dump --pid {toy.process.pid}"
+    await asyncio.to_thread(until_logged, world.log, asked)
+    toy.process.kill("killed", "enough")
+    assert asked in (await toy.diagnosis()).last_lines
