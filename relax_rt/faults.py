@@ -12,6 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from relax_rt.supervision.channel import FaultMsg
+from relax_rt.transport.impair import impair
 
 MIB = 1 << 20
 
@@ -49,9 +50,9 @@ class Faults:
                 _shift_wall_clock(order.amount)
                 self._later(order.seconds, lambda: _shift_wall_clock(-order.amount))
             case "delay":
-                _impair(order.seconds, delay_s=order.amount)
+                impair(delay_s=order.amount, for_s=order.seconds)
             case "partition":
-                _impair(order.seconds, drop=True)
+                impair(drop=1.0, for_s=order.seconds)
 
     def _on_loop(self, work: Callable[[], None]) -> None:
         if self._loop is None:
@@ -103,9 +104,3 @@ def _shift_wall_clock(seconds: float) -> None:
     time.time_ns = lambda: _wall_clock[1]() + int(shift * 1e9)
     if abs(shift) < 1e-9:
         time.time, time.time_ns = _wall_clock
-
-
-def _impair(seconds: float, *, delay_s: float = 0.0, drop: bool = False) -> None:
-    from relax_rt.transport.impair import impair
-
-    impair(delay_s=delay_s, drop=1.0 if drop else 0.0, for_s=seconds)

@@ -346,7 +346,7 @@ class Patient(Role):
 async def test_live_probe_ends_the_role_that_fails_it() -> None:
     with pytest.raises(LiveProbeFailed, match="live probe failed: ValueError: the socket is gone"):
         await probe(Patient(0, 0, ValueError("the socket is gone")), 0.01)
-    with pytest.raises(LiveProbeFailed, match="no answer within live_every_s = 0.05 s"):
+    with pytest.raises(LiveProbeFailed, match="no answer within live_every_s"):
         await probe(Patient(0, 60), 0.05)
 
 

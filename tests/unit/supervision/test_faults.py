@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from relax_rt.faults import Faults
 from relax_rt.supervision.channel import FaultKind, FaultMsg
 from relax_rt.supervision.limits import own_memory
@@ -69,6 +71,14 @@ def test_time_of_day_jumps_and_comes_back() -> None:
     assert time.monotonic() >= monotonic
     until(lambda: time.time is clock)
     assert time.time() >= before
+
+
+def test_messages_are_impaired_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, float]] = []
+    monkeypatch.setattr("relax_rt.faults.impair", lambda **how: asked.append(how))
+    Faults().carry_out(order("delay", 5.0, 0.2))
+    Faults().carry_out(order("partition", 3.0))
+    assert asked == [{"delay_s": 0.2, "for_s": 5.0}, {"drop": 1.0, "for_s": 3.0}]
 
 
 def test_fault_that_cannot_be_carried_out_harms_nobody() -> None:
