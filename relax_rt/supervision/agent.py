@@ -384,6 +384,7 @@ class Agent:
             last=view.last,
             node=view.node,
             ready_s=life.ready_s,
+            policy_version=self._notices.policy_versions.get(view.slot, -1),
             given_up=view.given_up,
             generation=view.generation,
         )

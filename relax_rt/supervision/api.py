@@ -124,9 +124,9 @@ class AgentApi(Protocol):
         """End every role now. Returns at once."""
 
     async def restart(self, slot: str) -> None:
-        """Stop and start one slot (of a gang: the whole gang); not counted as a failure.
+        """Stop and start one slot (of a gang: the whole gang) or all slots of a role; not counted as a failure.
 
-        Refused for an unknown slot or an ending run."""
+        Refused for an unknown slot or role, or an ending run."""
 
     async def scale(self, kind: str, count: int) -> None:
         """Change the number of a role's slots; the highest indices are drained first. Returns at once.
@@ -134,7 +134,8 @@ class AgentApi(Protocol):
         Refused for an unknown role, a gang, a system role or an ending run."""
 
     async def drain(self, what: str) -> None:
-        """Stop a slot, a role or a node's slots in order; they stay down until scaled or restarted. Returns at once.
+        """Stop a slot or a role in order: it stays down until scaled or restarted. Or empty a node: its slots stop and
+        start elsewhere, and nothing new is placed there. Returns at once.
 
         Refused when there is no such slot, role or node, or the run is ending."""
 

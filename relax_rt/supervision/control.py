@@ -87,7 +87,7 @@ def kill(run_dir: Path, reason: str = "relax-rt down --kill", wait_s: float = 0.
 
 
 def restart(run_dir: Path, slot: str) -> None:
-    """Stop and start one slot.
+    """Stop and start one slot (of a gang: the whole gang), or all slots of a role.
 
     Raises:
         NoRun: no run lives there.
@@ -107,7 +107,7 @@ def scale(run_dir: Path, kind: str, count: int) -> None:
 
 
 def drain(run_dir: Path, what: str) -> None:
-    """Stop a slot, a role or a node's slots in order, and leave them down.
+    """Stop a slot or a role in order and leave it down, or empty a node.
 
     Raises:
         NoRun: no run lives there.

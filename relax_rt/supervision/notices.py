@@ -1,4 +1,4 @@
-"""The agent's word to the registry and the queue: epochs for new incarnations, and who has ended."""
+"""The agent's word with registry and queue: epochs for new incarnations, who has ended, who has which weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from relax_rt.transport.rpc import Client, make_hello
 AGENT_SLOT = "agent/0"
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.1
+WATCH_S, WATCH_EVERY_S = 2.0, 1.0
 MAX_PENDING = 10_000
 
 
@@ -35,6 +36,8 @@ class Notices:
         self._clients: list[Client] = []
         self._registry: RegistryApi | None = None
         self._counted = 0
+        self.policy_versions: dict[str, int] = {}
+        """Of each slot, as it told the registry; a little old."""
         self._ended: dict[str, asyncio.Queue[tuple[Incarnation, str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -43,6 +46,7 @@ class Notices:
         if self._has_registry:
             self._ended[REGISTRY_SLOT] = asyncio.Queue(MAX_PENDING)
             self._tasks.append(asyncio.create_task(self._tell_registry()))
+            self._tasks.append(asyncio.create_task(self._follow_versions()))
             if self._has_queue:
                 self._ended[QUEUE_SLOT] = asyncio.Queue(MAX_PENDING)
                 self._tasks.append(asyncio.create_task(self._tell_queue()))
@@ -94,6 +98,18 @@ class Notices:
             who, reason = await waiting.get()
             seq += 1
             await self._deliver(who, functools.partial(queue.gone, seq, who, reason), QUEUE_SLOT)
+
+    async def _follow_versions(self) -> None:
+        revision = 0
+        while True:
+            try:
+                changes = await self._bound_registry().watch(revision, WATCH_S)
+            except RelaxError as error:
+                self._log.debug("registry cannot be watched now", error=str(error))
+            else:
+                revision = changes.revision
+                self.policy_versions.update({m.who.slot: m.policy_version for m in changes.members})
+            await asyncio.sleep(WATCH_EVERY_S)
 
     async def _deliver(self, who: Incarnation, call: Callable[[], Awaitable[None]], to: str) -> None:
         """Try until it is taken: a system role that is down comes back, or the run ends and so does this task."""

@@ -21,16 +21,26 @@ class Requests(Lifecycle):
 
     def _on_restart_requested(self, name: str, reason: str) -> None:
         what = f"cannot restart {name!r}"
-        s = self._tree.slots.get(name)
-        if s is None:
-            raise Refused(what, why="no such slot", hint="slots: " + ", ".join(self._tree.slots))
+        s, role = self._tree.slots.get(name), self._tree.roles.get(name)
+        if s is None and role is None:
+            known = ", ".join([*self._tree.roles, *self._tree.slots])
+            raise Refused(what, why="no such slot or role", hint=f"known: {known}")
         self._refuse_at_the_end(what)
-        if s.retired:
+        if s is not None and s.retired:
             raise Refused(what, why="it is being scaled away", hint=f"`relax-rt scale {s.spec.kind}` brings it back")
-        self._emit("slot_restart_requested", s, reason=reason)
-        if s.role.rules.gang:
-            self._restart_gang(s.role, reason)
-        elif s.state in ("requested", "starting", "ready", "hung"):
+        role = role or (s.role if s else None)
+        assert role is not None
+        chosen = [s] if s is not None else [o for o in role.slots if not o.retired]
+        for slot in chosen:
+            self._emit("slot_restart_requested", slot, reason=reason)
+        if role.rules.gang:
+            self._restart_gang(role, reason)
+        else:
+            for slot in chosen:
+                self._restart(slot)
+
+    def _restart(self, s: Slot) -> None:
+        if s.state in ("requested", "starting", "ready", "hung"):
             s.restart_asked = True
             self._stop(s)
         else:

@@ -54,6 +54,17 @@ class Aide(Toy):
     tier = 30
 
 
+class Idler(Toy):
+    """Has nothing to do."""
+
+    kind = "idler"
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        self.ctx.progress.waiting("for work that never comes")
+        await self.ctx.stopping.wait()
+
+
 class Crasher(Toy):
     kind = "crasher"
 

@@ -328,6 +328,8 @@ def test_operators_restart_is_not_counted() -> None:
     assert b.of(Start) == ["a/0"], "at once, though no restart is allowed after a failure"
     with pytest.raises(Refused, match="no such slot"):
         b(RestartRequested("nope/0"))
+    b(RestartRequested("b"))
+    assert b.of(Stop) == ["b/0"], "all slots of a role"
     b(StopRequested("over"))
     with pytest.raises(Refused, match="over"):
         b(RestartRequested("b/0"))
