@@ -39,6 +39,8 @@ def test_groups_are_those_of_megatron_core() -> None:
     assert {kinds: rank_groups(cut, *kinds) for kinds in CUT_EXPERTS} == CUT_EXPERTS
 
 
+@pytest.mark.engines
+@pytest.mark.filterwarnings("ignore")
 def test_groups_against_megatron_core_itself_where_it_is_installed() -> None:
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
     order = "tp-cp-ep-dp-pp"
