@@ -120,34 +120,38 @@ class Recovery(msgspec.Struct, kw_only=True):
 
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
-    """How the run came back from each fault that was carried out on a process which ended of it."""
+    """How the run came back from each fault that a process ended of: the last one before its end, if it ended badly."""
     by_slot: dict[str, list[Life]] = {}
     for life in lives(events):
         by_slot.setdefault(life.slot, []).append(life)
     waits = _waits(events)
-    found = []
+    found: dict[tuple[str, int], Recovery] = {}
     for event in _injected(events):
         of_slot = by_slot.get(str(event.get("slot", "")), [])
         place = next((n for n, life in enumerate(of_slot) if life.pid == event.get("pid")), None)
         if place is None:
             continue
         dead, at = of_slot[place], float(event["m"])
-        end_m = at + float(event.get("seconds", 0.0)) + 600.0
-        if event.get("name") != "kill" and (dead.exited is None or dead.exited > end_m):
+        if event.get("name") != "kill" and (dead.exited is None or dead.exited < at or not dead.failed):
             continue
         one = Recovery(number=int(event.get("number", 0)), fault=str(event.get("name")), slot=dead.slot, at=at)
         if dead.exited is not None:
             one.exited_s = dead.exited - at
             one.cause = str((dead.diagnosis or {}).get("cause", ""))
             one.wait_s = waits.get((dead.slot, dead.exited), 0.0)
-        for after in of_slot[place + 1 :]:
-            if after.ready is not None and one.ready_s is None:
-                one.ready_s = after.ready - at
-            if after.first_work is not None:
-                one.worked_s = after.first_work - at
-                break
-        found.append(one)
-    return found
+        _come_back(one, of_slot[place + 1 :])
+        found[dead.slot, dead.pid] = one
+    return list(found.values())
+
+
+def _come_back(one: Recovery, after: Sequence[Life]) -> None:
+    """The first process that was ready, and the first that worked; one may have died before it did."""
+    for life in after:
+        if life.ready is not None and one.ready_s is None:
+            one.ready_s = life.ready - one.at
+        if life.first_work is not None:
+            one.worked_s = life.first_work - one.at
+            return
 
 
 def _injected(events: Iterable[Event]) -> list[Event]:

@@ -117,6 +117,16 @@ def test_a_recovery_is_timed_from_the_fault_on() -> None:
     assert one.worked_s == pytest.approx(worked["m"] - at)
 
 
+def test_a_fault_that_a_process_survived_is_no_recovery() -> None:
+    evidence = well()
+    kill = event(evidence, "fault_injected")
+    place = evidence.events.index(kill)
+    evidence.events.insert(place, {**kill, "name": "hang_loop", "number": 7, "m": kill["m"] - 0.01})
+    rollout = {**kill, "name": "stop", "slot": "rollout/0", "pid": 12, "epoch": 2, "number": 8}
+    evidence.events.insert(place, rollout)
+    assert [r.number for r in recoveries(evidence.events)] == [1]
+
+
 def test_a_percentile_needs_two_hundred() -> None:
     assert over([]) == {"n": 0}
     assert "p99" not in over([float(n) for n in range(199)])
