@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import structlog
 
@@ -17,7 +17,9 @@ from relax_rt.actors.directory import Directory
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.events import EventLog
 from relax_rt.metrics import MetricsLog
+from relax_rt.nodes.api import HEAD
 from relax_rt.nodes.links import Finder, Links
+from relax_rt.nodes.memory import FarMemory
 from relax_rt.registry.api import RegistryApi
 from relax_rt.role import Progress
 from relax_rt.supervision.channel import AddressMsg, ProgressMsg, ReadyMsg, send_now
@@ -26,6 +28,9 @@ from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc import Client, Server, make_hello
+
+if TYPE_CHECKING:
+    from relax_rt.transport.payload import Fetcher
 
 T = TypeVar("T")
 
@@ -158,11 +163,16 @@ class HostContext:
     ) -> None:
         self.config, self.settings, self.who = config, settings, who
         self.run_id, self.run_dir, self.shm_dir = run_id, run_dir, shm_dir
-        self.spill_dir = run_dir / "queue" / "spill"
+        self.spill_dir: Path | None = run_dir / "queue" / "spill"
         durable = config.queue.durability == "disk"
         self.payload_dir = run_dir / "queue" / "payloads" if durable else shm_dir
         if durable:
             self.payload_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._links = Links.from_environment()
+        self._far = FarMemory(shm_dir, who, self._links) if self._links and self._links.node != HEAD else None
+        if self._far is not None:
+            self.payload_dir, self.spill_dir = self._far.directory, None
+        self._fetcher: Fetcher | None = None
         self.seed = derive_seed(config.run.seed, who)
         self.log = structlog.get_logger().bind(slot=who.slot, epoch=who.epoch)
         # Several fit into the time after which silence is a hang.
@@ -177,7 +187,6 @@ class HostContext:
         self._hello = make_hello(run_id, who)
         self._clients: dict[str, Client] = {}
         self._server: Server | None = None
-        self._links = Links.from_environment()
         self._finder = Finder(socket_dir, self._hello) if self._links else None
         self.remote = ""
         self._events = EventLog(run_dir, str(who))
@@ -193,7 +202,19 @@ class HostContext:
 
     async def queue(self) -> QueueApi:
         """The TransferQueue's broker."""
-        return await self.peer(QUEUE_SLOT, QueueApi, timeout_s=CALL_TIMEOUT_S)
+        queue = await self.peer(QUEUE_SLOT, QueueApi, timeout_s=CALL_TIMEOUT_S)
+        if self._far is not None:
+            await self._far.tell(queue)
+        return queue
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """See RoleContext."""
+        if self._links is not None and self._fetcher is None:
+            from relax_rt.transport.payload import Fetcher
+
+            self._fetcher = Fetcher(self._links.keys)
+        return self._fetcher
 
     async def peer(self, slot: str, api: type[T], *, timeout_s: float) -> T:
         """Another role's interface. The slot's socket keeps its path through restarts, so the client follows it."""
@@ -254,6 +275,10 @@ class HostContext:
             await client.close()
         if self._finder is not None:
             await self._finder.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        if self._far is not None:
+            await self._far.close()
         self._events.close()
         self._metrics.close()
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.job import load_job
+from relax_rt.nodes.links import Links
 from relax_rt.role import Role
 from relax_rt.transport.ledger import QueueLimits
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
+
+if TYPE_CHECKING:
+    from relax_rt.transport.payload import PayloadServer
 
 METRICS_EVERY_S = 2.0
 REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")
@@ -24,6 +28,7 @@ class QueueRole(Role):
     async def setup(self) -> None:
         """Recover the ledger from the journal in the run directory and offer it."""
         ctx, table = self.ctx, self.ctx.config.queue
+        self.payloads = await self._serve_payloads()
         self.broker = Broker(
             ctx.run_dir / "queue",
             ctx.payload_dir,
@@ -40,11 +45,22 @@ class QueueRole(Role):
                 durable=table.durability == "disk",
             ),
             spill_dir=ctx.spill_dir,
+            payloads=self.payloads.address if self.payloads is not None else "",
             notify=self._notify,
             fsync_every_s=table.fsync_every_s,
         )
         await self.broker.open()
         ctx.serve(QueueApi, self.broker)
+
+    async def _serve_payloads(self) -> PayloadServer | None:
+        """Give the payloads of this node out to other nodes, if the run has any."""
+        if (links := Links.from_environment()) is None:
+            return None
+        from relax_rt.transport.payload import PayloadServer
+
+        server = PayloadServer(self.ctx.payload_dir, self.ctx.spill_dir, keys=links.keys)
+        await server.listen(links.listen)
+        return server
 
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
         self.ctx.event(kind, **fields)
@@ -88,3 +104,5 @@ class QueueRole(Role):
         """Force the journal to disk."""
         if hasattr(self, "broker"):
             await self.broker.close()
+        if (payloads := getattr(self, "payloads", None)) is not None:
+            await payloads.close()

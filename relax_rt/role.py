@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from structlog.typing import FilteringBoundLogger
@@ -13,6 +13,9 @@ from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.registry.api import RegistryApi
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
+
+if TYPE_CHECKING:
+    from relax_rt.transport.payload import Fetcher
 
 T = TypeVar("T")
 
@@ -47,8 +50,8 @@ class RoleContext(Protocol):
     """Private directory in shared memory for this run; removed when the run ends, whoever was killed."""
     payload_dir: Path
     """Where the TransferQueue's payloads lie: shm_dir, or a folder of the run with [queue] durability = "disk"."""
-    spill_dir: Path
-    """Where the queue moves payloads when shared memory fills."""
+    spill_dir: Path | None
+    """Where the queue moves payloads when shared memory fills; None on nodes other than the queue's."""
     seed: int
     """Derived from (run seed, slot, epoch)."""
     log: FilteringBoundLogger
@@ -56,6 +59,10 @@ class RoleContext(Protocol):
     registry: RegistryApi
     stopping: asyncio.Event
     """Set when the role is asked to finish: end the work in hand and return from `run`."""
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """Gets payloads that lie on other nodes, for QueueClient; None in a run of one node."""
 
     async def queue(self) -> QueueApi:
         """The TransferQueue's broker, as its typed interface; reconnects by itself."""

@@ -72,6 +72,7 @@ class RewardRole(Role):
             spill_dir=self.ctx.spill_dir,
             slab_bytes=SLAB_BYTES,
             capacity_bytes=CAPACITY_BYTES,
+            fetcher=self.ctx.fetcher,
             on_wait=self.ctx.progress.waiting,
         )
 

@@ -82,6 +82,7 @@ class RolloutRole(Role):
             capacity_bytes=self.config.queue.capacity_mib << 20,
             length_field="tokens",
             on_lost=self._lost,
+            fetcher=self.ctx.fetcher,
             on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()

@@ -88,6 +88,7 @@ class TrainerRole(Role):
             self.ctx.who,
             self.ctx.payload_dir,
             spill_dir=self.ctx.spill_dir,
+            fetcher=self.ctx.fetcher,
             on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()

@@ -304,6 +304,13 @@ class QueueApi(Protocol):
         """
 
     @idempotent
+    async def arrive(self, node: str, payloads: str) -> None:
+        """Say where the caller's memory is, before any other call: its epoch is a supervisor's, which tells of its end.
+
+        node, payloads: as with join. Who does not say so is on the broker's node, in memory that is shared there.
+        """
+
+    @idempotent
     async def offer(self, seq: Count, puts: list[Put], groups: list[Count], wait_s: float) -> Offered:
         """Put whole groups of samples that no ticket was drawn for (a queue without prompts).
 

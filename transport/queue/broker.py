@@ -306,8 +306,15 @@ class Broker:
         fields, lease_s, max_bytes = self._policy.fields, self._limits.lease_s, self._limits.max_sample_bytes
         return Membership(who, self._run_id, shm_dir, spill_dir, self._node, lease_s, fields, max_bytes)
 
+    async def arrive(self, node: str, payloads: str) -> None:
+        """See QueueApi."""
+        if not self._node:
+            self._apply(ev.Join(node, payloads, issued=True), self._identify())
+
     def _know(self, home: Home) -> None:
-        """Notice the end of a process that joined."""
+        """Notice the end of a process that joined. Where a supervisor tells of ends, it alone is believed."""
+        if not self._node:
+            return
         if home.node == self._node:
             self._watch.add(home)
         else:
