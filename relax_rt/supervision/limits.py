@@ -3,7 +3,8 @@
 Memory is measured, not limited with RLIMIT_AS: that one counts address space, and torch, CUDA and the run's shared
 memory map tens of gigabytes that they never touch, so any limit that they survive would limit nothing. What counts is
 what the process has of its own: resident anonymous pages and what of them is in swap. Pages of shared memory and of
-files belong to nobody in particular and are left out.
+files belong to nobody in particular and are left out. Pages that a forked role still shares with its zygote do count:
+the kernel's exact figure would walk all page tables of the process, under a lock that holds up its allocations.
 """
 
 from __future__ import annotations
