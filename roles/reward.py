@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TASK = "reward"
 TAKE_WAIT_S = 30.0
+FETCH_S = 10.0
+"""Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
 FAILURES_IN_A_ROW = 64
 """Failed samples without a scored one between them: then it is the function, not the samples."""
@@ -73,6 +75,7 @@ class RewardRole(Role):
             slab_bytes=SLAB_BYTES,
             capacity_bytes=CAPACITY_BYTES,
             fetcher=self.ctx.fetcher,
+            fetch_s=FETCH_S,
             on_wait=self.ctx.progress.waiting,
         )
 

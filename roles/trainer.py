@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 REGISTRY_WAIT_S = 600.0
 TAKE_WAIT_S = 1.0
+FETCH_S = 10.0
+"""Wait for payload of another node before the samples are given back: its owner may be dead."""
 """Short, so that a request to stop is soon seen."""
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = 120.0
@@ -89,6 +91,7 @@ class TrainerRole(Role):
             self.ctx.payload_dir,
             spill_dir=self.ctx.spill_dir,
             fetcher=self.ctx.fetcher,
+            fetch_s=FETCH_S,
             on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from live_nodes import FILE_TOYS, Far, nodes_table, slots, two_hosts
-from live_run import LiveRun, until
+from live_run import TOYS, LiveRun, until
 from netns import Nodes, cut, mend
 
 from relax_rt.nodes.keys import make_key
@@ -208,3 +208,44 @@ def test_a_gang_over_both_hosts_meets_and_meets_again(tmp_path: Path, nodes: Nod
         # All on the head now: they share its cores.
         run.event("added", rank=2, step=20, generations=3 * (generation + 2))
         assert {slot.node for name, slot in slots(run).items() if name.startswith("ranks")} == {"head"}
+
+
+def at_queue(**nodes: str) -> str:
+    toys = {"producer": "Producer", "judge": "Judge", "reader": "ReadBack"}
+    return "".join(
+        f'[roles.{kind}]\ntarget = "{TOYS}/node_toys.py:{toys[kind]}"\nnode = "{node}"\n'
+        for kind, node in nodes.items()
+    )
+
+
+def test_samples_are_judged_on_another_host_and_read_back_through_deaths(tmp_path: Path, nodes: Nodes) -> None:
+    roles = at_queue(producer="head", judge="b", reader="head")
+    tables = "[queue]\ncapacity_mib = 32\n[supervision.restart]\nbackoff_first_s = 0.05\n"
+    with two_hosts(tmp_path, nodes, roles, tables, system=("registry", "queue"), job="judged") as (run, far):
+        assert run.event("read", samples=50)["bytes_in"] >= 50 * 10_000 * 8, "rewards come over the wire"
+        shm = far.paths.shm_dir
+        (before,) = shm.glob("of-judge-0-*")
+        os.kill(slots(run)["judge/0"].pid, signal.SIGKILL)
+        run.event("slot_ready", slot="judge/0", nth=1)
+        run.event("read", samples=200)
+        assert not before.exists(), "the memory of the dead one is gone"
+        os.kill(slots(run)["queue/0"].pid, signal.SIGKILL)
+        run.event("slot_ready", slot="queue/0", nth=1)
+        run.event("read", samples=400)
+        assert not [e for e in run.poll() if e["kind"] == "slot_exited" and e["diagnosis"]["kind"] == "exception"]
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
+
+
+def test_a_producer_on_another_host_is_lost_with_it_and_the_others_go_on(tmp_path: Path, nodes: Nodes) -> None:
+    roles = at_queue(producer="b", judge="b", reader="head").replace('node = "b"', "threads = 9")
+    tables = "[queue]\ncapacity_mib = 32\n"
+    with two_hosts(tmp_path, nodes, roles, tables, system=("registry", "queue"), job="judged") as (run, far):
+        run.event("read", samples=50)
+        _ = far.paths
+        cut(nodes.second)
+        run.event("node_lost", node="b")
+        seen = len([e for e in run.poll() if e["kind"] == "read"])
+        # What lay there is lost; what is made anew on the head is judged and read there.
+        run.event("read", nth=seen + 1)
+        assert {slot.node for slot in slots(run).values()} == {"head"}

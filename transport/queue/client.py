@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,8 @@ _FIRST_SLICE_S, _SLICE_S = 0.1, 1.0
 HEARTBEAT_S = 60.0
 """An idle client says something this often, so that the broker knows of it on another node."""
 
+_log = logging.getLogger("relax_rt.transport")
+
 T = TypeVar("T")
 P = TypeVar("P", Admission, Offered, Batch)
 
@@ -85,6 +88,8 @@ class QueueClient:
         max_sample_bytes: a sample with more payload is refused here, by the name of its largest field; 0: the broker's
             own check is enough.
         fetcher: gets payloads that lie on other nodes; closed by whoever made it.
+        fetch_s: how long a take waits for such a payload before it gives the samples back and takes others: their
+            owner may be dead, and the broker about to hear of it. 0: for the length of the lease, then it fails.
         on_lost: gets ids of groups that are no longer this incarnation's (lapsed or revoked): stop working on them.
         on_wait: gets the reason of a wait, and an empty string when none is left; for the role's progress. Waits for
             work (admit and take) it does not hear of: whoever makes these knows whether there is other work.
@@ -105,11 +110,12 @@ class QueueClient:
         length_field: str = "",
         max_sample_bytes: int = 0,
         fetcher: Fetcher | None = None,
+        fetch_s: float = 0.0,
         on_lost: Callable[[list[int]], None] | None = None,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.api, self.who = api, who
-        self._fetcher = fetcher
+        self._fetcher, self._fetch_s = fetcher, fetch_s
         self.arena = Writer(shm_dir, who, slab_bytes=slab_bytes, capacity_bytes=capacity_bytes)
         self.reader = Reader(shm_dir, spill_dir, source=fetcher.memory if fetcher is not None else None)
         self.groups: dict[int, int] = {}
@@ -304,15 +310,25 @@ class QueueClient:
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             batch = await self._poll(left_s, lambda seq, slice_s: self.api.take(seq, task, want, slice_s))
-            if len(batch) or not batch.lease:
-                break
-            lease = batch.lease
-            await self._call(lambda seq: self.api.abandon(seq, lease, "it ended before its answer arrived"))  # noqa: B023
-        if batch:
+            if not batch:
+                if not batch.lease:
+                    break
+                lease = batch.lease
+                await self._call(lambda seq: self.api.abandon(seq, lease, "it ended before its answer arrived"))  # noqa: B023
+                continue
             self.leases.add(batch.lease)
             self._hold(batch.lease_s)
-            if batch.remote:
-                await self._fetch(batch)
+            try:
+                if batch.remote:
+                    await self._fetch(batch)
+                break
+            except (Unreachable, DeadlineExceeded) as error:
+                if not self._fetch_s:
+                    raise
+                _log.warning("%s: samples given back: %s", self.who, error)
+                batch = Batch(0, [], waiting_on=str(error))
+                if asyncio.get_running_loop().time() >= deadline:
+                    break
         return LeasedBatch(task, batch, self.reader.block, self._dropped)
 
     async def _fetch(self, batch: Batch) -> None:
@@ -329,7 +345,7 @@ class QueueClient:
             address = batch.remote.get(owner_of(extent.slab))
             if address is not None:
                 wanted.setdefault(address, []).append(extent)
-        wait, deadline_s = self._reasons.wait(), max(batch.lease_s, _SLICE_S)
+        wait, deadline_s = self._reasons.wait(), self._fetch_s or max(batch.lease_s, _SLICE_S)
         wait(f"payload of lease {batch.lease} comes from {', '.join(wanted)}")
         try:
             await asyncio.gather(

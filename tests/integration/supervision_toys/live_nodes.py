@@ -103,9 +103,10 @@ def two_hosts(
     *,
     system: tuple[str, ...] = ("registry",),
     on_loss: str = "replace",
+    job: str = "toy",
 ) -> Iterator[tuple[LiveRun, Far]]:
     """Both up, the node joined."""
-    run = LiveRun(tmp_path, roles, tables + nodes_table(nodes.host, on_loss), system=system)
+    run = LiveRun(tmp_path, roles, tables + nodes_table(nodes.host, on_loss), system=system, job=job)
     run.prefix = nodes.first
     with run:
         far = Far(run, nodes.second).start()

@@ -40,13 +40,15 @@ def environment() -> dict[str, str]:
 class LiveRun:
     """`up` on a config; call it as a context manager, so that nothing stays behind when a test fails."""
 
-    def __init__(self, tmp_path: Path, roles: str, tables: str = "", *, system: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tmp_path: Path, roles: str, tables: str = "", *, system: tuple[str, ...] = (), job: str = "toy"
+    ) -> None:
         self.run_dir = tmp_path / "run"
         self.system = system
         self.prefix: list[str] = []
         """Put in front of the command: how to run it on another node."""
         self.toml = tmp_path / "roles.toml"
-        self.toml.write_text(f'[run]\nname = "toy"\njob = "toy"\ndir = "{self.run_dir}"\n{tables}\n{roles}\n')
+        self.toml.write_text(f'[run]\nname = "toy"\njob = "{job}"\ndir = "{self.run_dir}"\n{tables}\n{roles}\n')
         self.events: list[dict[str, Any]] = []
         self._follower = EventFollower(self.run_dir)
         self._looked = 0

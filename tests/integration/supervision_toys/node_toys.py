@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
-from supervision_toys import Toy
+import numpy as np
+from supervision_toys import Toy, ToyJob
 
 from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.rpc import idempotent
 
 
@@ -45,3 +48,81 @@ class Caller(Toy):
                 before = answer
                 self.ctx.event("echoed", answer=answer)
             await asyncio.sleep(0.05)
+
+
+class JudgedJob(ToyJob):
+    """A queue without prompts: tokens are judged, then read with their reward."""
+
+    def ledger_policy(self, config: Any) -> LedgerPolicy:
+        return LedgerPolicy(tasks={"judge": ("tokens",), "read": ("tokens", "reward")}, step_task="")
+
+
+class AtQueue(Toy):
+    """Has an end of the queue."""
+
+    MIB: ClassVar[int] = 1 << 20
+
+    async def run(self) -> None:
+        ctx = self.ctx
+        client = QueueClient(
+            await ctx.queue(),
+            ctx.who,
+            ctx.payload_dir,
+            spill_dir=ctx.spill_dir,
+            slab_bytes=self.MIB,
+            capacity_bytes=16 * self.MIB,
+            fetcher=ctx.fetcher,
+            fetch_s=2.0,
+        )
+        async with client:
+            await ctx.ready()
+            while not ctx.stopping.is_set():
+                self.ctx.progress.advance(await self.work(client), "working")
+
+    async def work(self, client: QueueClient) -> int:
+        raise NotImplementedError
+
+
+class Producer(AtQueue):
+    """Puts 20,000 tokens at a time."""
+
+    made = 0
+
+    async def work(self, client: QueueClient) -> int:
+        await client.offer([{"tokens": np.full(20_000, self.made, np.int32)}])
+        self.made += 1
+        await asyncio.sleep(0.02)
+        return 1
+
+
+class Judge(AtQueue):
+    """Puts a reward of 10,000 numbers to each sample, half its first token."""
+
+    async def work(self, client: QueueClient) -> int:
+        batch = await client.take("judge", samples=4, wait_s=0.5)
+        if not batch:
+            return 1
+        for sample in batch.samples:
+            tokens = sample["tokens"]
+            assert len(tokens) == 20_000 and (tokens == tokens[0]).all()
+        rewards = {s.key: {"reward": np.full(10_000, s["tokens"][0] * 0.5)} for s in batch.samples}
+        await client.complete("judge", batch, rewards)
+        return len(batch)
+
+
+class ReadBack(AtQueue):
+    """Reads tokens and rewards, and tells once it has read fifty that were right."""
+
+    read = 0
+
+    async def work(self, client: QueueClient) -> int:
+        batch = await client.take("read", samples=4, wait_s=0.5)
+        for sample in batch.samples:
+            assert (sample["reward"] == sample["tokens"][0] * 0.5).all() and len(sample["reward"]) == 10_000
+            self.read += 1
+            if self.read % 50 == 0:
+                assert self.ctx.fetcher is not None
+                self.ctx.event("read", samples=self.read, bytes_in=self.ctx.fetcher.statistics().bytes_in)
+        if batch:
+            await client.complete("read", batch)
+        return 1
