@@ -152,10 +152,10 @@ class RegistryCore:
             raise Refused(f"renewal of {who}", why="it has no lease", hint="announce first")
         if state not in REPORTED_STATES:
             raise Refused(f"state {state!r} of {who}", why=f"not one of {', '.join(REPORTED_STATES)}")
-        fresh = msgspec.structs.replace(
-            member, state=state, progress=progress, detail=detail, policy_version=policy_version
-        )
-        if (state, policy_version) == (member.state, member.policy_version):
+        # A renewal that was overtaken, by way of another connection, takes nothing back.
+        version, progress = max(policy_version, member.policy_version), max(progress, member.progress)
+        fresh = msgspec.structs.replace(member, state=state, progress=progress, detail=detail, policy_version=version)
+        if (state, version) == (member.state, member.policy_version):
             self._entries[who.slot] = Entry(fresh, ttl_s)
         else:
             self._put(Entry(fresh, ttl_s))
