@@ -1,5 +1,22 @@
 """Modules of this folder are importable by all tests, and their fixtures known to them."""
 
+from __future__ import annotations
+
+import os
+
+import pytest
 from netns import nodes
 
 __all__ = ["nodes"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sim-seed", type=int, default=None, help="play this run of the simulation alone")
+
+
+@pytest.fixture
+def sim_seed(request: pytest.FixtureRequest) -> int | None:
+    """The run of the simulation to be played alone; None: all of them."""
+    chosen = request.config.getoption("--sim-seed")
+    named = os.environ.get("RELAX_SIM_SEED")
+    return chosen if chosen is not None else int(named) if named else None

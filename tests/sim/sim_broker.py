@@ -66,6 +66,10 @@ class SimBroker:
 
     # --- life
 
+    def now(self) -> float:
+        """The broker's own clock."""
+        return self.kernel.now
+
     def start(self) -> None:
         """Come back from the snapshot and the journal, whose last record may be torn."""
         ledger = Ledger(self.snapshot)
@@ -83,7 +87,7 @@ class SimBroker:
         self.apply(ev.Configure(self._policy, self._limits))
         self.apply(ev.Open(f"run-{self.run_id}"))
         self.crash_rate = rate
-        ledger.restart_deadlines(self.kernel.now)
+        ledger.restart_deadlines(self.now())
         life = self.life
         self.kernel.after(TICK_S, lambda: self._tick(life))
 
@@ -116,7 +120,7 @@ class SimBroker:
             return
         try:
             self.ledger.knows(who)
-            reply(self.ledger.renew(who, ids, self.kernel.now))
+            reply(self.ledger.renew(who, ids, self.now()))
         except Refused as error:
             reply(error)
 
@@ -125,7 +129,7 @@ class SimBroker:
         assert ledger is not None
         if who is not None and not isinstance(event, ev.Join) and not ledger.knows(who):
             self.apply(ev.Join(), who)
-        entry = Entry(ledger.n + 1, self.kernel.now, event, who, seq)
+        entry = Entry(ledger.n + 1, self.now(), event, who, seq)
         outcome = ledger.apply(entry)
         if outcome.changed:
             assert outcome.event is not None
@@ -160,7 +164,7 @@ class SimBroker:
         if ledger is None or life != self.life:
             return
         try:
-            due = ledger.due(self.kernel.now)
+            due = ledger.due(self.now())
             if due is not None:
                 self.apply(due)
         except Crashed:

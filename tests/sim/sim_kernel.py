@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 import random
 from collections.abc import Callable, Generator
 from itertools import count
@@ -52,7 +53,8 @@ class Thread:
 
     def kill(self) -> None:
         self.alive = False
-        self._steps.close()
+        if inspect.getgeneratorstate(self._steps) != inspect.GEN_RUNNING:
+            self._steps.close()
 
     def _go_on(self, value: Any) -> None:
         if not self.alive:

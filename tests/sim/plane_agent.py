@@ -1,0 +1,560 @@
+"""The agents of a simulated run: the real supervisor on the head, the real bond with joined nodes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+from plane_checker import LOST_NODE, TWO
+from plane_parts import CALL_S, Host, Process
+from plane_roles import Meeting, Role
+from sim_checker import UNEXPECTED
+from sim_kernel import Promise, Steps
+
+from relax_rt.nodes.api import (
+    BindSlot,
+    Bound,
+    EndNode,
+    Facts,
+    KillSlot,
+    Orders,
+    Seat,
+    SlotEvent,
+    StartSlot,
+    StopSlot,
+    Told,
+    hear,
+)
+from relax_rt.nodes.fleet import RemoteExecutor
+from relax_rt.nodes.head import TICK_S, Departure, HeadCore
+from relax_rt.nodes.limb import LimbCore
+from relax_rt.nodes.placement import Node, Placer
+from relax_rt.supervision.core import InvalidTransition, Supervisor
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.executor import Rendezvous, StartOrder, gang_orders
+from relax_rt.supervision.protocol import (
+    Done,
+    Emit,
+    Event,
+    Kill,
+    NodeJoined,
+    NodeLost,
+    RunStarted,
+    SlotExited,
+    SlotSpawned,
+    Start,
+    StartGang,
+    Stop,
+    Tick,
+)
+from relax_rt.transport.errors import Refused, StaleEpoch
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import events as ev
+
+if TYPE_CHECKING:
+    from plane_world import World
+
+SEEN_S = 0.005
+"""Exits are seen by pidfd after at most so long."""
+KEEPER_S = 1.5
+"""Roles end this long after their agent at the latest."""
+NODE_LEASE_S = 2.0
+AGENT_SLOT = "agent/0"
+
+
+def unspawned(slot: str, kind: Any, cause: str) -> Diagnosis:
+    return Diagnosis(slot=slot, epoch=0, kind=kind, cause=cause)
+
+
+class Executor:
+    """The processes of one host; ends with the agent that carries it."""
+
+    def __init__(self, owner: Process, node: str, on_event: Callable[[SlotEvent], None]) -> None:
+        self.owner, self.node, self._on_event = owner, node, on_event
+        self.roles: dict[str, Role] = {}
+        self._coming: dict[str, tuple[str, str]] = {}
+
+    @property
+    def world(self) -> World:
+        return self.owner.world
+
+    def start(self, order: StartOrder) -> None:
+        self._coming[order.slot] = ("", "")
+        self.owner.later(self.world.kernel.random.uniform(0.005, 0.1), lambda: self._spawn(order))
+
+    def _spawn(self, order: StartOrder) -> None:
+        kind, cause = self._coming.pop(order.slot)
+        if kind:
+            self._on_event(SlotExited(order.slot, unspawned(order.slot, kind, cause)))
+            return
+        role = self.world.make(order, self.owner.host, self)
+        self.roles[order.slot] = role
+        self._judge(role)
+        self._on_event(SlotSpawned(order.slot, order.epoch, role.pid))
+
+    def _judge(self, new: Role) -> None:
+        """Nobody else may live in the slot, but on a machine that stood still as a whole."""
+        world = self.world
+        world.note("spawn", who=new.name, on=self.node or "head")
+        world.deaths.pop(new.slot, None)
+        for old in world.roles:
+            same = old.alive and old.slot == new.slot and old.run == new.run
+            if same and max(old.host.excused_until, new.host.excused_until) < world.kernel.now:
+                world.checker.found(TWO, f"{old.name} on {old.host.name} lives, and {new.name} was started")
+        world.roles.append(new)
+        world.roles = [role for role in world.roles if role.alive]
+
+    def stop(self, slot: str) -> None:
+        if slot in self._coming:
+            self._coming[slot] = ("clean", "called off before it was started")
+        elif slot in self.roles:
+            role = self.roles[slot]
+            role.later(0.001, role.asked_to_stop)
+
+    def kill(self, slot: str, kind: str, reason: str) -> None:
+        if slot in self._coming:
+            self._coming[slot] = (kind, reason)
+        elif slot in self.roles:
+            self.roles[slot].exit(kind, reason)
+
+    def dump_stacks(self, slot: str) -> None: ...
+
+    def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def told(self, role: Role, event: SlotEvent) -> None:
+        """A role says something; its pipe outlives it for as long as something is in it."""
+        self.owner.take(lambda: self._on_event(event) if self.roles.get(role.slot) is role else None)
+
+    def exited(self, role: Role, kind: Any, cause: str) -> None:
+        self.world.died(role)
+        self.owner.later(self.world.kernel.random.uniform(0.0, SEEN_S), lambda: self._exited(role, kind, cause))
+
+    def _exited(self, role: Role, kind: Any, cause: str) -> None:
+        if self.roles.get(role.slot) is role:
+            del self.roles[role.slot]
+            at = self.world.kernel.now
+            diagnosis = Diagnosis(
+                slot=role.slot, epoch=role.who.epoch, pid=role.pid, kind=kind, cause=cause, at=at, exit_code=1
+            )
+            self._on_event(SlotExited(role.slot, diagnosis))
+
+    def bind(self) -> Rendezvous:
+        """Ports are few here, so that a number comes back soon."""
+        port = self.world.kernel.random.randrange(2)
+        return Rendezvous(self.owner.host.name, port)
+
+    def kill_all(self, cause: str) -> None:
+        for slot in list(self._coming):
+            self._coming[slot] = ("killed", cause)
+        for role in list(self.roles.values()):
+            role.exit("killed", cause)
+
+
+class Box:
+    """Stands for the future that the remote executor settles with a rendezvous."""
+
+    def __init__(self) -> None:
+        self.promise = Promise()
+
+    def done(self) -> bool:
+        return self.promise.settled
+
+    def set_result(self, value: Rendezvous) -> None:
+        self.promise.settle(value)
+
+    def set_exception(self, error: Exception) -> None:
+        self.promise.settle(None)
+
+
+class Agent(Process):
+    """The head's agent: carries out what the supervisor decides, as `supervision/agent.py` does."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        super().__init__(world, f"agent of run {world.run}", host)
+        self._local = Executor(self, world.head_node, self.on_event)
+        self.core = self._make_core()
+        self.head = HeadCore(f"run-{self.run}", NODE_LEASE_S, self.now())
+        self.remote: dict[str, RemoteExecutor] = {}
+        if world.nodes:
+            self.thread(self._keep_door())
+        self._starts: dict[str, int] = {}
+        self._start_n = 0
+        self._cancelled: set[int] = set()
+        self._called_off: dict[str, Diagnosis] = {}
+        self._on_node: dict[str, str] = {}
+        self._held: list[tuple[float, Seat, int, int, Callable[[Any], None]]] = []
+        self._ended: dict[str, deque[Incarnation]] = {"registry/0": deque(), "queue/0": deque()}
+        self.done: Done | None = None
+        for server in self._ended:
+            self.thread(self._deliver(server))
+        self.thread(self._tick())
+        self.post(RunStarted())
+
+    def _make_core(self) -> Supervisor:
+        world = self.world
+        nodes = [Node(world.head_node, 4, world.head_gpus)]
+        return Supervisor(world.specs, world.kernel.random.random, world.rules, Placer(nodes) if world.nodes else None)
+
+    # --- the supervisor's shell
+
+    def post(self, event: Event) -> None:
+        if not self.alive or self.done is not None:
+            return
+        if isinstance(event, NodeLost):
+            self._forget_node(event.node)
+        try:
+            actions = self.core.handle(event, self.now())
+        except InvalidTransition as error:
+            self.world.checker.found(UNEXPECTED, f"supervisor: {error}")
+            return
+        for action in actions:
+            self._carry_out(action)
+
+    def on_event(self, event: SlotEvent) -> None:
+        if isinstance(event, SlotExited) and event.diagnosis.pid:
+            self._notice(Incarnation(event.slot, event.diagnosis.epoch))
+        self.post(event)
+
+    def _forget_node(self, node: str) -> None:
+        """The core knows that whatever was there is gone; starts that no executor knows of are dropped unanswered."""
+        for slot in [slot for slot, at in self._on_node.items() if at == node]:
+            n = self._starts.pop(slot, None)
+            if n is not None:
+                self._cancel(n)
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case Start():
+                self._begin([action], None)
+            case StartGang(ranks=ranks):
+                self._begin(ranks, action)
+            case Stop(slot=slot):
+                if not self._call_off(unspawned(slot, "clean", "called off before it was started")):
+                    self._at(slot, lambda executor: executor.stop(slot))
+            case Kill(slot=slot, kind=kind, reason=reason):
+                if not self._call_off(unspawned(slot, kind, reason)):
+                    self._at(slot, lambda executor: executor.kill(slot, kind, reason))
+            case Emit(kind=kind, fields=fields):
+                self.world.emitted(kind, fields)
+            case Done():
+                self.done = action
+                self._finish()
+
+    def _at(self, slot: str, do: Callable[[Any], None]) -> None:
+        executor = self.executor(self._on_node.get(slot, self._local.node))
+        if executor is not None:
+            do(executor)
+            self.let_go()
+
+    def _begin(self, starts: Sequence[Start], gang: StartGang | None) -> None:
+        self._start_n += 1
+        for start in starts:
+            self._starts[start.slot] = self._start_n
+            self._on_node[start.slot] = start.node
+        self.thread(self._start(self._start_n, starts, gang))
+
+    def _start(self, n: int, starts: Sequence[Start], gang: StartGang | None) -> Steps:
+        slots = [start.slot for start in starts]
+        epochs = []
+        for slot in slots:
+            epoch = 0
+            if slot != "registry/0":
+                epoch = yield from self.ask("registry/0", "issue_epoch", slot)
+            epochs.append(epoch)
+        places: Sequence[Any] = [None] * len(starts)
+        if gang is not None:
+            at = yield from self._meet(gang)
+            if at is not None:
+                places = gang_orders(gang, at)
+                self.world.meetings[at] = Meeting(gang.generation, len(starts))
+        executors = [self.executor(start.node) for start in starts]
+        if n in self._cancelled:
+            return
+        if None in executors or (gang is not None and None in places):
+            for slot in slots:
+                self._not_started(slot, "unknown", "cannot be started")
+            return
+        self.world.gangs += 1
+        for start, epoch, place, executor in zip(starts, epochs, places, executors, strict=True):
+            del self._starts[start.slot]
+            order = StartOrder(slot=start.slot, epoch=epoch, attempt=start.attempt, node=start.node, gang=place)
+            self.world.gang_of[str(Incarnation(start.slot, epoch))] = self.world.gangs
+            assert executor is not None
+            executor.start(order)
+        self.let_go()
+
+    def _meet(self, gang: StartGang) -> Steps:
+        first = gang.ranks[0]
+        executor = self.executor(first.node)
+        if not isinstance(executor, RemoteExecutor):
+            return self._local.bind() if executor is not None else None
+        box = Box()
+        executor._binding[first.slot, gang.generation] = box  # type: ignore[assignment]
+        if not executor._give(BindSlot(first.slot, gang.generation)):
+            return None
+        self.let_go()
+        self.later(3.0, lambda: box.promise.settle(None))
+        return (yield box.promise)
+
+    def _call_off(self, why: Diagnosis) -> bool:
+        """A start that no executor knows of yet ends here; a gang's as a whole."""
+        n = self._starts.get(why.slot)
+        if n is None:
+            return False
+        self._called_off[why.slot] = why
+        self._cancel(n)
+        return True
+
+    def _cancel(self, n: int) -> None:
+        """As a task that is cancelled: it ends in a later turn of the loop."""
+
+        def ended() -> None:
+            for slot in [slot for slot, other in self._starts.items() if other == n]:
+                self._not_started(slot, "killed", "its start was called off")
+
+        self._cancelled.add(n)
+        self.later(0.0, ended)
+
+    def _not_started(self, slot: str, kind: str, cause: str) -> None:
+        if self._starts.pop(slot, None) is not None:
+            off = self._called_off.pop(slot, None)
+            self.on_event(SlotExited(slot, off or unspawned(slot, kind, cause)))
+
+    def _tick(self) -> Steps:
+        while True:
+            deadline = self.core.next_deadline()
+            left = 0.25 if deadline is None else deadline - self.now()
+            yield min(0.25, max(0.005, left))
+            if self.core.next_deadline() is not None and self.core.next_deadline() <= self.now():  # type: ignore[operator]
+                self.post(Tick())
+
+    # --- notices
+
+    def _notice(self, who: Incarnation) -> None:
+        for server, waiting in self._ended.items():
+            if who.slot not in (server, "registry/0") and who.epoch > 0:
+                waiting.append(who)
+
+    def _deliver(self, server: str) -> Steps:
+        waiting, seq, me = self._ended[server], 0, Incarnation(AGENT_SLOT, 0)
+        while True:
+            if not waiting:
+                yield 0.1
+                continue
+            who = waiting.popleft()
+            try:
+                if server == "registry/0":
+                    yield from self.ask(server, "gone", who)
+                    continue
+                if not me.epoch:
+                    epoch = yield from self.ask("registry/0", "issue_epoch", AGENT_SLOT)
+                    me = Incarnation(AGENT_SLOT, epoch)
+                seq += 1
+                yield from self.ask(server, "event", me, seq, ev.Gone(who, "seen dead"))
+            except Refused:
+                continue
+
+    # --- the door
+
+    def _keep_door(self) -> Steps:
+        self.world.servers["door"] = self
+        while True:
+            yield TICK_S
+            for departure in self.head.tick(self.now()):
+                self._judge_loss(departure)
+                self._gone(departure, lost=True)
+            self.let_go()
+
+    def _judge_loss(self, departure: Departure) -> None:
+        limb = self.world.limbs.get(departure.seat.node)
+        self.world.note("node lost", seat=str(departure.seat))
+        there = limb is not None and limb.alive and limb.seat == departure.seat
+        if limb is not None and there and self.world.kernel.now > limb.trouble + 2.0 * NODE_LEASE_S:
+            self.world.checker.found(LOST_NODE, f"{departure.seat}, which was well since {limb.trouble:.2f}")
+
+    def serve(self, do: Callable[[Any], Any], back: Callable[[Any], None]) -> None:
+        try:
+            value = do(self)
+        except Refused as error:
+            value = error
+        if value is None:
+            return
+        if callable(value):
+            value(back)
+        else:
+            back(value)
+        self.let_go()
+
+    def join(self, facts: Facts, token: str) -> Seat:
+        seat, new = self.head.joins(facts, token, self.now())
+        if new:
+            self.world.note("node joined", seat=str(seat))
+            self.remote[seat.node] = RemoteExecutor(self.head, seat, lambda: None, self.on_event)
+            self.post(NodeJoined(Node(seat.node, facts.cores, facts.gpus)))
+        return seat
+
+    def orders(self, seat: Seat, since: int, map_version: int, wait_s: float) -> Any:
+        self.head.heard(seat, self.now())
+        found = self.head.orders(seat, since, map_version)
+        until = self.world.kernel.now + wait_s
+        return found or (lambda back: self._held.append((until, seat, since, map_version, back)))
+
+    def report(self, seat: Seat, first: int, items: Sequence[Any]) -> int:
+        self.head.heard(seat, self.now())
+        known = self.head.report(seat, first, len(items))
+        for item in items[known:]:
+            self._item(seat, item)
+        return first + len(items) - 1
+
+    def leave(self, seat: Seat, reason: str) -> bool:
+        departure = self.head.left(seat, reason)
+        if departure is not None:
+            self._gone(departure, lost=False)
+        return True
+
+    def let_go(self) -> None:
+        """Answer the calls for orders for which there is something, or that waited long enough."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        for until, seat, since, map_version, back in held:
+            try:
+                found = self.head.orders(seat, since, map_version)
+            except StaleEpoch as error:
+                back(error)
+                continue
+            if found is None and until > self.world.kernel.now:
+                self._held.append((until, seat, since, map_version, back))
+            else:
+                back(found or Orders(since + 1, [], map_version))
+
+    # --- nodes, as `nodes/fleet.py`
+
+    def executor(self, node: str) -> Any:
+        """The node's; None when it is gone."""
+        return self._local if node == self._local.node else self.remote.get(node)
+
+    def _gone(self, departure: Departure, *, lost: bool) -> None:
+        seat, reason = departure.seat, departure.reason
+        executor = self.remote.pop(seat.node, None)
+        if executor is None:
+            return
+        executor.lost(reason)
+        for slot, epoch in executor.open.items():
+            self._notice(Incarnation(slot, epoch))
+        self.post(NodeLost(seat.node, reason, keep=lost and self.world.wait_for_lost, at=self.world.kernel.now))
+
+    def _item(self, seat: Seat, item: Any) -> None:
+        executor = self.remote.get(seat.node)
+        if executor is None or executor.seat != seat:
+            return
+        match item:
+            case Told():
+                executor.told(hear(item))
+            case Bound():
+                executor.bound(item)
+
+    # --- ends
+
+    def _finish(self) -> None:
+        for view in self.head.view():
+            self.head.order(view.seat.node, EndNode(0, "the run is over"))
+        self.let_go()
+
+    def die(self) -> None:
+        """The keeper ends what runs here."""
+        super().die()
+        for role in list(self._local.roles.values()):
+            after_s = self.world.kernel.random.uniform(0.01, KEEPER_S)
+            self.world.kernel.after(after_s, partial(role.exit, "killed", "its agent is gone"))
+
+
+class Limb(Process):
+    """A joined node's agent, as `nodes/agent.py`: obeys, reports, and ends everything when its lease is over."""
+
+    def __init__(self, world: World, host: Host, seat: Seat, asked_at: float, clock: Any) -> None:
+        super().__init__(world, str(seat), host)
+        self.now = clock
+        self.seat = seat
+        self.core = LimbCore(NODE_LEASE_S, asked_at)
+        self.local = Executor(self, seat.node, self._happened)
+        self.over = False
+        for steps in (self._obey(), self._report(), self._watch_lease()):
+            self.thread(steps)
+
+    def _happened(self, event: SlotEvent) -> None:
+        self.core.happened(event)
+
+    def _asked(self, timeout_s: float, call: str, *arguments: Any) -> Steps:
+        made = self.now()
+        try:
+            answer = yield from self.ask("door", call, *arguments, timeout_s=timeout_s, give_up_s=0.0)
+        except StaleEpoch:
+            self._end()
+            return None
+        except (Refused, TimeoutError):
+            yield 0.1
+            return None
+        self.core.answered(made)
+        return answer
+
+    def _obey(self) -> Steps:
+        core = self.core
+        while True:
+            answer = yield from self._asked(CALL_S, "orders", self.seat, core.since, core.map_version, core.poll_s)
+            for order in core.take(answer) if answer is not None else ():
+                self._carry_out(order)
+
+    def _carry_out(self, order: Any) -> None:
+        match order:
+            case StartSlot(order=start):
+                self.local.start(start)
+            case StopSlot(slot=slot):
+                self.local.stop(slot)
+            case KillSlot(slot=slot, kind=kind, reason=reason):
+                self.local.kill(slot, kind, reason)
+            case BindSlot(slot=slot, generation=generation):
+                at = self.local.bind()
+                self.core.say(Bound(slot, generation, at.host, at.port))
+            case EndNode():
+                self.over = True
+                self._end()
+
+    def _report(self) -> Steps:
+        while True:
+            yield 0.02
+            while not self.core.silent:
+                first, items = self.core.report()
+                last = yield from self._asked(0.5, "report", self.seat, first, list(items))
+                if last is not None:
+                    self.core.reported(last)
+
+    def _watch_lease(self) -> Steps:
+        while (left := self.core.left_s(self.now())) > 0:
+            yield min(max(left, 0.001), 0.1)
+        self._end()
+
+    def _end(self) -> None:
+        """Kill everything, say so if the head can be reached, go."""
+        if self.alive:
+            self.local.kill_all("its node's part is over")
+            self.world.kernel.after(0.0, self._gone)
+
+    def _gone(self) -> None:
+        if self.alive:
+            door = self.world.servers.get("door")
+            if isinstance(door, Agent) and door.alive and door.run == self.run:
+                leave = methodcaller("leave", self.seat, "over")
+                self.world.net.send(self, door, partial(door.serve, leave, lambda _: None))
+            self.die()
+
+    def die(self) -> None:
+        super().die()
+        for role in list(self.local.roles.values()):
+            after_s = self.world.kernel.random.uniform(0.01, KEEPER_S)
+            self.world.kernel.after(after_s, partial(role.exit, "killed", "its agent is gone"))

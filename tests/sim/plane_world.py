@@ -1,0 +1,441 @@
+"""A whole run under a virtual clock: supervisor, nodes, registry, queue, roles, and what befalls them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import count
+from typing import Any
+
+from plane_agent import NODE_LEASE_S, Agent, Executor, Limb
+from plane_checker import ENDED, LEFT, OVERDUE, UNANSWERED, UNESCALATED, PlaneChecker
+from plane_parts import Clock, Host, Net, Process
+from plane_roles import Doomed, Meeting, Rank, Reward, Role, Rollout
+from plane_servers import Broker, Queue, Registry, RegistryDisk, Stage
+from sim_checker import STANDSTILL, UNEXPECTED, Trained
+from sim_kernel import Kernel, Steps, Thread
+from sim_memory import Memory
+from sim_world import Disk
+
+from relax_rt.nodes.api import Facts
+from relax_rt.supervision.executor import Rendezvous, StartOrder
+from relax_rt.supervision.protocol import DrainRequested, RestartRequested, ScaleRequested
+from relax_rt.supervision.spec import RoleSpec, SlotSpec
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
+
+FAULTS_S = 14.0
+PATIENCE_S = 150.0
+MEAN_FAULT_S = 1.2
+HANG_S = 5.0
+"""Silence of a role after which it is taken for hung."""
+FAULT_KINDS = (
+    "kill",
+    "stop",
+    "hang",
+    "clock jump",
+    "server stop",
+    "agent stop",
+    "agent crash",
+    "operator",
+    "partition",
+)
+STORY = 80
+LIMITS = QueueLimits(lease_s=4.0, quarantine_after=100, keep_steps=1000)
+STATE_S = {"requested": 6.0, "starting": 6.0, "hung": 0.2, "stopping": 2.0, "killing": 12.0, "backoff": 12.0}
+"""The longest that a slot may be in a state; those that wait for others have these others' time besides."""
+MAKE: dict[str, type[Role]] = {
+    "registry": Registry,
+    "queue": Queue,
+    "reward": Reward,
+    "rollout": Rollout,
+    "trainer": Rank,
+    "doomed": Doomed,
+}
+
+
+class World:
+    """One run. Everything in it follows from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.kernel = Kernel(seed)
+        rng = self.kernel.random
+        self.story: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=STORY)
+        self.happened: Counter[str] = Counter()
+        self.run = 1
+        self.ttl_s = 2.0
+        self.limits = LIMITS
+        self.no_memory = Memory()
+        self.policy = LedgerPolicy(
+            tasks={"reward": ("tokens",), "train": ("tokens", "reward")},
+            group_size=2,
+            prompts_per_step=2,
+            max_staleness=float(rng.choice([0, 1, 1, 2])),
+            straggler_wait_s=3.0,
+            on_straggler=rng.choice(["wait", "requeue"]),
+            failures_per_prompt=1000,
+        )
+        self.target = rng.randint(5, 9)
+        self.checker = PlaneChecker(self.policy.max_staleness)
+        self.net = Net(self)
+        self.faulty, self.crash_rate = True, rng.choice([0.0, 0.003, 0.01])
+        self.servers: dict[str, Process] = {}
+        self.roles: list[Role] = []
+        self.deaths: dict[str, float] = {}
+        self.meetings: dict[Rendezvous, Meeting] = {}
+        self.gangs, self.gang_of = 0, dict[str, int]()
+        self.registry_disk, self.stage = RegistryDisk(), Stage(self)
+        self.disk = Disk()
+        self.broker = Broker(self, self.policy, self.limits)
+        self.path: dict[int, list[Trained]] = {}
+        self.restarts: Counter[str] = Counter()
+        self._pids, self._digests = count(1), count(1)
+        self._shape(seed, rng)
+        self.here = Host("head")
+        self.away = [Host(name) for name in self.nodes]
+        self.limbs: dict[str, Limb] = {}
+        self.drained_nodes: set[str] = set()
+        self.agent = Agent(self, self.here)
+        for host in self.away:
+            Joiner(self, host)
+
+    def _shape(self, seed: int, rng: Any) -> None:
+        """What kind of run it is."""
+        self.kind = ("one host", "one host", "two hosts", "two hosts", "doomed")[seed % 5]
+        self.nodes = ["b"] if self.kind == "two hosts" else []
+        self.head_node = "head" if self.nodes else ""
+        self.head_gpus = rng.choice([1, 2]) if self.nodes else 0
+        self.wait_for_lost = rng.random() < 0.3
+        self.doomed = rng.choice(["spared", "ends the run"]) if self.kind == "doomed" else ""
+        gpus = 1.0 if self.nodes else 0.0
+        slots: list[tuple[str, int, dict[str, Any]]] = [("registry/0", 0, {}), ("queue/0", 10, {})]
+        slots += [("reward/0", 40, {}), ("rollout/0", 40, {})]
+        slots += [("rollout/1", 40, {}), ("trainer/0", 40, {"gpus": gpus}), ("trainer/1", 40, {"gpus": gpus})]
+        self.rules = [
+            RoleSpec(kind="trainer", gang=True, role_restarts=100),
+            RoleSpec(kind="rollout", min_ready=1),
+        ]
+        if self.doomed:
+            slots += [("doomed/0", 40, {})]
+            spared = self.doomed == "spared"
+            self.rules.append(RoleSpec(kind="doomed", min_ready=0 if spared else 1, role_restarts=1))
+        kinds = {
+            "kill": 4,
+            "stop": 3,
+            "hang": 1,
+            "clock jump": 1,
+            "server stop": 3,
+            "agent stop": 1,
+            "agent crash": 0.5,
+        }
+        kinds |= {"operator": 1} | ({"node": 4} if self.nodes else {})
+        self.mix = {kind: weight for kind, weight in kinds.items() if rng.random() < 0.6} or {"kill": 1}
+        self.net.loss = rng.choice([0.0, 0.0, 0.02, 0.05])
+        self.net.late = rng.choice([0.0, 0.01, 0.05])
+        self.specs = [_spec(slot, tier, self.head_node, **more) for slot, tier, more in slots]
+
+    # --- what the parts ask for
+
+    def new_pid(self) -> int:
+        return next(self._pids)
+
+    def new_digest(self, what: str) -> str:
+        return f"{what}#{next(self._digests)}"
+
+    def make(self, order: StartOrder, host: Host, executor: Executor) -> Role:
+        return MAKE[order.slot.partition("/")[0]](self, order, host, executor)
+
+    def living(self, who: Any) -> Role | None:
+        return next((role for role in self.roles if role.alive and role.who == who), None)
+
+    def note(self, what: str, /, **fields: Any) -> None:
+        """For the story that comes with a failure."""
+        self.story.append((self.kernel.now, what, fields))
+
+    def emitted(self, kind: str, fields: dict[str, Any]) -> None:
+        """A line of the supervisor's event log."""
+        self.happened[kind] += 1
+        if kind in ("slot_exited", "slot_spawned", "slot_ready"):
+            return
+        self.note(kind, **fields)
+        if kind == "slot_restarting":
+            slot = fields["slot"]
+            self.restarts[slot] += 1
+            if slot.startswith("doomed/") and self.restarts[slot] == 40:
+                self.checker.found(UNESCALATED, f"{slot} was restarted 40 times in {self.kernel.now:.1f} s")
+
+    def died(self, role: Role) -> None:
+        if role.run == self.run and not any(other.alive and other.slot == role.slot for other in self.roles):
+            self.deaths.setdefault(role.slot, self.kernel.now)
+
+    # --- faults
+
+    def _faults(self) -> Steps:
+        rng = self.kernel.random
+        yield 1.0
+        while True:
+            yield rng.expovariate(1 / MEAN_FAULT_S)
+            if self.kernel.now > FAULTS_S:
+                break
+            self._harm()
+        self.faulty = self.net.faulty = False
+        self.crash_rate = self.broker.crash_rate = 0.0
+        self.note("faults end")
+
+    def _harm(self) -> None:
+        """One fault of those that this world knows; worlds with few kinds see what many kinds would cover up."""
+        rng = self.kernel.random
+        alive = [role for role in self.roles if role.alive]
+        what = rng.choices(list(self.mix), list(self.mix.values()))[0]
+        seconds = rng.choice([rng.uniform(0.2, 2.0), rng.uniform(2.0, 9.0)])
+        match what:
+            case "node":
+                self._harm_node(self.away[0], rng.random())
+            case "agent stop":
+                self._do(what, self.agent, lambda agent: agent.stop(rng.uniform(0.3, 6.0)))
+            case "agent crash":
+                self._crash_agent()
+            case "operator":
+                self._operate()
+            case "server stop":
+                for role in [role for role in alive if role.slot in ("registry/0", "queue/0")]:
+                    if rng.random() < 0.6:
+                        self._do(what, role, lambda role: role.stop(seconds))
+            case _ if alive:
+                do = {
+                    "kill": lambda role: role.exit("killed", "SIGKILL from outside"),
+                    "stop": lambda role: role.stop(seconds),
+                    "hang": lambda role: role.stop(1e6),
+                    "clock jump": lambda role: role.now.jump(seconds),
+                }[what]
+                self._do(what, rng.choice(alive), do)
+
+    def _do(self, what: str, whom: Any, do: Any) -> None:
+        if whom.alive:
+            self.happened[what] += 1
+            self.note(f"FAULT {what}", whom=str(whom))
+            do(whom)
+
+    def _crash_agent(self) -> None:
+        if self.agent.done is not None or not self.agent.alive:
+            return
+        self._do("agent crash", self.agent, lambda agent: agent.die())
+        self.kernel.after(self.kernel.random.uniform(1.6, 4.0), self._up_again)
+
+    def _up_again(self) -> None:
+        """The same run directory with a new run id, once nothing of the old run lives on this host."""
+        if any(role.alive and role.host is self.here for role in self.roles):
+            self.kernel.after(0.2, self._up_again)
+            return
+        self.run += 1
+        self.deaths.clear()
+        self.stage = Stage(self)
+        self.note("up again", run=self.run)
+        self.agent = Agent(self, self.here)
+
+    def _operate(self) -> None:
+        rng = self.kernel.random
+        what: Any = rng.choice(
+            [
+                ScaleRequested("rollout", rng.randint(1, 3)),
+                RestartRequested(rng.choice(["trainer/0", "trainer/1", "rollout/0", "reward/0", "queue/0"])),
+                DrainRequested(rng.choice(["rollout/1", *self.nodes])),
+            ]
+        )
+        if isinstance(what, DrainRequested) and what.what in self.limbs:
+            self.drained_nodes.add(what.what)
+        self._ask_agent(what)
+
+    def _ask_agent(self, what: Any) -> None:
+        self.happened["operator"] += 1
+        self.note("OPERATOR", wants=str(what))
+
+        def post() -> None:
+            try:
+                self.agent.post(what)
+            except Refused as error:
+                self.note("refused", why=str(error))
+
+        self.agent.take(post)
+
+    def _harm_node(self, host: Host, what: float) -> None:
+        rng, limb = self.kernel.random, self.limbs.get(host.name)
+        there = [role for role in self.roles if role.alive and role.host is host]
+        if what < 0.45:
+            seconds = rng.choice([rng.uniform(0.2, 2.0), rng.uniform(2.0, 12.0)])
+            host.cut_until = max(host.cut_until, self.kernel.now + seconds)
+            self.happened["partition"] += 1
+            self.note("FAULT partition", host=host.name, seconds=round(seconds, 2))
+            for one in there:
+                one.troubled(host.cut_until)
+            if limb is not None:
+                limb.troubled(host.cut_until)
+        elif what < 0.6:
+            if limb is not None:
+                self._do("limb crash", limb, lambda limb: limb.die())
+        elif limb is not None:
+            # The machine is suspended as a whole, or its agent alone stands still.
+            seconds, whole = rng.uniform(1.0, 14.0), rng.random() < 0.7
+            host.excused_until = max(host.excused_until, self.kernel.now + seconds + 1.5)
+            self._do("suspend" if whole else "limb stop", limb, lambda limb: limb.stop(seconds))
+            for role in there if whole else []:
+                self._do("suspend", role, lambda role: role.stop(seconds))
+
+    # --- judging on the way
+
+    def _monitor(self) -> Steps:
+        while True:
+            yield 1.0
+            agent, now = self.agent, self.kernel.now
+            if not agent.alive or agent.done is not None or now < agent.stopped_until + 3.0:
+                continue
+            views = {view.slot: view for view in agent.core.view()}
+            for view in views.values():
+                limit = STATE_S.get(view.state)
+                if limit is not None and agent.now() - view.since > limit * 1.02 + 1.0:
+                    self.checker.found(OVERDUE, f"{view.slot} is {view.state} for {agent.now() - view.since:.1f} s")
+            if views and agent.core.next_deadline() is None and any(v.state in STATE_S for v in views.values()):
+                self.checker.found(OVERDUE, "a slot is on its way without any deadline")
+            for slot, at in self.deaths.items():
+                found = views.get(slot)
+                idle = found is None or found.state == "ended" or (found.state == "pending" and found.waiting)
+                if now - at > 30.0 and found is not None and not idle and not agent.core.draining:
+                    self.checker.found(UNANSWERED, f"{slot} died at {at:.1f} and is {found.state}")
+            self._judge_still(agent)
+
+    def _judge_still(self, agent: Agent) -> None:
+        """What stands still for long must be found and ended."""
+        for role in self.roles:
+            if role.alive and role.stopped and role.run == self.run and role.host.cut_until <= self.kernel.now:
+                since = role.still_since
+                if self.kernel.now - max(since, agent.stopped_until) > HANG_S * 3 and role.host is self.here:
+                    self.checker.found(OVERDUE, f"{role.name} stands still since {since:.1f}, and nobody ends it")
+
+    # --- the run
+
+    def play(self) -> World:
+        """Until it is over, or it is plain that it will not be."""
+        Thread(self.kernel, self._faults())
+        Thread(self.kernel, self._monitor())
+        Thread(self.kernel, self._mend())
+        over = self.kernel.run(self._is_over, FAULTS_S + PATIENCE_S)
+        if not over:
+            step = max(self.path, default=0)
+            self.checker.found(STANDSTILL, f"at {self.kernel.now:.0f} s, step {step}: {self._why()}")
+        else:
+            still = max([0.0, *(host.excused_until for host in self.away)])
+            self.kernel.run(lambda: False, max(still, self.kernel.now) + 2.5 * NODE_LEASE_S)
+            self._judge_end()
+        self._judge_samples()
+        return self
+
+    def _is_over(self) -> bool:
+        return self.agent.done is not None
+
+    def _mend(self) -> Steps:
+        """After the faults an operator puts right what was taken down on purpose."""
+        while self.faulty:
+            yield 0.5
+        yield 3.0
+        while True:
+            if self.agent.alive and self.agent.done is None:
+                if sum(view.kind == "rollout" for view in self.agent.core.view()) != 2:
+                    self._ask_agent(ScaleRequested("rollout", 2))
+                for name in self.drained_nodes:
+                    # It takes part again once it has left.
+                    self.limbs[name].die()
+                self.drained_nodes.clear()
+                for view in self.agent.core.view():
+                    if view.state == "ended" and view.waiting.startswith("drained"):
+                        self._ask_agent(RestartRequested(view.slot))
+            yield 10.0
+
+    def _why(self) -> str:
+        views = [f"{v.slot} {v.state}{f' ({v.waiting})' if v.waiting else ''}" for v in self.agent.core.view()]
+        ledger = self.broker.ledger
+        return f"{'; '.join(views)}; queue {ledger.account() if ledger else 'down'}"
+
+    def _judge_end(self) -> None:
+        done = self.agent.done
+        assert done is not None
+        if self.doomed == "ends the run":
+            right = done.exit_code == 1 and done.diagnosis is not None and done.diagnosis.slot == "doomed/0"
+            if not right and self.disk.newest()[0] < self.target:
+                self.checker.found(ENDED, f"{done}, and the cause was doomed/0")
+        elif done.exit_code != 0:
+            self.checker.found(ENDED, str(done))
+        elif (step := self.disk.newest()[0]) < self.target:
+            self.checker.found(ENDED, f"at step {step} of {self.target}: {done.reason}")
+        left = [role.name for role in self.roles if role.alive]
+        if left:
+            self.checker.found(LEFT, ", ".join(left))
+
+    def _judge_samples(self) -> None:
+        self.checker.judge_path(self.path, 0, set())
+        broker = self.broker
+        if broker.ledger is None:
+            return
+        for wrong in broker.ledger.audit():
+            self.checker.found(UNEXPECTED, wrong)
+        there = broker.ledger.state.groups
+        notices = [notice for n in sorted(broker.notices) for notice in broker.notices[n]]
+        self.checker.given_up.update(
+            made.kept_as for made in self.checker.produced.values() if made.kept_as and made.kept_as.group in there
+        )
+        self.checker.judge_samples(notices, self.checker.stepped_on)
+
+    def tell(self) -> str:
+        """The last that happened."""
+        lines = [f"{at:8.3f}  {what}  {fields}" for at, what, fields in self.story]
+        return "\n".join([f"seed {self.seed}: {self.kind} {self.doomed}", *lines])
+
+
+class Joiner(Process):
+    """On a node: takes part in the run, again and again."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        super().__init__(world, f"joiner of {host.name}", host)
+        self.thread(self._join())
+
+    def _join(self) -> Steps:
+        world, name = self.world, self.host.name
+        for attempt in count():
+            facts, token = Facts(name=name, host=name, cores=4, gpus=1), f"token-{attempt}"
+            while True:
+                made, self.run = self.now(), world.run
+                try:
+                    seat = yield from self.ask("door", "join", facts, token, give_up_s=0.0)
+                    break
+                except (Refused, TimeoutError):
+                    yield 0.5
+            if world.run != self.run:
+                continue
+            limb = world.limbs[name] = Limb(world, self.host, seat, made, Clock.like(self.now))
+            while limb.alive:
+                yield 0.3
+            if limb.over:
+                return
+            # What ran there has ended with it, at the latest when its keeper has seen to it.
+            while any(role.alive and role.host is self.host for role in world.roles):
+                yield 0.2
+
+
+def _spec(slot: str, tier: int, head: str, **more: Any) -> SlotSpec:
+    kind = slot.partition("/")[0]
+    return SlotSpec(
+        slot=slot,
+        kind=kind,
+        tier=tier,
+        significant=kind == "trainer",
+        system=kind in ("registry", "queue"),
+        start_timeout_s=6.0,
+        stop_timeout_s=2.0,
+        hang_after_s=HANG_S,
+        dump_grace_s=0.2,
+        max_restarts=3 if kind == "doomed" else 500,
+        period_s=1000.0,
+        backoff_first_s=0.05,
+        backoff_max_s=0.5,
+        node=head if kind in ("registry", "queue") else "",
+        **more,
+    )
