@@ -3,6 +3,7 @@ every run, and nothing that waits for nothing."""
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from relax_rt.nodes.placement import Node, Placer
+from relax_rt.nodes.placement import Node, Place, Placer, Waiting
 from relax_rt.supervision.core import Supervisor
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.protocol import (
@@ -36,6 +37,7 @@ from relax_rt.supervision.protocol import (
     StopRequested,
     Tick,
 )
+from relax_rt.supervision.slots import Slot
 from relax_rt.supervision.spec import RoleSpec, SlotSpec
 from relax_rt.transport.errors import Refused
 
@@ -44,7 +46,7 @@ class Shape(NamedTuple):
     """A role to be drawn."""
 
     tier: int
-    count: int
+    slots: int
     restart: str
     strategy: str
     gang: bool
@@ -83,7 +85,7 @@ class Shape(NamedTuple):
     @property
     def most_starts(self) -> int:
         """Of one slot that no operator and no lost node has touched."""
-        together = self.count if self.strategy == "rest_for_one" else 1
+        together = self.slots if self.strategy == "rest_for_one" else 1
         return (together * self.max_restarts + 1) * (self.role_restarts + 1)
 
 
@@ -91,7 +93,7 @@ SHAPES = st.lists(
     st.builds(
         Shape,
         tier=st.sampled_from([1, 2, 3]),
-        count=st.integers(1, 3),
+        slots=st.integers(1, 3),
         restart=st.sampled_from(["permanent", "permanent", "transient", "temporary"]),
         strategy=st.sampled_from(["one_for_one", "one_for_all", "rest_for_one"]),
         gang=st.booleans(),
@@ -116,7 +118,7 @@ class World(RuleBasedStateMachine):
     @initialize(shapes=SHAPES, placed=st.booleans(), seed=st.integers(0, 99))
     def build(self, shapes: list[Shape], placed: bool, seed: int) -> None:
         self.shapes = {f"r{i}": shape for i, shape in enumerate(shapes)}
-        specs = [shape.slot(kind, n) for kind, shape in self.shapes.items() for n in range(shape.count)]
+        specs = [shape.slot(kind, n) for kind, shape in self.shapes.items() for n in range(shape.slots)]
         roles = [shape.role(kind) for kind, shape in self.shapes.items()]
         self.nodes = set(NODES) if placed else set[str]()
         placer = Placer([NODES[name] for name in sorted(self.nodes)]) if placed else None
@@ -133,7 +135,7 @@ class World(RuleBasedStateMachine):
         self.touched: set[str] = set()
         """Kinds that operators or lost nodes had restarted, which no limit counts."""
         self.down: set[str] = set()
-        self.wanted = {kind: shape.count for kind, shape in self.shapes.items()}
+        self.wanted = {kind: shape.slots for kind, shape in self.shapes.items()}
         self.done: Done | None = None
         self.send(RunStarted())
 
@@ -162,7 +164,7 @@ class World(RuleBasedStateMachine):
                 self.begin(action)
             case StartGang(kind=kind, generation=generation, ranks=ranks):
                 assert generation > self.generation[kind], "each start of a gang has a rendezvous of its own"
-                assert [r.slot for r in ranks] == [f"{kind}/{n}" for n in range(self.shapes[kind].count)]
+                assert [r.slot for r in ranks] == [f"{kind}/{n}" for n in range(self.shapes[kind].slots)]
                 assert not self.of(kind), "a rank of an older generation is alive"
                 self.generation[kind] = generation
                 for rank in ranks:
@@ -210,7 +212,7 @@ class World(RuleBasedStateMachine):
         return [slot for slot in self.live if slot.startswith(f"{kind}/")]
 
     def pick(self, data: st.DataObject, among: Any) -> str:
-        return data.draw(st.sampled_from(sorted(among)))
+        return str(data.draw(st.sampled_from(sorted(among))))
 
     def forget(self, slot: str) -> None:
         del self.live[slot]
@@ -383,10 +385,21 @@ class World(RuleBasedStateMachine):
             if s.state == "backoff":
                 assert s.deadline is not None or (s.cohort is not None and s.cohort.missing), s.name
             elif s.state == "pending":
+                if s.roomless:
+                    slots = s.role.slots if s.role.rules.gang else [s]
+                    assert isinstance(self.room_for(slots), Waiting), f"there is room for {s.name}"
                 assert s.roomless or (s.gated and self.core._tree.not_ready_below(s.spec.tier)), s.name
                 assert s.view().waiting, "what is not started says why"
             elif s.live and s.state != "ready":
                 assert s.deadline is not None, s.name
+
+    def room_for(self, slots: list[Slot]) -> list[Place] | Waiting:
+        """What a look for room would find now."""
+        real, self.core._placer = self.core._placer, copy.deepcopy(self.core._placer)
+        try:
+            return self.core._find_room(slots)
+        finally:
+            self.core._placer = real
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
