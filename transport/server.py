@@ -533,7 +533,7 @@ class _Stream(_Call):
 
     async def _produce(self, method: Method, items: Any) -> bool:
         """Send items as credit allows; False when the consumer does not read."""
-        server = self.connection.server
+        server, what, name = self.connection.server, f"item of {method}", str(method)
         try:
             while True:
                 if not self._credit:
@@ -544,9 +544,9 @@ class _Stream(_Call):
                 except StopAsyncIteration:
                     return True
                 self._due = math.inf
-                value = msgspec.Raw(codec.encode(item, f"item of {method}"))
+                value = msgspec.Raw(codec.encode(item, what))
                 message = codec.encode_message(Item(self.request.id, value))
-                self._check_size(len(message), str(method))
+                self._check_size(len(message), name)
                 if not await self._send(message):
                     return False
                 self._credit -= 1

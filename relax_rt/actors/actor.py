@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, NoReturn, Self, cast
 
 from relax_rt.role import Role, RoleContext
-from relax_rt.transport.errors import Refused, Retiring
+from relax_rt.transport.errors import Refused, Retiring, Unreachable
 from relax_rt.transport.interface import methods_of
 
 REPORT_EVERY_S = 0.5
@@ -151,6 +151,8 @@ class Mailbox:
             await self._enter()
             try:
                 return await handler(*args, **kwargs)
+            except Retiring as error:
+                raise _passed_on(error) from error
             finally:
                 self._leave()
 
@@ -163,6 +165,8 @@ class Mailbox:
             try:
                 async for item in items:
                     yield item
+            except Retiring as error:
+                raise _passed_on(error) from error
             finally:
                 try:
                     if (aclose := getattr(items, "aclose", None)) is not None:
@@ -171,3 +175,8 @@ class Mailbox:
                     self._leave()
 
         return stream
+
+
+def _passed_on(error: Retiring) -> Unreachable:
+    """What a handler was told by another actor: to our caller it must not look as if we had not begun."""
+    return Unreachable(error.what, why=error.why, hint=error.hint)

@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 from actor_far_end import Judge, Registry, directory, eventually, fails, living, spawn
 
-from relax_rt.transport.errors import ActorDied, Unreachable
+from relax_rt.actors import Actor
+from relax_rt.transport.errors import ActorDied, Retiring, Unreachable
 from relax_rt.transport.rpc import CurveKeys
 
 
@@ -186,3 +187,23 @@ async def test_one_that_stops_finishes_what_it_began_and_passes_on_the_rest(tmp_
         b.release.set()
         assert len(await asyncio.gather(*calls)) == 12
         assert (a.peak, b.peak > 0) == (8, True)
+
+
+async def test_another_actor_that_stops_is_not_taken_for_this_one(tmp_path: pathlib.Path) -> None:
+    """A call that had begun is not sent again because something that it called was stopping."""
+
+    class Middle(Actor):
+        async def setup(self) -> None:
+            self.begun = 0
+
+        async def ask(self) -> None:
+            self.begun += 1
+            raise Retiring("judge/0#1", why="it is stopping")
+
+    async with (
+        living(f"unix://{tmp_path}/m.sock", Middle, "middle/0") as (actor, real),
+        directory({"middle/0": real}) as known,
+    ):
+        with pytest.raises(Unreachable, match="it is stopping"):
+            await known.actor("middle/0", Middle).ask()
+        assert actor.begun == 1
