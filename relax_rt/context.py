@@ -291,7 +291,7 @@ class HostContext:
     def _far_client(self, slot: str) -> Client:
         """To a slot that may run on any node, now on this one and then on that: looked for before every connect."""
         assert self._finder is not None and self._links is not None
-        return Client(functools.partial(self._finder.find, slot), self._hello, curve=self._links.keys)
+        return Client(functools.partial(self._finder.find, slot), self._hello, curve=self._links.keys, slot=slot)
 
     @property
     def node(self) -> str:

@@ -115,6 +115,8 @@ class Job(Protocol):
     headline: ClassVar[Sequence[Column]]
     """What the live screen shows of the metrics."""
 
+    # A job may also name `one_node`, roles that cannot run but on the head's node: they share memory and files there.
+
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""
 

@@ -25,6 +25,12 @@ def check_nodes(config: RunConfig, plans: Sequence[RolePlan]) -> None:
     listen = config.supervision.nodes.listen
     if listen:
         check_listen(listen)
+        if config.queue.durability == "disk" and any(plan.kind == "queue" for plan in plans):
+            raise RelaxError(
+                'queue.durability = "disk" with supervision.nodes.listen',
+                why="payloads of other nodes lie in their memory, and would not outlive them",
+                hint="leave one of the two out",
+            )
     for plan in plans:
         key, node, gpus = f"roles.{plan.kind}", plan.settings.node, plan.settings.gpus
         if node and not listen:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from rpc_far_end import FarEnd, calling, eventually, hello, serving, spawn
+from rpc_far_end import FarEnd, FarEndImpl, calling, eventually, hello, serving, spawn
 
 from relax_rt.transport.address import AddressError
 from relax_rt.transport.backoff import BackoffPolicy
@@ -124,12 +124,42 @@ async def test_the_address_is_asked_for_at_every_connect(tmp_path: pathlib.Path)
     await client.close()
 
 
+async def test_who_is_not_expected_at_an_address_is_not_spoken_to(tmp_path: pathlib.Path) -> None:
+    """A port that was found may have gone to another process since."""
+    here, there = f"unix://{tmp_path}/other.sock", f"unix://{tmp_path}/q.sock"
+    found = [here, here, there]
+
+    async def find() -> str:
+        return found.pop(0) if len(found) > 1 else found[0]
+
+    other, right = Server(hello("reward/0")), Server(hello("queue/0"))
+    far = FarEndImpl()
+    for server, address in ((other, here), (right, there)):
+        server.offer(FarEnd, far)
+        await server.listen(address)
+    client = Client(find, hello("trainer/0"), slot="queue/0")
+    try:
+        await client.bind(FarEnd, timeout_s=10.0).nothing()
+        assert client.peer is not None and client.peer.who.slot == "queue/0"
+        assert other.statistics().requests == 0
+        stubborn = Client(here, hello("trainer/0"), slot="queue/0")
+        with pytest.raises(Unreachable, match=r"reward/0#.* answers there, not queue/0"):
+            await stubborn.bind(FarEnd, timeout_s=0.3).nothing()
+        await stubborn.close()
+    finally:
+        await client.close()
+        await other.close()
+        await right.close()
+
+
 @pytest.mark.parametrize("carrier", ["unix", "tcp"])
 async def test_other_protocol_other_run(carrier: str, tmp_path: pathlib.Path) -> None:
     address = f"unix://{tmp_path}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
     async with serving(address) as (server, real, _):
         newer = Client(real, hello(protocol=PROTOCOL + 1))
-        with pytest.raises(ProtocolError, match=rf"speaks protocol version {PROTOCOL}, this process version {PROTOCOL + 1}"):
+        with pytest.raises(
+            ProtocolError, match=rf"speaks protocol version {PROTOCOL}, this process version {PROTOCOL + 1}"
+        ):
             await newer.bind(FarEnd, timeout_s=10).nothing()
         other = Client(real, hello(run_id="beef0002"))
         with pytest.raises(ProtocolError, match=r"queue/0#3 belongs to run cafe0001, this process to run beef0002"):
