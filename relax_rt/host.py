@@ -36,16 +36,20 @@ from relax_rt.supervision import procfs
 from relax_rt.supervision.channel import (
     MAX_PACKET_BYTES,
     DumpStacksMsg,
+    EnlistMsg,
     FailedMsg,
     FaultMsg,
     FinishedMsg,
     HelloMsg,
+    PreparedMsg,
     StopMsg,
     decode_to_role,
     send_now,
 )
 from relax_rt.supervision.diagnosis import Kind, Report, classify_exception
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
+from relax_rt.supervision.zygote import MAX_FDS, fresh_environment, stamp
+from relax_rt.supervision.zygote import MAX_PACKET_BYTES as MAX_ORDER_BYTES
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
 
@@ -133,8 +137,45 @@ class Lifeline:
                     callback()
 
 
+def wait_as_spare() -> int:
+    """Prepare for the role, then wait to be told whose slot we fill; our environment then says it. The exit code,
+    if nothing comes of it; else 0."""
+    orders = Orders.from_environment()
+    control = _tie_to_agent(orders)
+    setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
+    try:
+        role_class = load_role(role_target(orders.who.role, orders.target))
+        config = read_resolved(orders.run_dir / RESOLVED_CONFIG)
+        role_class.prepare(config, role_settings(config, orders.who.role, role_class.Settings))
+    except Exception:  # noqa: BLE001 the process ends here, and its log must say why
+        traceback.print_exc()
+        return EXIT_FAILED
+    if not send_now(control, PreparedMsg()):
+        return EXIT_ORPHANED
+    packet, fds, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, MAX_FDS)
+    if not packet:
+        return EXIT_ORPHANED
+    order = decode_to_role(packet)
+    assert isinstance(order, EnlistMsg), "a spare is asked for nothing else"
+    log, *handed = fds
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    fresh_environment(
+        {
+            **order.env,
+            **dict(zip(order.descriptors, map(str, handed), strict=True)),
+            "RELAX_CONTROL_FD": str(control.detach()),
+        }
+    )
+    stamp(order.argv, {name: os.environ[name] for name in ("RELAX_SLOT", "RELAX_EPOCH")})
+    return 0
+
+
 def main() -> int:
     """Run the role that the environment names; answers with the exit code."""
+    if os.environ.get("RELAX_SPARE") and (code := wait_as_spare()):
+        return code
     orders = Orders.from_environment()
     control = _tie_to_agent(orders)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))

@@ -119,6 +119,11 @@ class Role:
     def __init__(self, ctx: RoleContext) -> None:
         self.ctx = ctx
 
+    @classmethod
+    def prepare(cls, config: RunConfig, settings: RoleSettings) -> None:
+        """Do what takes long and needs no slot, in a process that waits as a spare (`spares` in the role's table), and
+        keep it in the class for `setup`. No GPU: which one it will be is not known yet."""
+
     async def setup(self) -> None:
         """Load and connect; offer interfaces with ctx.serve. The address is announced after it."""
 

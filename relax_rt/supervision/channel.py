@@ -49,7 +49,11 @@ class FailedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="failed"):
     diagnosis: Report
 
 
-FromRole = HelloMsg | ReadyMsg | ProgressMsg | AddressMsg | FinishedMsg | FailedMsg
+class PreparedMsg(msgspec.Struct, frozen=True, tag_field="t", tag="prepared"):
+    """A spare has done what can be done without a slot."""
+
+
+FromRole = PreparedMsg | HelloMsg | ReadyMsg | ProgressMsg | AddressMsg | FinishedMsg | FailedMsg
 
 
 class StopMsg(msgspec.Struct, frozen=True, tag_field="t", tag="stop"):
@@ -77,7 +81,16 @@ class FaultMsg(msgspec.Struct, frozen=True, tag_field="t", tag="fault"):
     amount: float = 0.0
 
 
-ToRole = StopMsg | DumpStacksMsg | FaultMsg
+class EnlistMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="enlist"):
+    """To a spare: be this slot's process. The log's descriptor comes along, then the others, which it is told of by
+    environment variables."""
+
+    argv: list[str]
+    env: dict[str, str]
+    descriptors: tuple[str, ...] = ()
+
+
+ToRole = StopMsg | DumpStacksMsg | FaultMsg | EnlistMsg
 
 _encoder = msgspec.json.Encoder()
 _from_role: msgspec.json.Decoder[FromRole] = msgspec.json.Decoder(FromRole)

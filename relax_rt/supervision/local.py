@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+import msgspec
 import structlog
 
 from relax_rt.config.schema import RoleSettings, RunConfig
@@ -34,6 +35,7 @@ from relax_rt.supervision.plan import SYSTEM_ROLES, RolePlan
 from relax_rt.supervision.process import Launch, RoleProcess, host_argv, role_environment, rotate_log
 from relax_rt.supervision.protocol import Progress, SlotExited, SlotFinished, SlotReady, SlotSpawned
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths
+from relax_rt.supervision.spares import Wanted
 from relax_rt.supervision.spawn import Spawner
 from relax_rt.transport.errors import Refused
 
@@ -82,6 +84,11 @@ class LocalExecutor:
     def prepare(self) -> None:
         """Start the zygotes, in the background. Roles that start before they are there are spawned, or wait for them
         when that is shorter."""
+        for plan in self._plans.values():
+            if plan.settings.spares:
+                spare = self._launch(StartOrder(slot=f"{plan.kind}/spare", epoch=0))
+                launch = msgspec.structs.replace(spare, env={**spare.env, "RELAX_SPARE": "1"})
+                self._spawner.spares.want(plan.kind, Wanted(plan.settings.spares, launch))
         if not self._config.supervision.zygote:
             return
         config = self._paths.run_dir / RESOLVED_CONFIG
@@ -220,6 +227,7 @@ class LocalExecutor:
         def hear(message: FromRole) -> None:
             match message:
                 case ReadyMsg():
+                    self._spawner.spares.begin(slot.partition("/")[0])
                     self._on_event(SlotReady(slot))
                 case ProgressMsg(n=n, detail=detail, waiting=waiting, extend_s=extend_s):
                     self._on_event(Progress(slot, n, waiting, extend_s, detail))

@@ -19,6 +19,7 @@ from relax_rt.supervision.diagnosis import Diagnosis, KernelLog
 from relax_rt.supervision.executor import EmitEvent
 from relax_rt.supervision.nursery import Birth, NoZygote, Nursery
 from relax_rt.supervision.process import Born, Launch, RoleProcess, begin_log, role_environment
+from relax_rt.supervision.spares import Spares
 
 JUDGES = 4
 MEMORY_EVERY_S = 0.5
@@ -48,16 +49,17 @@ class Spawner:
         self._limited: dict[int, RoleProcess] = {}
         self._watch: asyncio.Task[None] | None = None
         self.nursery: Nursery | None = None
+        self.spares = Spares(self._bear, emit)
 
     @property
     def in_flight(self) -> int:
         """Processes that may exist without anybody who watches them yet."""
-        return self._under_way + (self.nursery.starting if self.nursery is not None else 0)
+        return self._under_way + self.spares.starting + (self.nursery.starting if self.nursery is not None else 0)
 
     @property
     def helpers(self) -> set[int]:
         """Processes of our own that are no roles."""
-        return self.nursery.pids if self.nursery is not None else set()
+        return self.spares.pids | (self.nursery.pids if self.nursery is not None else set())
 
     def with_zygotes(self, log: Path, config: Path, run_id: str) -> Nursery:
         """Have processes forked; what they need is to be said to the nursery before it is started.
@@ -83,7 +85,7 @@ class Spawner:
         """
         self._under_way += 1
         try:
-            born = await self._bear(launch)
+            born = await self._enlist(launch) or await self._bear(launch)
             try:
                 process = RoleProcess(launch, born, on_message, on_exit, self._judges, self._kernel)
                 process.watch()
@@ -97,6 +99,15 @@ class Spawner:
         if launch.memory_mib:
             self._watch_memory(process)
         return process
+
+    async def _enlist(self, launch: Launch) -> Born | None:
+        """A spare for it, if one is waiting."""
+        if not self.spares.has(launch):
+            return None
+        log_start = await asyncio.get_running_loop().run_in_executor(self._thread, begin_log, launch)
+        with launch.log.open("ab", buffering=0) as log:
+            born = self.spares.take(launch, log.fileno())
+        return None if born is None else born._replace(log_start=log_start)
 
     async def _bear(self, launch: Launch) -> Born:
         loop = asyncio.get_running_loop()
@@ -170,6 +181,7 @@ class Spawner:
         """End zygotes and watches."""
         if self._watch is not None:
             self._watch.cancel()
+        await self.spares.close()
         if self.nursery is not None:
             await self.nursery.close()
 
