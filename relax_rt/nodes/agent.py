@@ -40,7 +40,7 @@ from relax_rt.supervision import procfs
 from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.notices import AGENT_SLOT
 from relax_rt.supervision.plan import RolePlan
-from relax_rt.supervision.protocol import Event
+from relax_rt.supervision.protocol import Event, SlotExited, SlotSpawned
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.standin import KeeperWatch
 from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
@@ -103,6 +103,8 @@ class NodeAgent:
         self._client = Client(taken.head, make_hello(DOOR, Incarnation(f"{seat.node}/0", seat.epoch)), curve=keys)
         # Several calls fit into a lease, so that one that is lost does not cost it.
         self._head = self._client.bind(HeadApi, timeout_s=max(0.2, self._core.lease_s / 5))
+        self._living: set[str] = set()
+        self._bindings: set[asyncio.Task[None]] = set()
         self._said = asyncio.Event()
         self._over: asyncio.Future[End] | None = None
         self._trouble = ""
@@ -150,6 +152,9 @@ class NodeAgent:
         """The first end counts."""
         assert self._over is not None
         if not self._over.done():
+            # At once: the head counts on it that nothing lives here soon after the lease.
+            for slot in self._living:
+                self._local.kill(slot, "killed", reason)
             self._log.info("this node's part ends", reason=reason, over=over)
             self._over.set_result(End(seat=str(self.seat), over=over, exit_code=exit_code, reason=reason))
 
@@ -163,6 +168,10 @@ class NodeAgent:
 
     def _on_event(self, event: Event) -> None:
         assert isinstance(event, SlotEvent)
+        if isinstance(event, SlotSpawned):
+            self._living.add(event.slot)
+        elif isinstance(event, SlotExited):
+            self._living.discard(event.slot)
         self._core.happened(event)
         self._said.set()
 
@@ -214,7 +223,9 @@ class NodeAgent:
                     self._log.warning("fault refused", error=str(error))
                     self._events.emit("fault_refused", slot=slot, name=fault, reason=str(error))
             case BindSlot():
-                self._local_task = asyncio.create_task(self._bind(order))
+                binding = asyncio.create_task(self._bind(order))
+                self._bindings.add(binding)
+                binding.add_done_callback(self._bindings.discard)
             case EndNode(exit_code=exit_code, reason=reason):
                 self._finish(over=True, exit_code=exit_code, reason=reason)
 
@@ -271,9 +282,9 @@ class NodeAgent:
             self._said.set()
 
     async def _close(self, server: Server, follower: EventFollower, end: End) -> None:
-        await server.close()
         self._keeper.close()
         await self._local.close()
+        await server.close()
         self._events.emit("node_ended", node=self.seat.node, node_epoch=self.seat.epoch, reason=end.reason)
         with suppress(TimeoutError, RelaxError):
             async with asyncio.timeout(2.0 if end.over else 0.5):
