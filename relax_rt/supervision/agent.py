@@ -128,6 +128,8 @@ class Agent:
         self._asked = ""
         self._status = "starting"
         self._interrupts = 0
+        self._next_tick = 0.0
+        self._sooner = asyncio.Event()
         self._done: asyncio.Future[Done] | None = None
 
     async def run(self) -> Done:
@@ -177,6 +179,7 @@ class Agent:
             return
         for action in actions:
             self._carry_out(action)
+        self._look_at_deadlines()
 
     def on_event(self, event: Event) -> None:
         """Take what an executor tells."""
@@ -398,10 +401,20 @@ class Agent:
 
     async def _tick(self) -> None:
         while True:
+            self._sooner.clear()
             deadline = self._core.next_deadline()
-            left = TICK_S if deadline is None else deadline - time.monotonic()
-            await asyncio.sleep(min(TICK_S, max(0.005, left)))
-            self.post(Tick())
+            self._next_tick = time.monotonic() + TICK_S if deadline is None else deadline
+            left = self._next_tick - time.monotonic()
+            try:
+                await asyncio.wait_for(self._sooner.wait(), min(TICK_S, max(0.002, left)))
+            except TimeoutError:
+                self.post(Tick())
+
+    def _look_at_deadlines(self) -> None:
+        """A deadline that is earlier than the one slept for must not wait for it: a back-off is mostly short."""
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline < self._next_tick:
+            self._sooner.set()
 
     async def _housekeeping(self) -> None:
         while True:

@@ -11,6 +11,7 @@ import structlog
 from relax_rt.context import QUEUE_SLOT, REGISTRY_SLOT
 from relax_rt.registry.api import RegistryApi
 from relax_rt.supervision.rundir import RunPaths, slot_file
+from relax_rt.transport.backoff import BackoffPolicy
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
@@ -19,6 +20,8 @@ from relax_rt.transport.rpc import Client, make_hello
 AGENT_SLOT = "agent/0"
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.1
+DIAL = BackoffPolicy(base_s=0.01, cap_s=0.05)
+"""Every start waits for the registry's next epoch, and its socket is on this machine."""
 WATCH_S, WATCH_EVERY_S = 2.0, 1.0
 MAX_PENDING = 10_000
 
@@ -132,6 +135,6 @@ class Notices:
 
     def _client(self, slot: str, who: Incarnation) -> Client:
         address = f"unix://{self._paths.socket_dir / slot_file(slot, '.sock')}"
-        client = Client(address, make_hello(self._paths.run_id, who))
+        client = Client(address, make_hello(self._paths.run_id, who), backoff=DIAL)
         self._clients.append(client)
         return client
