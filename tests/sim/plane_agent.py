@@ -86,7 +86,7 @@ class Executor:
         self.owner.later(self.world.kernel.random.uniform(0.005, 0.1), lambda: self._spawn(order))
 
     def _spawn(self, order: StartOrder) -> None:
-        kind, cause = self._coming.pop(order.slot)
+        kind, cause = self._coming.pop(order.slot, ("", ""))
         if kind:
             self._on_event(SlotExited(order.slot, unspawned(order.slot, kind, cause)))
             return

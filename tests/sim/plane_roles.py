@@ -329,6 +329,7 @@ class Rank(Role):
                 self.waiting("the next step")
                 if (yield from self.meet("next", patient=True)) == "end":
                     return
+                yield from self.work(self.world.kernel.random.uniform(0.1, 0.5))
                 self.advance()
         yield from self._train()
 
@@ -420,7 +421,7 @@ class Rank(Role):
     def _publish(self, record: VersionRecord) -> Steps:
         world, who = self.world, self.who
         world.stage.fence(who)
-        yield world.kernel.random.uniform(0.02, 0.2)
+        yield world.kernel.random.uniform(0.02, 0.5)
         digest = world.new_digest(f"weights {record.version}")
         world.stage.seal(who, record.version, digest)
         staged = VersionRecord(record.version, record.parent, record.step, digest, record.changed)

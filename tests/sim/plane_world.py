@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter, deque
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 from plane_agent import NODE_LEASE_S, Agent, Executor, Limb
 from plane_checker import ENDED, LEFT, OVERDUE, UNANSWERED, UNESCALATED, PlaneChecker
@@ -16,6 +18,7 @@ from sim_kernel import Kernel, Steps, Thread
 from sim_memory import Memory
 from sim_world import Disk
 
+from relax_rt.nodes import head as head_module
 from relax_rt.nodes.api import Facts
 from relax_rt.supervision.executor import Rendezvous, StartOrder
 from relax_rt.supervision.protocol import DrainRequested, RestartRequested, ScaleRequested
@@ -88,7 +91,7 @@ class World:
         self.disk = Disk()
         self.broker = Broker(self, self.policy, self.limits)
         self.path: dict[int, list[Trained]] = {}
-        self.restarts: Counter[str] = Counter()
+        self.restarts, self.restless = Counter[str](), Counter[str]()
         self._pids, self._digests = count(1), count(1)
         self._shape(seed, rng)
         self.here = Host("head")
@@ -101,10 +104,12 @@ class World:
 
     def _shape(self, seed: int, rng: Any) -> None:
         """What kind of run it is."""
-        self.kind = ("one host", "one host", "two hosts", "two hosts", "doomed")[seed % 5]
-        self.nodes = ["b"] if self.kind == "two hosts" else []
+        self.kind = ("one host", "two hosts", "three hosts", "one host", "doomed", "three hosts")[seed % 6]
+        self.nodes = {"two hosts": ["b"], "three hosts": ["b", "c"]}.get(self.kind, [])
         self.head_node = "head" if self.nodes else ""
-        self.head_gpus = rng.choice([1, 2]) if self.nodes else 0
+        # A gang of two on one host or spread, and with a place to go to when a host is lost, or without.
+        self.head_gpus = rng.choice([0, 1] if len(self.nodes) > 1 else [1, 2]) if self.nodes else 0
+        self.node_gpus = 1 if self.head_gpus else 2
         self.wait_for_lost = rng.random() < 0.3
         self.doomed = rng.choice(["spared", "ends the run"]) if self.kind == "doomed" else ""
         gpus = 1.0 if self.nodes else 0.0
@@ -161,8 +166,11 @@ class World:
         if kind == "slot_restarting":
             slot = fields["slot"]
             self.restarts[slot] += 1
+            self.restless[slot] = 0 if fields["wait_s"] else self.restless[slot] + 1
             if slot.startswith("doomed/") and self.restarts[slot] == 40:
                 self.checker.found(UNESCALATED, f"{slot} was restarted 40 times in {self.kernel.now:.1f} s")
+            if slot.startswith("doomed/") and self.restless[slot] == 3:
+                self.checker.found(UNESCALATED, f"{slot} was restarted three times without any wait")
 
     def died(self, role: Role) -> None:
         if role.run == self.run and not any(other.alive and other.slot == role.slot for other in self.roles):
@@ -190,7 +198,7 @@ class World:
         seconds = rng.choice([rng.uniform(0.2, 2.0), rng.uniform(2.0, 9.0)])
         match what:
             case "node":
-                self._harm_node(self.away[0], rng.random())
+                self._harm_node(rng.choice(self.away), rng.random())
             case "agent stop":
                 self._do(what, self.agent, lambda agent: agent.stop(rng.uniform(0.3, 6.0)))
             case "agent crash":
@@ -276,8 +284,10 @@ class World:
         elif limb is not None:
             # The machine is suspended as a whole, or its agent alone stands still.
             seconds, whole = rng.uniform(1.0, 14.0), rng.random() < 0.7
-            host.excused_until = max(host.excused_until, self.kernel.now + seconds + 1.5)
-            self._do("suspend" if whole else "limb stop", limb, lambda limb: limb.stop(seconds))
+            # The agent is not always the first to wake, and takes a moment to see how late it is.
+            later = rng.choice([0.0, rng.uniform(0.0, 1.5)])
+            host.excused_until = max(host.excused_until, self.kernel.now + seconds + later + 1.5)
+            self._do("suspend" if whole else "limb stop", limb, lambda limb: limb.stop(seconds + later))
             for role in there if whole else []:
                 self._do("suspend", role, lambda role: role.stop(seconds))
 
@@ -291,6 +301,9 @@ class World:
                 continue
             views = {view.slot: view for view in agent.core.view()}
             for view in views.values():
+                over = view.state == "ended" and not agent.core.draining
+                if over and view.last is not None and view.last.failed and not view.given_up and not view.waiting:
+                    self.checker.found(UNANSWERED, f"{view.slot} has failed, and nothing came of it: {view.last}")
                 limit = STATE_S.get(view.state)
                 if limit is not None and agent.now() - view.since > limit * 1.02 + 1.0:
                     self.checker.found(OVERDUE, f"{view.slot} is {view.state} for {agent.now() - view.since:.1f} s")
@@ -318,7 +331,13 @@ class World:
         Thread(self.kernel, self._faults())
         Thread(self.kernel, self._monitor())
         Thread(self.kernel, self._mend())
-        over = self.kernel.run(self._is_over, FAULTS_S + PATIENCE_S)
+        try:
+            # Agents of nodes begin at once here, so they need not be given the time that a process takes.
+            with patch.object(head_module, "BEGIN_S", 3.0 * NODE_LEASE_S):
+                over = self.kernel.run(self._is_over, FAULTS_S + PATIENCE_S)
+        except Exception:  # noqa: BLE001 whatever a part raises is judged like what it does
+            self.checker.found(UNEXPECTED, traceback.format_exc(limit=-4))
+            return self
         if not over:
             step = max(self.path, default=0)
             self.checker.found(STANDSTILL, f"at {self.kernel.now:.0f} s, step {step}: {self._why()}")
@@ -400,7 +419,7 @@ class Joiner(Process):
     def _join(self) -> Steps:
         world, name = self.world, self.host.name
         for attempt in count():
-            facts, token = Facts(name=name, host=name, cores=4, gpus=1), f"token-{attempt}"
+            facts, token = Facts(name=name, host=name, cores=4, gpus=world.node_gpus), f"token-{attempt}"
             while True:
                 made, self.run = self.now(), world.run
                 try:

@@ -1,0 +1,161 @@
+"""Each safeguard of the control plane is switched off alone, and the simulation must find what it guards against.
+
+The safeguards are taken out by patching the real parts, or the simulated shell around them, for the length of a test:
+there is no switch in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from plane_agent import Executor
+from plane_checker import EPOCHS, HEARD, LAPSED, MIXED, OVERDUE, TWO, UNANSWERED, UNESCALATED, VERSIONS
+from plane_servers import Registry, Stage
+from plane_world import World
+from sim_checker import DOUBLED, STANDSTILL, TWICE, UNEXPECTED
+
+from relax_rt.nodes import head as head_module
+from relax_rt.nodes.api import Orders, Seat
+from relax_rt.nodes.head import HeadCore
+from relax_rt.nodes.limb import LimbCore
+from relax_rt.registry.api import Member
+from relax_rt.registry.core import RegistryCore
+from relax_rt.supervision.core import Supervisor
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.lifecycle import Lifecycle
+from relax_rt.supervision.protocol import SlotExited
+from relax_rt.supervision.slots import Slot, Window
+from relax_rt.supervision.tree import RoleNode
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger.callers import Callers
+from relax_rt.transport.pauses import Pauses
+from relax_rt.transport.versions import VersionRecord
+
+SEEDS = range(1000)
+"""The most that an ablation may take to be found: as many runs as the suite plays."""
+ENTER, REGROUP, FLUSH = Lifecycle._enter, Lifecycle._regroup, Registry._flush
+
+
+def hear_all(core: RegistryCore, who: Incarnation) -> Member:
+    """Whoever names a slot is taken for who holds it."""
+    member = core.member(who.slot)
+    if member is None:
+        raise Refused(f"{who}")
+    return member
+
+
+def commit_anything(core: RegistryCore, who: Incarnation, record: VersionRecord) -> VersionRecord:
+    """The last commit counts, whoever makes it and whatever it follows."""
+    core._committed = record
+    core.revision += 1
+    core.writes.append(record)
+    return record
+
+
+def answer_first(registry: Registry) -> None:
+    """What is answered is on disk a little later, if the registry is still there."""
+    assert registry.core is not None
+    writes, registry.core.writes = registry.core.writes, []
+    if writes:
+        registry.later(0.3, partial(registry.world.registry_disk.put, writes))
+    FLUSH(registry)
+
+
+def tell_when_killed(executor: Executor, slot: str, kind: Any, reason: str) -> None:
+    """The exit is told with the kill, and comes when it comes."""
+    role = executor.roles.pop(slot, None)
+    if role is not None:
+        executor.world.kernel.after(1.0, partial(role.exit, kind, reason))
+        executor._on_event(SlotExited(slot, Diagnosis(slot=slot, epoch=role.who.epoch, kind=kind, cause=reason)))
+
+
+def all_orders(core: LimbCore, answer: Orders) -> list[Any]:
+    """What was taken is not noted, so it comes again, and is carried out again."""
+    return answer.items
+
+
+def nothing_known(core: HeadCore, seat: Seat, first: int, count: int) -> int:
+    """Reports that come twice happen twice."""
+    return 0
+
+
+def regroup_at_once(core: Lifecycle, members: Any, wait_s: float, cause: str, **how: Any) -> None:
+    """Restarts follow each other without a wait."""
+    REGROUP(core, members, 0.0, cause, **how)
+
+
+def give_up_quietly(core: Supervisor, s: Slot, diagnosis: Diagnosis) -> None:
+    """Who has used up its restarts is left lying."""
+    core._end(s, failed=True)
+
+
+def enter_without_deadline(core: Lifecycle, s: Slot, state: Any, timeout_s: float | None) -> None:
+    """A stop is waited for, however long it takes."""
+    ENTER(core, s, state, None if state == "stopping" else timeout_s)
+
+
+def forever_when_waiting(core: Supervisor, s: Slot) -> float:
+    """Who says that it waits is believed for ever."""
+    return 1e9 if s.waiting else s.spec.hang_after_s
+
+
+ONE_GENERATION = property(lambda role: 1, lambda role, value: None)
+
+ABLATIONS: dict[str, tuple[Any, set[str]]] = {
+    "registry: epochs": (patch.object(RegistryCore, "_living", hear_all), {HEARD}),
+    "queue: epochs": (patch.object(Callers, "check", lambda *_: None), {HEARD}),
+    "stage: epochs": (patch.object(Stage, "fence", lambda *_: None), {HEARD}),
+    "registry and queue: no judgement after a pause": (patch.object(Pauses, "look", lambda *_: "judge"), {LAPSED}),
+    "registry: durable before the answer": (patch.object(Registry, "_flush", answer_first), {EPOCHS, VERSIONS}),
+    "registry: compare-and-set of the commit": (
+        patch.object(RegistryCore, "commit_version", commit_anything),
+        {VERSIONS},
+    ),
+    "queue: calls that are made again": (patch.object(Callers, "answer", lambda *_: None), {DOUBLED, TWICE}),
+    "agent: death is confirmed": (patch.object(Executor, "kill", tell_when_killed), {TWO}),
+    "supervisor: intensity": (patch.object(Window, "failed", lambda *_: 0), {UNESCALATED}),
+    "supervisor: back-off": (patch.object(Lifecycle, "_regroup", regroup_at_once), {UNESCALATED}),
+    "supervisor: escalation": (patch.object(Supervisor, "_escalate", give_up_quietly), {UNANSWERED}),
+    "supervisor: deadline of a stop": (patch.object(Lifecycle, "_enter", enter_without_deadline), {OVERDUE}),
+    "supervisor: beats of who waits": (patch.object(Supervisor, "_patience_s", forever_when_waiting), {OVERDUE}),
+    "gang: generations": (patch.object(RoleNode, "generation", ONE_GENERATION, create=True), {MIXED}),
+    "gang: all or none": (
+        patch.object(RoleNode, "restarted_with", lambda _, slot: [slot]),
+        {STANDSTILL, MIXED, TWO, UNEXPECTED},
+    ),
+    "nodes: a lease ends what runs there": (patch.object(LimbCore, "left_s", lambda *_: 1e9), {TWO}),
+    "nodes: the head is more patient than a lease": (patch.object(head_module, "patience_s", lambda s: s / 2), {TWO}),
+    "nodes: orders are numbered": (patch.object(LimbCore, "take", all_orders), {TWO}),
+    "nodes: reports are numbered": (patch.object(HeadCore, "report", nothing_known), {UNEXPECTED}),
+}
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(ABLATIONS[name][0])
+        yield
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_a_run_without_a_safeguard_is_found_out(name: str) -> None:
+    right = ABLATIONS[name][1]
+    seen: set[str] = set()
+    for seed in SEEDS:
+        with without(name):
+            seen |= World(seed).play().checker.kinds()
+        if seen & right:
+            return
+    raise AssertionError(f"{len(SEEDS)} runs without the safeguard ({name}), and only {sorted(seen)} was found")
+
+
+def test_nothing_is_found_when_all_safeguards_are_back() -> None:
+    """That a patch stayed behind would show here."""
+    for seed in range(40):
+        assert World(seed).play().checker.findings == []
