@@ -109,10 +109,12 @@ class Door:
 
     def _heard(self, seat: Seat) -> None:
         try:
-            self._core.heard(seat, time.monotonic())
+            first = self._core.heard(seat, time.monotonic())
         except StaleEpoch as error:
             self._emit("node_fenced", node=seat.node, node_epoch=seat.epoch, reason=str(error.why))
             raise
+        if first:
+            self._fleet.began(seat)
 
 
 async def _open(door: Door, wanted: str, before: str) -> str:

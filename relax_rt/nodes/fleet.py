@@ -174,6 +174,7 @@ class Fleet:
         self._lines = Appender(base.paths.run_dir / "events" / CURRENT)
         self._log = structlog.get_logger()
         self._remote: dict[str, RemoteExecutor] = {}
+        self._room: dict[str, Node] = {}
         self._news, self._changed = asyncio.Event(), asyncio.Event()
         self.ending: EndNode | None = None
         """Set once the run is over."""
@@ -208,13 +209,17 @@ class Fleet:
         return self._news
 
     def joined(self, seat: Seat, facts: Facts) -> None:
-        """A node has joined: its resources are there from now on."""
+        """A node has joined; its agent is yet to begin."""
         assert self.core is not None
         self._remote[seat.node] = RemoteExecutor(self.core, seat, self.wake, self._agent.on_event)
+        self._room[seat.node] = Node(seat.node, facts.cores, facts.gpus)
         fields = {"host": facts.host, "machine": facts.machine, "cores": facts.cores, "gpus": facts.gpus}
         self.emit("node_joined", node=seat.node, node_epoch=seat.epoch, **fields)
         self._log.info("node joined", node=str(seat), host=facts.host)
-        self._agent.post(NodeJoined(Node(seat.node, facts.cores, facts.gpus)))
+
+    def began(self, seat: Seat) -> None:
+        """The node's agent takes orders: there is room from now on."""
+        self._agent.post(NodeJoined(self._room[seat.node]))
 
     def gone(self, departure: Departure, *, lost: bool) -> None:
         """A node is gone, and with it everything that ran there."""

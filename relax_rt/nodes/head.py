@@ -129,14 +129,15 @@ class HeadCore:
             del self._nodes[name]
         return seat, True
 
-    def heard(self, seat: Seat, now: float) -> None:
-        """A node has called.
+    def heard(self, seat: Seat, now: float) -> bool:
+        """A node has called; True if that is its agent's first word: from now on it can be given something to do.
 
         Raises:
             StaleEpoch: it is fenced.
         """
         node = self._here(seat)
-        node.heard, node.begun = now, True
+        first, node.heard, node.begun = not node.begun, now, True
+        return first
 
     def order(self, name: str, order: Order) -> bool:
         """Give a node an order; False when it is not there, and nothing comes of it."""

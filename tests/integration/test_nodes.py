@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live_nodes import FILE_TOYS, Far, nodes_table, slots, two_hosts
+from live_nodes import FILE_TOYS, Far, has_room, nodes_table, slots, spread, two_hosts
 from live_run import TOYS, LiveRun, until
 from netns import Nodes, cut, mend
 
@@ -17,6 +17,8 @@ from relax_rt.supervision import control, procfs
 
 pytestmark = pytest.mark.integration
 
+WORKERS = '[roles.worker]\ncount = 0\n[roles.aide]\nnode = "head"\n'
+"""None at first: `spread` starts them once there are two hosts; the aide keeps the run going."""
 CORES = len(os.sched_getaffinity(0))
 APART = FILE_TOYS.format(echo='node = "b"', caller='node = "head"')
 
@@ -56,8 +58,10 @@ def test_a_killed_agent_costs_its_slots_which_start_on_the_head_and_the_node_com
     tmp_path: Path, nodes: Nodes
 ) -> None:
     # More threads than the head has to spare, once the caller is there.
-    roles = FILE_TOYS.format(echo="threads = 2", caller='node = "head"\nthreads = 2')
+    roles = FILE_TOYS.format(echo="count = 0\nthreads = 2", caller='node = "head"\nthreads = 2')
     with two_hosts(tmp_path, nodes, roles) as (run, far):
+        run.ready("caller/0")
+        control.scale(run.run_dir, "echo", 1)
         assert run.event("echoed")["answer"].endswith("on b: hello")
         echo = slots(run)["echo/0"]
         os.kill(far.agent_pid, signal.SIGKILL)
@@ -71,10 +75,8 @@ def test_a_killed_agent_costs_its_slots_which_start_on_the_head_and_the_node_com
 
 
 def test_a_host_that_dies_at_once_is_lost_when_its_lease_is_over(tmp_path: Path, nodes: Nodes) -> None:
-    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\nthreads = 1\n") as (run, far):
-        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
-        there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
-        assert there
+    with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
+        there = spread(run)
         victims = {far.process.pid, far.keeper_pid, far.agent_pid} | procfs.members_of_run(far.paths.run_id)
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
@@ -90,9 +92,8 @@ def test_a_host_that_dies_at_once_is_lost_when_its_lease_is_over(tmp_path: Path,
 
 
 def test_a_partition_ends_the_roles_there_before_others_take_their_place(tmp_path: Path, nodes: Nodes) -> None:
-    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n") as (run, far):
-        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
-        there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
+    with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
+        there = spread(run)
         _ = far.paths
         cut(nodes.second)
         until("the node ends its own roles", lambda: not any(procfs.start_time(s.pid) for s in there.values()))
@@ -103,6 +104,7 @@ def test_a_partition_ends_the_roles_there_before_others_take_their_place(tmp_pat
             run.event("slot_ready", slot=name, nth=1)
         mend(nodes.second)
         assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
+        has_room(run)
         control.scale(run.run_dir, "worker", 8)
         until("slots run there again", lambda: any(s.node == "b" and s.state == "ready" for s in slots(run).values()))
         control.stop(run.run_dir, wait_s=20)
@@ -112,9 +114,8 @@ def test_a_partition_ends_the_roles_there_before_others_take_their_place(tmp_pat
 def test_a_node_whose_clock_stood_still_is_fenced_by_epochs(tmp_path: Path, nodes: Nodes) -> None:
     """Its agent is stopped, its roles go on: time does not fence them, the registry does."""
     tables = "[supervision]\nlease_s = 0.6\n"
-    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n", tables) as (run, far):
-        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
-        there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
+    with two_hosts(tmp_path, nodes, WORKERS, tables) as (run, far):
+        there = spread(run)
         agent = far.agent_pid
         os.kill(agent, signal.SIGSTOP)
         run.event("node_lost", node="b")
@@ -130,9 +131,8 @@ def test_a_node_whose_clock_stood_still_is_fenced_by_epochs(tmp_path: Path, node
 
 
 def test_waiting_for_a_lost_node_keeps_its_slots_for_it(tmp_path: Path, nodes: Nodes) -> None:
-    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n", on_loss="wait") as (run, _):
-        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
-        there = [name for name, slot in slots(run).items() if slot.node == "b"]
+    with two_hosts(tmp_path, nodes, WORKERS, on_loss="wait") as (run, _):
+        there = spread(run)
         cut(nodes.second)
         run.event("node_lost", node="b")
         until("they wait", lambda: all("'b', which it was on" in slots(run)[name].waiting for name in there))
@@ -143,9 +143,8 @@ def test_waiting_for_a_lost_node_keeps_its_slots_for_it(tmp_path: Path, nodes: N
 
 
 def test_a_node_that_is_asked_to_leave_moves_its_slots_in_order(tmp_path: Path, nodes: Nodes) -> None:
-    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n") as (run, far):
-        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
-        there = [name for name, slot in slots(run).items() if slot.node == "b"]
+    with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
+        there = spread(run)
         far.process.terminate()
         assert far.ends() == 0
         assert run.event("node_left", node="b")["slots"] == []
@@ -157,8 +156,8 @@ def test_a_node_that_is_asked_to_leave_moves_its_slots_in_order(tmp_path: Path, 
 
 
 def test_a_killed_head_costs_the_roles_everywhere_and_its_nodes_join_the_next(tmp_path: Path, nodes: Nodes) -> None:
-    with two_hosts(tmp_path, nodes, "[roles.worker]\ncount = 4\n") as (run, far):
-        run.ready("worker/0", "worker/1", "worker/2", "worker/3")
+    with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
+        spread(run)
         everywhere = [slot.pid for slot in slots(run).values()]
         _ = far.paths
         os.kill(run.agent_pid, signal.SIGKILL)
@@ -168,7 +167,8 @@ def test_a_killed_head_costs_the_roles_everywhere_and_its_nodes_join_the_next(tm
         until("all roles are dead", lambda: not any(procfs.start_time(pid) for pid in everywhere))
         run.start()
         run.event("node_joined", node="b", nth=1)
-        until("they are back on both", lambda: {s.node for s in slots(run).values() if s.pid} == {"head", "b"})
+        has_room(run)
+        until("they run on both", lambda: spread(run, count=8))
         control.stop(run.run_dir, wait_s=20)
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 

@@ -112,11 +112,28 @@ def two_hosts(
         far = Far(run, nodes.second).start()
         try:
             run.event("node_joined", node="b")
+            has_room(run)
             yield run, far
         except AssertionError as error:
             raise AssertionError(f"{error}\n{far.output.read_text()}") from error
         finally:
             far.close()
+
+
+def has_room(run: LiveRun) -> None:
+    """Wait until slots can be placed on the node."""
+    until(
+        "the node's agent takes orders", lambda: any(n.agent_pid for n in control.nodes(run.run_dir) if n.node == "b")
+    )
+
+
+def spread(run: LiveRun, kind: str = "worker", count: int = 4) -> dict[str, Any]:
+    """Start slots of a role that had none, over both hosts; answers with those on the second."""
+    control.scale(run.run_dir, kind, count)
+    run.ready(*(f"{kind}/{n}" for n in range(count)))
+    there = {name: slot for name, slot in slots(run).items() if slot.node == "b"}
+    assert there, "all on the head"
+    return there
 
 
 def slots(run: LiveRun) -> dict[str, Any]:

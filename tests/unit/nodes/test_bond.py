@@ -58,7 +58,7 @@ def test_other_versions_are_refused() -> None:
 
 def test_a_silent_node_is_lost_fenced_and_may_join_anew() -> None:
     head, seat = head_with()
-    head.heard(seat, 3.0)
+    assert head.heard(seat, 2.0) and not head.heard(seat, 3.0)
     ((at, name),) = ticks(head, 0.0, 20.0)
     assert name == "b" and at == pytest.approx(3.0 + patience_s(LEASE_S), abs=2 * TICK_S)
     for call in (

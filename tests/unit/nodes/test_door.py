@@ -109,8 +109,11 @@ async def soon(probe: Callable[[], object]) -> None:
 async def test_a_node_joins_takes_orders_and_reports(tmp_path: Path) -> None:
     async with opened(tmp_path) as head, node(head) as api:
         seat = (await joined(api)).seat
+        assert (await joined(api)).seat == seat
+        assert head.posted == [], "its agent is yet to begin"
+        await api.orders(seat, 0, 1, 0.0)
+        await api.orders(seat, 0, 1, 0.0)
         assert head.posted == [NodeJoined(Node("b", 3, 1))]
-        assert (await joined(api)).seat == seat and len(head.posted) == 1
         with pytest.raises(NameTaken):
             await joined(api, "another")
         executor = head.fleet.executor("b")
