@@ -15,8 +15,8 @@ from relax_rt.transport import codec, stream
 from relax_rt.transport.address import Address, AddressError, parse_address
 from relax_rt.transport.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.channel import Channel, Lost, Silent
+from relax_rt.transport.deaths import Deaths, died_of
 from relax_rt.transport.errors import (
-    ActorDied,
     ProtocolError,
     Refused,
     RelaxError,
@@ -179,8 +179,13 @@ class Client:
             **totals,
         )
 
-    async def call(self, method: Method, values: tuple[Any, ...], timeout_s: float) -> Any:
-        """Call a method with all its arguments, in the order of the wire; what proxies do."""
+    async def call(
+        self, method: Method, values: tuple[Any, ...], timeout_s: float, deaths: Deaths | None = None
+    ) -> Any:
+        """Call a method with all its arguments, in the order of the wire; what proxies do.
+
+        An idempotent one that is lost is sent again until the deadline, or until `deaths` has enough of it.
+        """
         payload = method.encode_arguments(values)
         loop = asyncio.get_running_loop()
         budget_s = timeout_s + method.wait_s(values)
@@ -192,6 +197,8 @@ class Client:
                 if lost.sent and not method.idempotent:
                     raise died_of(method, lost) from None
                 self._last_failure = str(lost)
+                if deaths is not None:
+                    await deaths.count(f"call of {method}", lost, deadline - loop.time())
                 if loop.time() >= deadline:
                     raise self._unreachable(f"call of {method}", budget_s) from None
                 self.counters.resent += lost.sent
@@ -234,6 +241,7 @@ class Client:
         timeout_s: float,
         window: int = DEFAULT_WINDOW,
         explain: Explain | None = None,
+        deaths: Deaths | None = None,
     ) -> RemoteStream[Any]:
         """Call a method that yields; what proxies do. It is sent when the first item is asked for."""
         payload = method.encode_arguments(values)
@@ -242,7 +250,7 @@ class Client:
         async def opener(deadline: float) -> Inlet:
             return await self.open(method, payload, deadline, budget_s, window)
 
-        return RemoteStream(method, opener, budget_s, explain)
+        return RemoteStream(method, opener, budget_s, explain, deaths)
 
     async def open(self, method: Method, payload: bytes, deadline: float, timeout_s: float, window: int) -> Inlet:
         """Open a stream, once a connection stands.
@@ -344,17 +352,6 @@ class Client:
         if self._unproven:
             self._unproven = 0
             self._backoff.reset()
-
-
-def died_of(method: Method, lost: Lost) -> ActorDied:
-    """What the caller of a method that must not be repeated is told of a loss."""
-    error = ActorDied(
-        f"call of {method} at {lost.where}",
-        why=f"{lost}; the call may have been carried out",
-        hint="it is not marked idempotent, so it is not sent again",
-    )
-    error.who = lost.who
-    return error
 
 
 def check_options(what: str, timeout_s: float, window: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import msgspec
 
 from relax_rt.transport.channel import Lost, Silent
+from relax_rt.transport.deaths import Deaths, died
 from relax_rt.transport.errors import ActorDied, ProtocolError, Retiring, Unreachable
 from relax_rt.transport.interface import Method
 
@@ -127,13 +128,22 @@ class RemoteStream(Generic[T]):
         opener: opens it.
         timeout_s: longest wait for one item.
         explain: adds how the producer ended to an ActorDied.
+        deaths: bounds how often it is opened again; None: only the deadline does.
     """
 
-    def __init__(self, method: Method, opener: Opener, timeout_s: float, explain: Explain | None = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        opener: Opener,
+        timeout_s: float,
+        explain: Explain | None = None,
+        deaths: Deaths | None = None,
+    ) -> None:
         self._method = method
         self._opener = opener
         self._timeout_s = timeout_s
         self._explain = explain
+        self._deaths = deaths
         self._inlet: Inlet | None = None
         self._count = 0
         self._busy = False
@@ -205,10 +215,14 @@ class RemoteStream(Generic[T]):
 
     async def _after(self, lost: Lost, left_s: float) -> None:
         """Return to have the stream opened again: nothing of it was seen yet."""
-        what = f"stream of {self._method} at {lost.where}"
-        if lost.sent and (self._count or not self._method.idempotent):
-            died = ActorDied(what, why=f"{lost}, after {self._count} items", hint="a stream is not taken up again")
-            died.who = lost.who
-            raise (await self._explain(died, left_s) if self._explain else died) from None
+        what = f"stream of {self._method}"
+        at = f"{what} at {lost.where}"
+        try:
+            if lost.sent and (self._count or not self._method.idempotent):
+                raise died(at, f"{lost}, after {self._count} items", "a stream is not taken up again", lost)
+            if self._deaths is not None:
+                await self._deaths.count(what, lost, left_s)
+        except ActorDied as end:
+            raise (await self._explain(end, left_s) if self._explain else end) from None
         if left_s <= 0:
-            raise Unreachable(what, why=f"not opened in {self._timeout_s:.3g} s: {lost}") from None
+            raise Unreachable(at, why=f"not opened in {self._timeout_s:.3g} s: {lost}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar, cast
 
 from relax_rt.actors.reference import Options, Reference, Route
@@ -81,10 +81,7 @@ class Directory:
         """The error with the end of the incarnation, waited for a bounded time."""
         if not died.who or self._registry is None:
             return died
-        slot, _, epoch = died.who.rpartition("#")
-        end = await self.end_of(
-            Incarnation(slot, int(epoch)), min(DIAGNOSIS_WAIT_S, max(left_s, DIAGNOSIS_WAIT_AT_LEAST_S))
-        )
+        end = await self.end_of(_incarnation(died.who), _patience_s(left_s))
         known = f"{died.who} ended: {end}" if end else f"how {died.who} ended is not known yet"
         told = ActorDied(died.what, why=f"{known}; {died.why}", hint=died.hint)
         told.who, told.diagnosis = died.who, end
@@ -99,8 +96,35 @@ class Directory:
             return ""
         return members.end_of(who) or ""
 
+    async def alive(self, names: Collection[str], left_s: float) -> list[str]:
+        """Those of some incarnations that live, as the registry says once the news of their ends has had its time."""
+        if self._registry is None:
+            return []
+        whos = [_incarnation(name) for name in names]
+        members = self.members("who has died")
+
+        def ended(known: Members) -> bool:
+            return all(known.end_of(who) is not None for who in whos)
+
+        try:
+            await members.until(ended, "the ends of those that were lost", timeout_s=_patience_s(left_s))
+        except DeadlineExceeded:
+            # Nothing is known of anyone while the registry is away.
+            return [] if members.away else [str(who) for who in whos if members.lives(who)]
+        return []
+
     async def close(self) -> None:
         """End the following of members."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
+
+
+def _incarnation(text: str) -> Incarnation:
+    slot, _, epoch = text.rpartition("#")
+    return Incarnation(slot, int(epoch))
+
+
+def _patience_s(left_s: float) -> float:
+    """How long news of an end is waited for, with so much left until the deadline."""
+    return min(DIAGNOSIS_WAIT_S, max(left_s, DIAGNOSIS_WAIT_AT_LEAST_S))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.actors.reference import Route
 from relax_rt.transport.channel import Lost
-from relax_rt.transport.client import Client, died_of
+from relax_rt.transport.client import Client
+from relax_rt.transport.deaths import Deaths, died_of
 from relax_rt.transport.errors import ActorDied, Retiring, Unreachable
 from relax_rt.transport.interface import Method
 from relax_rt.transport.items import Inlet, RemoteStream
@@ -21,6 +22,8 @@ CONNECT_S = 1.0
 AVOID_S = 1.0
 """A member that was lost is not tried again for this long, unless it has a new incarnation."""
 LOOK_AGAIN_S = 0.05
+DEATHS = 3
+"""Incarnations that may die with one idempotent call, or stream, before it is given up."""
 
 
 class Target:
@@ -56,7 +59,7 @@ class SlotRoute:
         target.outstanding += 1
         start_s = asyncio.get_running_loop().time()
         try:
-            return await target.client.call(method, values, timeout_s)
+            return await target.client.call(method, values, timeout_s, Deaths(DEATHS, self._directory.alive))
         except ActorDied as died:
             left_s = start_s + timeout_s - asyncio.get_running_loop().time()
             raise await self._directory.explained(died, left_s) from None
@@ -65,7 +68,9 @@ class SlotRoute:
 
     def stream(self, method: Method, values: tuple[Any, ...], timeout_s: float, window: int) -> RemoteStream[Any]:
         """See Client.stream."""
-        return self._target.client.stream(method, values, timeout_s, window, self._directory.explained)
+        known = self._directory
+        deaths = Deaths(DEATHS, known.alive)
+        return self._target.client.stream(method, values, timeout_s, window, known.explained, deaths)
 
     async def all(self, timeout_s: float) -> list[Route]:
         """Itself."""
@@ -82,21 +87,26 @@ class RoleRoute:
 
     async def call(self, method: Method, values: tuple[Any, ...], timeout_s: float) -> Any:
         """Call a member; one that is lost before the call is sent, or under a call that may be repeated, is passed
-        over for another until the deadline."""
+        over for another until the deadline, or until too many have died with it."""
         payload = method.encode_arguments(values)
         loop = asyncio.get_running_loop()
         budget_s = timeout_s + method.wait_s(values)
         deadline = loop.time() + budget_s
         what = f"call of {method} at {self.name}"
+        deaths = Deaths(DEATHS, self._directory.alive)
         while True:
             target, epoch = await self._pick(what, deadline)
             try:
                 return await target.client.call_once(method, payload, deadline, budget_s)
             except Lost as lost:
                 target.failed(epoch, loop.time())
-                if lost.sent and not method.idempotent:
-                    left_s = deadline - loop.time()
-                    raise await self._directory.explained(died_of(method, lost), left_s) from None
+                left_s = deadline - loop.time()
+                try:
+                    if lost.sent and not method.idempotent:
+                        raise died_of(method, lost)
+                    await deaths.count(f"call of {method}", lost, left_s)
+                except ActorDied as died:
+                    raise await self._directory.explained(died, left_s) from None
             except Retiring:
                 target.failed(epoch, loop.time())
             finally:
@@ -124,7 +134,8 @@ class RoleRoute:
             inlet.on_end = ended
             return inlet
 
-        return RemoteStream(method, opener, budget_s, self._directory.explained)
+        known = self._directory
+        return RemoteStream(method, opener, budget_s, known.explained, Deaths(DEATHS, known.alive))
 
     async def all(self, timeout_s: float) -> list[Route]:
         """A route to each ready member.

@@ -59,6 +59,11 @@ class Members:
             return member.before.reason if member.before.epoch == who.epoch else ""
         return None
 
+    def lives(self, who: Incarnation) -> bool:
+        """It is the one in its slot, as far as is known, and has not ended."""
+        member = self.by_slot.get(who.slot)
+        return member is not None and member.who == who and member.state != "gone"
+
     async def news(self, wait_s: float) -> None:
         """Wait until something has changed, for wait_s at most."""
         seen = self._count

@@ -99,6 +99,10 @@ class Judge(Actor):
         yield os.getpid()
         await self.release.wait()
 
+    @idempotent
+    async def held(self) -> AsyncIterator[int]:
+        yield await self.hold()
+
     def helper(self) -> str:
         """Not of the interface."""
         return "local"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 import signal
 from collections import Counter
@@ -12,6 +13,7 @@ from actor_far_end import Judge, Registry, directory, eventually, fails, living,
 
 from relax_rt.actors import Actor
 from relax_rt.transport.errors import ActorDied, Retiring, Unreachable
+from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import CurveKeys
 
 
@@ -207,3 +209,75 @@ async def test_another_actor_that_stops_is_not_taken_for_this_one(tmp_path: path
         with pytest.raises(Unreachable, match="it is stopping"):
             await known.actor("middle/0", Middle).ask()
         assert actor.begun == 1
+
+
+class Pool:
+    """Members of a role in this process, whose connections end under whatever they are asked to hold."""
+
+    def __init__(self, folder: pathlib.Path, registry: Registry, members: int) -> None:
+        self.registry, self.deadly = registry, True
+        self.whos = [registry.enter(f"judge/{n}", "") for n in range(members)]
+        self.addresses = {who.slot: f"unix://{folder}/{who.slot.replace('/', '-')}.sock" for who in self.whos}
+        self.asked: list[str] = []
+
+    async def enter(self, stack: contextlib.AsyncExitStack) -> None:
+        for who in self.whos:
+            actor, _ = await stack.enter_async_context(living(self.addresses[who.slot], slot=who.slot, epoch=who.epoch))
+            task = asyncio.create_task(self._watch(actor, who))
+            stack.callback(task.cancel)
+
+    async def _watch(self, actor: Judge, who: Incarnation) -> None:
+        while True:
+            await eventually(lambda: actor.working)
+            self.asked.append(str(who))
+            if self.deadly:
+                self.registry.core.gone(who, "signal: killed by SIGSEGV")
+            for connection in list(actor.ctx.server.connections):  # type: ignore[attr-defined]
+                connection.channel.abort()
+            await eventually(lambda: not actor.working)
+
+
+@pytest.mark.parametrize("kind", ["call", "stream"])
+async def test_what_kills_its_actor_does_not_go_through_the_pool(kind: str, tmp_path: pathlib.Path) -> None:
+    pool = Pool(tmp_path, Registry(), 6)
+    async with contextlib.AsyncExitStack() as stack:
+        await pool.enter(stack)
+        known = await stack.enter_async_context(directory(pool.addresses, pool.registry))
+        judge = known.actor("judge", Judge, timeout_s=10.0)
+        died = await fails(judge.hold() if kind == "call" else anext(judge.held()), ActorDied)
+        assert len(pool.asked) == 3 and died.who == pool.asked[-1]
+        assert died.diagnosis == "signal: killed by SIGSEGV" and all(who in str(died) for who in pool.asked)
+        assert "the request itself may be what kills them" in str(died)
+        # The others are there for everyone else.
+        assert await judge.pid()
+
+
+@pytest.mark.parametrize("kind", ["call", "stream"])
+async def test_what_kills_its_actor_is_not_sent_to_each_incarnation(kind: str, tmp_path: pathlib.Path) -> None:
+    registry = Registry()
+    address = f"unix://{tmp_path}/j.sock"
+    async with directory({"judge/0": address}, registry) as known:
+        judge = known.actor("judge/0", Judge, timeout_s=20.0)
+        call = asyncio.ensure_future(judge.hold() if kind == "call" else anext(judge.held()))
+        asked = 0
+        while not call.done() and asked < 5:
+            who = registry.enter("judge/0", address)
+            async with living(address, epoch=who.epoch) as (actor, _):
+                await eventually(lambda actor=actor: actor.working or call.done())
+                asked += actor.working
+            registry.core.gone(who, "signal: killed by SIGSEGV")
+        died = await fails(call, ActorDied)
+        assert asked == 3 and died.diagnosis == "signal: killed by SIGSEGV"
+
+
+async def test_connections_lost_to_members_that_live_are_no_deaths(tmp_path: pathlib.Path) -> None:
+    pool = Pool(tmp_path, Registry(), 4)
+    pool.deadly = False
+    async with contextlib.AsyncExitStack() as stack:
+        await pool.enter(stack)
+        known = await stack.enter_async_context(directory(pool.addresses, pool.registry))
+        judge = known.actor("judge", Judge, timeout_s=30.0)
+        call = asyncio.create_task(judge.hold())
+        # Past the bound: that they live is told by the registry.
+        await eventually(lambda: len(set(pool.asked)) == 4)
+        call.cancel()
