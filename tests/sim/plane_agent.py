@@ -158,8 +158,8 @@ class Executor:
 class Box:
     """Stands for the future that the remote executor settles with a rendezvous."""
 
-    def __init__(self) -> None:
-        self.promise = Promise()
+    def __init__(self, agent: Agent) -> None:
+        self.promise, self._agent = Promise(), agent
 
     def done(self) -> bool:
         return self.promise.settled
@@ -168,7 +168,8 @@ class Box:
         self.promise.settle(value)
 
     def set_exception(self, error: Exception) -> None:
-        self.promise.settle(None)
+        # Who waits for a future goes on in a later turn of the loop.
+        self._agent.later(0.0, lambda: self.promise.settle(None))
 
 
 class Agent(Process):
@@ -293,7 +294,7 @@ class Agent(Process):
         executor = self.executor(first.node)
         if not isinstance(executor, RemoteExecutor):
             return self._local.bind() if executor is not None else None
-        box = Box()
+        box = Box(self)
         executor._binding[first.slot, gang.generation] = box  # type: ignore[assignment]
         if not executor._give(BindSlot(first.slot, gang.generation)):
             return None

@@ -57,10 +57,18 @@ MAKE: dict[str, type[Role]] = {
 
 
 class World:
-    """One run. Everything in it follows from the seed."""
+    """One run. Everything in it follows from the seed.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    Args:
+        faults_s: so long there are faults.
+        target: steps to train; None: as many as keep it busy for about as long as there are faults.
+        period_s: so long a slot's failures are remembered.
+    """
+
+    def __init__(
+        self, seed: int, *, faults_s: float = FAULTS_S, target: int | None = None, period_s: float = 1000.0
+    ) -> None:
+        self.seed, self.faults_s, self._period_s = seed, faults_s, period_s
         self.kernel = Kernel(seed)
         rng = self.kernel.random
         self.story: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=STORY)
@@ -78,7 +86,8 @@ class World:
             on_straggler=rng.choice(["wait", "requeue"]),
             failures_per_prompt=1000,
         )
-        self.target = rng.randint(5, 9)
+        chosen = rng.randint(5, 9)
+        self.target = chosen if target is None else target
         self.checker = PlaneChecker(self.policy.max_staleness)
         self.net = Net(self)
         self.faulty, self.crash_rate = True, rng.choice([0.0, 0.003, 0.01])
@@ -137,7 +146,7 @@ class World:
         self.mix = {kind: weight for kind, weight in kinds.items() if rng.random() < 0.6} or {"kill": 1}
         self.net.loss = rng.choice([0.0, 0.0, 0.02, 0.05])
         self.net.late = rng.choice([0.0, 0.01, 0.05])
-        self.specs = [_spec(slot, tier, self.head_node, **more) for slot, tier, more in slots]
+        self.specs = [_spec(slot, tier, self.head_node, self._period_s, **more) for slot, tier, more in slots]
 
     # --- what the parts ask for
 
@@ -183,7 +192,7 @@ class World:
         yield 1.0
         while True:
             yield rng.expovariate(1 / MEAN_FAULT_S)
-            if self.kernel.now > FAULTS_S:
+            if self.kernel.now > self.faults_s:
                 break
             self._harm()
         self.faulty = self.net.faulty = False
@@ -309,10 +318,11 @@ class World:
                     self.checker.found(OVERDUE, f"{view.slot} is {view.state} for {agent.now() - view.since:.1f} s")
             if views and agent.core.next_deadline() is None and any(v.state in STATE_S for v in views.values()):
                 self.checker.found(OVERDUE, "a slot is on its way without any deadline")
-            for slot, at in self.deaths.items():
+            for slot, at in list(self.deaths.items()):
                 found = views.get(slot)
-                idle = found is None or found.state == "ended" or (found.state == "pending" and found.waiting)
-                if now - at > 30.0 and found is not None and not idle and not agent.core.draining:
+                if found is None or found.state == "ended" or (found.state == "pending" and found.waiting):
+                    del self.deaths[slot]
+                elif now - at > 30.0 and not agent.core.draining:
                     self.checker.found(UNANSWERED, f"{slot} died at {at:.1f} and is {found.state}")
             self._judge_still(agent)
 
@@ -334,7 +344,7 @@ class World:
         try:
             # Agents of nodes begin at once here, so they need not be given the time that a process takes.
             with patch.object(head_module, "BEGIN_S", 3.0 * NODE_LEASE_S):
-                over = self.kernel.run(self._is_over, FAULTS_S + PATIENCE_S)
+                over = self.kernel.run(self._is_over, self.faults_s + PATIENCE_S)
         except Exception:  # noqa: BLE001 whatever a part raises is judged like what it does
             self.checker.found(UNEXPECTED, traceback.format_exc(limit=-4))
             return self
@@ -439,7 +449,7 @@ class Joiner(Process):
                 yield 0.2
 
 
-def _spec(slot: str, tier: int, head: str, **more: Any) -> SlotSpec:
+def _spec(slot: str, tier: int, head: str, period_s: float, **more: Any) -> SlotSpec:
     kind = slot.partition("/")[0]
     return SlotSpec(
         slot=slot,
@@ -452,7 +462,7 @@ def _spec(slot: str, tier: int, head: str, **more: Any) -> SlotSpec:
         hang_after_s=HANG_S,
         dump_grace_s=0.2,
         max_restarts=3 if kind == "doomed" else 500,
-        period_s=1000.0,
+        period_s=period_s,
         backoff_first_s=0.05,
         backoff_max_s=0.5,
         node=head if kind in ("registry", "queue") else "",

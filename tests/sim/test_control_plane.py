@@ -6,10 +6,16 @@ One seed makes one run, always the same. ``pytest tests/sim --sim-seed N`` (or R
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
 
+import msgspec
 import pytest
 from plane_world import FAULT_KINDS, World
+from sim_checker import STANDSTILL
+
+from relax_rt.transport.versions import VersionTree
 
 RUNS, CHUNK = 1000, 50
 
@@ -47,3 +53,41 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, second, other = World(7).play(), World(7).play(), World(8).play()
     assert first.tell() == second.tell() != other.tell()
     assert first.broker.journal == second.broker.journal and first.kernel.now == second.kernel.now
+
+
+def test_what_is_remembered_does_not_grow_with_what_befell() -> None:
+    """Ten minutes of faults in one run: supervisor, registry and what head and nodes know of each other stay as large
+    as they were. Versions are remembered, one a step."""
+    world, sizes = World(2, faults_s=600.0, target=100_000, period_s=10.0), []
+    assert world.kind == "three hosts"
+    world.mix = {"kill": 4, "stop": 2, "hang": 1, "server stop": 1, "operator": 1, "node": 3}
+
+    def measure() -> None:
+        registry = world.servers["registry/0"]
+        parts = [world.agent.core, world.agent.head, getattr(registry, "core", None)]
+        parts += [limb.core for limb in world.limbs.values()]
+        sizes.append(sum(size(part) for part in parts))
+        world.kernel.after(20.0, measure)
+
+    world.kernel.after(100.0, measure)
+    world.play()
+    assert {kind for kind, _ in world.checker.findings} == {STANDSTILL}, "it has more to do than there is time"
+    assert world.happened["slot_exited"] > 300 and len(sizes) > 20
+    early, late = sorted(sizes[:10]), sorted(sizes[-10:])
+    assert late[5] < 1.3 * early[5]
+
+
+def size(what: Any, seen: set[int] | None = None) -> int:
+    """Things in it, and in what it consists of."""
+    seen = set() if seen is None else seen
+    if id(what) in seen or callable(what) or isinstance(what, (str, bytes, int, float)) or what is None:
+        return 0
+    seen.add(id(what))
+    if isinstance(what, Mapping):
+        return sum(1 + size(value, seen) for value in what.values())
+    if isinstance(what, (list, tuple, AbstractSet)) or type(what).__name__ == "deque":
+        return sum(1 + size(value, seen) for value in what)
+    if isinstance(what, msgspec.Struct):
+        return sum(size(getattr(what, name), seen) for name in what.__struct_fields__)
+    inside = {} if isinstance(what, VersionTree) else getattr(what, "__dict__", {})
+    return sum(size(value, seen) for value in inside.values())
