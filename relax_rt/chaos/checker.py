@@ -23,9 +23,12 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "staleness_held": (training.staleness_held, "samples"),
     "versions_grow": (training.versions_grow, "versions"),
     "checkpoint_stands": (training.checkpoint_stands, "checkpoints"),
+    "run_recovered": (processes.run_recovered, "run"),
     "nothing_left": (processes.nothing_left, "run"),
 }
 OF_TRAINING = {"steps_once", "trained_once", "trained_what_was_made", "staleness_held", "checkpoint_stands"}
+MUST_SEE = {"one_incarnation", "supervisor_sound"}
+MUST_SEE_OF_TRAINING = {"steps_once", "trained_once", "trained_what_was_made", "staleness_held", "versions_grow"}
 
 
 def check(evidence: Evidence) -> list[Finding]:
@@ -40,12 +43,7 @@ def breaches(findings: list[Finding]) -> list[Breach]:
 
 def _finding(name: str, judge: Check, of: str, evidence: Evidence) -> Finding:
     promise = (judge.__doc__ or "").strip().splitlines()[0]
-    why_not = ""
-    if name in OF_TRAINING and not evidence.steps:
-        why_not = "no training step is recorded"
-    elif name == "nothing_left" and not evidence.ended:
-        why_not = "the run goes on"
-    if why_not:
+    if why_not := _not_to_judge(name, evidence):
         return Finding(check=name, promise=promise, looked_at=0, of=of, why_not=why_not)
     looked_at, found = 0, list[Breach]()
     for one in judge(evidence):
@@ -53,4 +51,29 @@ def _finding(name: str, judge: Check, of: str, evidence: Evidence) -> Finding:
             found.append(one)
         else:
             looked_at += one
-    return Finding(check=name, promise=promise, looked_at=looked_at, of=of, breaches=found)
+    why_not = "" if looked_at or found else "nothing judged"
+    if why_not and _must_see(name, evidence):
+        found.append(Breach(name, f"nothing judged: the run has recorded no {of} that this check could look at"))
+    return Finding(check=name, promise=promise, looked_at=looked_at, of=of, breaches=found, why_not=why_not)
+
+
+def _not_to_judge(name: str, evidence: Evidence) -> str:
+    """Why a check does not apply; empty: it does."""
+    if name in OF_TRAINING and not evidence.steps:
+        return "no training step is recorded"
+    if name == "staleness_held" and evidence.max_staleness is None:
+        return "the job has no bound"
+    if name == "nothing_left" and not evidence.ended:
+        return "the run goes on"
+    if name == "run_recovered" and evidence.ended and evidence.status == "stopped":
+        return f"it was stopped at step {evidence.last_step}" if evidence.trains else "it was stopped"
+    if name == "run_recovered" and not evidence.ended and evidence.recovered is None:
+        return "nobody looked"
+    return ""
+
+
+def _must_see(name: str, evidence: Evidence) -> bool:
+    """A check that saw nothing where there had to be something has not been passed: the records are gone."""
+    if name in MUST_SEE_OF_TRAINING and evidence.trains and evidence.steps:
+        return evidence.complete or name not in ("staleness_held", "versions_grow")
+    return name in MUST_SEE and evidence.complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from relax_rt.chaos.findings import Checkpoint, Evidence, Write
 from relax_rt.events import read_events, segments
 from relax_rt.metrics import read_metrics
 from relax_rt.supervision import procfs
-from relax_rt.supervision.control import find_run
+from relax_rt.supervision.control import FoundRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUNNING, RunPaths, read_json
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.journal import Journal
@@ -21,6 +22,10 @@ from relax_rt.transport.ledger import Entry
 
 FIRST_SEGMENT = 1
 STATE_FILE = "relax_rt.json"
+SEGMENTS, SNAPSHOTS = "segment-*.log", "snapshot-*"
+JOURNAL_TRIES, JOURNAL_PAUSE_S = 20, 0.1
+END_TOLD_WITHIN_S = 10.0
+GONE = "gone without a word"
 
 
 def gather(run_dir: Path) -> Evidence:
@@ -29,9 +34,8 @@ def gather(run_dir: Path) -> Evidence:
     Raises:
         NoRun: the directory holds no run.
     """
-    run = find_run(run_dir)
-    status = str(run.record.get("status", ""))
-    ended = not run.alive and status not in RUNNING
+    run, ended, status = _how_it_is(run_dir)
+    has_journal, writes, journal_error = queue_writes(run_dir / "queue", patient=not ended)
     records: dict[str, list[dict[str, Any]]] = {"step": [], "made": [], "evaluation": []}
     for record in read_metrics(run_dir):
         if record.get("kind") in records:
@@ -43,13 +47,28 @@ def gather(run_dir: Path) -> Evidence:
         steps=records["step"],
         made=records["made"],
         evaluations=records["evaluation"],
-        writes=queue_writes(run_dir / "queue" / "journal"),
+        writes=writes,
+        has_journal=has_journal,
+        journal_error=journal_error,
         checkpoints=checkpoints(run_dir / "checkpoints"),
         ended=ended,
         status=status,
         leftovers=leftovers(run.paths) if ended else [],
         **job(read_json(run_dir / RESOLVED_CONFIG) or {}),
     )
+
+
+def _how_it_is(run_dir: Path) -> tuple[FoundRun, bool, str]:
+    """The run, whether it is over, and its status. The keeper of a dead agent has a moment to say what happened."""
+    end = time.monotonic() + END_TOLD_WITHIN_S
+    while True:
+        run = find_run(run_dir)
+        status = str(run.record.get("status", ""))
+        if run.alive or status not in RUNNING:
+            return run, not run.alive, status
+        if time.monotonic() > end:
+            return run, True, GONE
+        time.sleep(JOURNAL_PAUSE_S)
 
 
 def job(config: dict[str, Any]) -> dict[str, Any]:
@@ -79,20 +98,36 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return found
 
 
-def queue_writes(folder: Path) -> list[Write]:
-    """What the queue accepted, as far as its journal still has it. The journal is copied: reading it would mend it."""
-    if not folder.is_dir():
-        return []
+def queue_writes(folder: Path, *, patient: bool) -> tuple[bool, list[Write], str]:
+    """Whether there is a journal, what the queue accepted as far as it still has it, and why it cannot be read.
+
+    Args:
+        patient: the queue may be living and just have replaced a segment: look again.
+    """
+    if not any(folder.glob(SEGMENTS)):
+        return False, [], ""
+    why = ""
+    for _ in range(JOURNAL_TRIES if patient else 1):
+        try:
+            return True, _read_copy(folder), ""
+        except (OSError, RelaxError, msgspec.MsgspecError) as error:
+            why = str(error) or type(error).__name__
+            time.sleep(JOURNAL_PAUSE_S if patient else 0.0)
+    return True, [], why
+
+
+def _read_copy(folder: Path) -> list[Write]:
+    """Reading a journal would mend it: a copy is read."""
     decode = msgspec.msgpack.Decoder(Entry).decode
     with tempfile.TemporaryDirectory(prefix="relax-chaos-journal-") as copy:
+        for pattern in (SNAPSHOTS, SEGMENTS):
+            for path in sorted(folder.glob(pattern)):
+                shutil.copy(path, copy)
+        journal = Journal(Path(copy))
         try:
-            shutil.copytree(folder, copy, dirs_exist_ok=True)
-            journal = Journal(Path(copy))
             records = journal.recover().records
+        finally:
             journal.close()
-        except (OSError, RelaxError):
-            # A living queue may just have replaced a segment.
-            return []
         return [_write(decode(data)) for _, data in records]
 
 

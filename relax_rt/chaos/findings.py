@@ -44,7 +44,9 @@ class Evidence(msgspec.Struct, kw_only=True):
         evaluations: the evaluator's own.
         writes: what the queue's journal still holds.
         checkpoints: the folders there are.
+        has_journal: the queue has left one. journal_error: why it cannot be read.
         ended: the run is over. status: of run.json.
+        recovered: of a run that goes on: every slot is ready or has ended; None: nobody looked.
         target: steps of the job, batch: samples of a step, max_staleness: its bound; None for a job without them.
         leftovers: what of an ended run is still there.
     """
@@ -55,9 +57,12 @@ class Evidence(msgspec.Struct, kw_only=True):
     made: list[Event] = []
     evaluations: list[Event] = []
     writes: list[Write] = []
+    has_journal: bool = True
+    journal_error: str = ""
     checkpoints: list[Checkpoint] = []
     ended: bool = False
     status: str = ""
+    recovered: bool | None = None
     target: int | None = None
     batch: int | None = None
     max_staleness: float | None = None
@@ -71,6 +76,16 @@ class Evidence(msgspec.Struct, kw_only=True):
     def reached(self) -> bool:
         """The run ended with what it was for."""
         return self.ended and self.status == "finished"
+
+    @property
+    def trains(self) -> bool:
+        """Its job trains: steps, and what they were made of, are to be on record."""
+        return bool(self.target or self.batch)
+
+    @property
+    def last_step(self) -> int:
+        """The highest step on record."""
+        return max((int(record["step"]) for record in self.steps), default=0)
 
 
 class Breach(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ Found = Iterator[int | Breach]
 BACK_WITHIN_S = 60.0
 """A death this close to the end of the log may still be on its way to its restart."""
 EXIT_SEEN_WITHIN_S = 10.0
+QUEUE = "queue/0"
 
 
 def by_slot(found: list[Life]) -> dict[str, list[Life]]:
@@ -139,6 +140,7 @@ def late_writes(evidence: Evidence) -> Found:
     """Nothing that a fenced incarnation writes is accepted: by the registry, the queue, the checkpoint folder."""
     yield from _late_in_registry(evidence)
     yield from _late_in_queue(evidence)
+    yield from _journal_unread(evidence)
 
 
 def _late_in_registry(evidence: Evidence) -> Found:
@@ -155,24 +157,34 @@ def _late_in_registry(evidence: Evidence) -> Found:
                 yield Breach("late_writes", what, [line(n, evidence.events[n]) for n in (newest[slot][1], number)])
 
 
+def _journal_unread(evidence: Evidence) -> Found:
+    """A journal that cannot be read proves nothing, and the queue itself could not recover from it."""
+    if evidence.journal_error:
+        yield Breach("late_writes", f"the queue's journal cannot be read: {evidence.journal_error}")
+    elif not evidence.has_journal:
+        ready = [n for n, e in enumerate(evidence.events) if (e.get("kind"), e.get("slot")) == ("slot_ready", QUEUE)]
+        if ready:
+            yield Breach("late_writes", "the run had a queue, and no journal of it is there", evidence.lines(ready[:1]))
+
+
 def _late_in_queue(evidence: Evidence) -> Found:
     """The journal is the queue's own; who was fenced when is counted here anew."""
     newest: dict[str, int] = {}
     ended: dict[str, int] = {}
     for write in evidence.writes:
+        slot, _, epoch = write.who.rpartition("#")
+        if slot:
+            yield 1
+            why = f"epoch {newest[slot]} was heard before" if int(epoch) < newest.get(slot, 0) else ""
+            if write.who in ended:
+                why = f"it was gone at {ended[write.who]}"
+            if why:
+                shown = [f"journal {write.n}: {write.what} of {write.who}"]
+                yield Breach("late_writes", f"the queue accepted '{write.what}' of {write.who}: {why}", shown)
+            newest[slot] = max(newest.get(slot, 0), int(epoch))
+        # Last: a process may say itself that it goes.
         if write.what == "gone" and write.about:
             ended.setdefault(write.about, write.n)
-        slot, _, epoch = write.who.rpartition("#")
-        if not slot:
-            continue
-        yield 1
-        if int(epoch) < newest.get(slot, 0) or write.who in ended:
-            why = (
-                f"it was gone at {ended[write.who]}" if write.who in ended else f"epoch {newest[slot]} was heard before"
-            )
-            shown = [f"journal {write.n}: {write.what} of {write.who}"]
-            yield Breach("late_writes", f"the queue accepted '{write.what}' of {write.who}: {why}", shown)
-        newest[slot] = max(newest.get(slot, 0), int(epoch))
 
 
 def supervisor_sound(evidence: Evidence) -> Found:
@@ -182,6 +194,21 @@ def supervisor_sound(evidence: Evidence) -> Found:
             yield 1
         elif event.get("kind") == "supervisor_fault":
             yield Breach("supervisor_sound", str(event.get("error", "")), evidence.lines([number]))
+
+
+def run_recovered(evidence: Evidence) -> Found:
+    """The run reached its target, or it goes on and every slot has come back."""
+    yield 1
+    if not evidence.ended:
+        if not evidence.recovered:
+            exits = [n for n, e in enumerate(evidence.events) if e.get("kind") == "slot_exited"]
+            yield Breach(
+                "run_recovered", "the run goes on, and not every slot has come back", evidence.lines(exits[-3:])
+            )
+    elif evidence.status != "finished":
+        at = f" at step {evidence.last_step} of {evidence.target}" if evidence.target else ""
+        ends = [n for n, e in enumerate(evidence.events) if e.get("kind") in ("run_ended", "agent_died")]
+        yield Breach("run_recovered", f"the run ended as {evidence.status!r}{at}", evidence.lines(ends[-1:]))
 
 
 def nothing_left(evidence: Evidence) -> Found:

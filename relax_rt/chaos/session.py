@@ -86,7 +86,7 @@ def play(
             if now - looked >= LOOK_S:
                 looked, session.over = now, not control.find_run(run_dir).alive
             time.sleep(_pause(injector, by_time, began, fine=bool(by_step)))
-        session.recovered = _settle(run_dir, settle_s)
+        session.recovered = settled(run_dir, settle_s)
     except KeyboardInterrupt:
         session.interrupted = True
     finally:
@@ -113,7 +113,7 @@ def _pause(injector: Injector, by_time: Sequence[Strike], began: float, *, fine:
     return max(0.0, min(left_s, POLL_S if fine else LOOK_S))
 
 
-def _settle(run_dir: Path, settle_s: float) -> bool:
+def settled(run_dir: Path, settle_s: float) -> bool:
     """Wait until every slot is ready or has ended, and stays so for a moment. An ended run has settled."""
     end = time.monotonic() + settle_s
     since: float | None = None

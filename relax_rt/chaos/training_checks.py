@@ -82,9 +82,12 @@ def trained_what_was_made(evidence: Evidence) -> Found:
     for record in evidence.made:
         for key, digest, versions in record.get("samples", []):
             made.setdefault(key, []).append((digest, list(versions)))
-    if not made:
+    if not made and not evidence.trains:
         return
     for record in path_of(evidence.steps).values():
+        if (uneven := _uneven("trained_what_was_made", record, "keys", "digests", "versions")) is not None:
+            yield uneven
+            continue
         digests = record.get("digests", [])
         yield len(digests)
         for key, digest, versions in zip(record["keys"], digests, record["versions"], strict=True):
@@ -92,6 +95,15 @@ def trained_what_was_made(evidence: Evidence) -> Found:
                 what = f"sample {key} of step {record['step']} was never made like that by a rollout"
                 shown = [told(record), f"made: {made.get(key, 'no record')}", f"trained: {(digest, versions)}"]
                 yield Breach("trained_what_was_made", what, shown)
+
+
+def _uneven(check: str, record: Event, *columns: str) -> Breach | None:
+    """A record whose columns are not of one length tells of no sample which is which."""
+    sizes = {name: len(record.get(name, [])) for name in columns}
+    if len(set(sizes.values())) == 1:
+        return None
+    told_sizes = ", ".join(f"{size} {name}" for name, size in sizes.items())
+    return Breach(check, f"the record of step {record['step']} does not fit together: {told_sizes}", [told(record)])
 
 
 def commits(evidence: Evidence) -> dict[int, int]:
@@ -141,21 +153,30 @@ def staleness_held(evidence: Evidence) -> Found:
     tree = _Tree(evidence)
     for record in evidence.steps:
         recorded = record.get("staleness", [])
-        yield len(recorded)
         worst = max(recorded, default=0)
         if worst > bound:
             what = f"step {record['step']} trained on a sample of staleness {worst}, the bound is {bound:g}"
             yield Breach("staleness_held", what, [told(record)])
+        if (uneven := _uneven("staleness_held", record, "keys", "versions", "staleness")) is not None:
+            yield uneven
+            continue
         weights = int(record.get("trained_version", ROOT))
-        if weights not in tree.up:
+        if weights != ROOT and weights not in tree.up:
+            # Its commit may have been in a segment that is no longer kept; then nothing is said of these samples.
+            if tree.up and evidence.complete:
+                what = f"step {record['step']} was trained on weights of version {weights}, which was never committed"
+                yield Breach("staleness_held", what, [told(record)])
             continue
         for key, versions, said in zip(record["keys"], record["versions"], recorded, strict=True):
             known = [tree.distance(weights, v) for v in versions]
-            far = max((d for d in known if d is not None), default=None)
-            if None in known:
-                what = f"sample {key} of step {record['step']} has tokens of a version never committed: {versions}"
-                yield Breach("staleness_held", what, [told(record)])
-            elif far is not None and far > bound:
+            if None in known or not known:
+                if evidence.complete and tree.up:
+                    what = f"sample {key} of step {record['step']} has tokens of a version never committed: {versions}"
+                    yield Breach("staleness_held", what, [told(record)])
+                continue
+            yield 1
+            far = max(d for d in known if d is not None)
+            if far > bound:
                 what = f"sample {key} of step {record['step']} is {far} versions old, the bound is {bound:g}"
                 yield Breach("staleness_held", what, [told(record), f"told as {said}, versions {versions}"])
 

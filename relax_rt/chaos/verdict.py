@@ -39,24 +39,35 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ok: no promise was broken.
-        injected, withheld: faults by name.
+        recovered: of a run that goes on: every slot has come back; None: it has ended, or nobody looked.
+        left: strikes of the schedule that never fell, because the run ended before.
+        injected: faults by name. struck: by kind of role, how often each fault; kinds never struck are there too.
     """
 
     ok: bool
     status: str
     ended: bool
+    recovered: bool | None
+    left: int
     injected: dict[str, int]
+    struck: dict[str, dict[str, int]]
     withheld: int
     roles: list[RoleFigures]
     ettr: Ettr
     findings: list[Finding]
 
+    @property
+    def shown(self) -> bool:
+        """No promise was broken, and all that was to be done to the run was done."""
+        return self.ok and not self.left
 
-def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None) -> Verdict:
+
+def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, *, left: int = 0) -> Verdict:
     """The verdict on what is known of a run.
 
     Args:
         baseline: step records of an undisturbed run of the same config.
+        left: strikes that never fell.
     """
     findings = check(evidence)
     came_back = recoveries(evidence.events)
@@ -66,12 +77,26 @@ def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None) 
         ok=not breaches(findings),
         status=evidence.status,
         ended=evidence.ended,
+        recovered=None if evidence.ended else evidence.recovered,
+        left=left,
+        struck=struck(evidence),
         injected=dict(sorted(injected.items())),
         withheld=kinds["fault_withheld"],
         roles=role_figures(came_back),
         ettr=ettr(evidence.steps, baseline, disturbances(evidence, came_back)),
         findings=findings,
     )
+
+
+def struck(evidence: Evidence) -> dict[str, dict[str, int]]:
+    """How often which fault met each kind of role that the run had."""
+    roles = {str(e.get("slot")).partition("/")[0] for e in evidence.events if e.get("kind") == "slot_spawned"}
+    found: dict[str, Counter[str]] = {role: Counter() for role in sorted(roles)}
+    for event in evidence.events:
+        if event.get("kind") == "fault_injected" and event.get("slot"):
+            role = str(event["slot"]).partition("/")[0]
+            found.setdefault(role, Counter())[str(event.get("name"))] += 1
+    return {role: dict(sorted(counts.items())) for role, counts in found.items()}
 
 
 def role_figures(came_back: Sequence[Recovery]) -> list[RoleFigures]:
@@ -106,7 +131,7 @@ def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tupl
 
 def render(verdict: Verdict) -> str:
     """The verdict as text for people."""
-    lines = [_harm(verdict), *_recovery_table(verdict.roles), _ettr(verdict.ettr), ""]
+    lines = [_harm(verdict), *_struck(verdict), *_recovery_table(verdict.roles), _ettr(verdict.ettr), ""]
     for finding in verdict.findings:
         state = f"{len(finding.breaches)} BROKEN" if finding.breaches else "ok" if not finding.why_not else "-"
         about = finding.why_not or f"{finding.looked_at} {finding.of}"
@@ -116,14 +141,34 @@ def render(verdict: Verdict) -> str:
             lines += [f"{'':13}{event}" for event in breach.events]
         if len(finding.breaches) > MAX_SHOWN:
             lines.append(f"{'':11}and {len(finding.breaches) - MAX_SHOWN} more")
-    lines += ["", "verdict: every promise was kept" if verdict.ok else "verdict: promises were BROKEN"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _sentence(verdict)])
+
+
+def _sentence(verdict: Verdict) -> str:
+    if not verdict.ok:
+        return "verdict: promises were BROKEN"
+    if verdict.left:
+        return f"verdict: no promise was broken, but {verdict.left} strikes never fell: the run ended before"
+    return "verdict: every promise was kept"
+
+
+def _state(verdict: Verdict) -> str:
+    if verdict.ended:
+        return f"has ended: {verdict.status}"
+    return "goes on" + {True: ", every slot is back", False: ", NOT every slot is back", None: ""}[verdict.recovered]
 
 
 def _harm(verdict: Verdict) -> str:
     told = ", ".join(f"{n} x {name}" for name, n in verdict.injected.items()) or "none"
     withheld = f"; {verdict.withheld} withheld" if verdict.withheld else ""
-    return f"faults: {told}{withheld}; the run {'has ended: ' + verdict.status if verdict.ended else 'goes on'}"
+    return f"faults: {told}{withheld}; the run {_state(verdict)}"
+
+
+def _struck(verdict: Verdict) -> list[str]:
+    if not verdict.injected:
+        return []
+    told = [f"{role} {sum(counts.values())} ({counts.get('kill', 0)} kills)" for role, counts in verdict.struck.items()]
+    return [f"struck: {', '.join(told)}"]
 
 
 def _recovery_table(roles: Sequence[RoleFigures]) -> list[str]:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from relax_rt.chaos.schedule import Strike
     from relax_rt.config.schema import SupervisionTable
 
+SETTLE_S = 10.0
+"""A living run that is judged has so long to have all its slots back."""
+
 
 @app.command(group=STEER)
 def chaos(
@@ -63,7 +66,9 @@ def chaos(
         session = play(run_dir, injector, schedule, on_outcome=_tell)
     if wait_s and not session.interrupted:
         control.wait_ended(run_dir, wait_s)
-    return _judge(run_dir, baseline, as_json=json)
+    # Who interrupted it did not want the rest.
+    left = 0 if session.interrupted else session.left
+    return _judge(run_dir, baseline, left, as_json=json)
 
 
 def _may_be_harmed(run_dir: Path) -> list[str]:
@@ -162,13 +167,17 @@ def _show_schedule(schedule: list[Strike], seed: int, *, as_json: bool) -> None:
         say(f"  {fault.name:10} {fault.what}" + (f", {fault.seconds:g} s" if fault.seconds else ""))
 
 
-def _judge(run_dir: Path, baseline: Path | None, *, as_json: bool) -> int:
+def _judge(run_dir: Path, baseline: Path | None, left: int = 0, *, as_json: bool) -> int:
+    from msgspec.structs import replace
+
     from relax_rt.chaos.evidence import gather
+    from relax_rt.chaos.session import settled
     from relax_rt.chaos.verdict import judge, render
     from relax_rt.cli.display import say, show_json
     from relax_rt.metrics import read_metrics
 
     undisturbed = list(read_metrics(baseline, "step")) if baseline is not None else None
-    verdict = judge(gather(run_dir), undisturbed)
+    recovered = settled(run_dir, SETTLE_S)
+    verdict = judge(replace(gather(run_dir), recovered=recovered), undisturbed, left=left)
     show_json(verdict) if as_json else say(render(verdict))
-    return OK if verdict.ok else FAILED
+    return OK if verdict.shown else FAILED

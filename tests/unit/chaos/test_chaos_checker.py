@@ -151,6 +151,53 @@ def evaluated_other_weights(evidence: Evidence) -> None:
     evidence.evaluations[-1]["version"] = 4
 
 
+def failed(evidence: Evidence) -> None:
+    evidence.status, evidence.target = "failed", 100
+
+
+def died_without_a_word(evidence: Evidence) -> None:
+    evidence.status = "agent died"
+
+
+def slots_away(evidence: Evidence) -> None:
+    evidence.ended, evidence.status, evidence.recovered = False, "running", False
+
+
+def nobody_said_what_was_made(evidence: Evidence) -> None:
+    evidence.made.clear()
+
+
+def no_keys(evidence: Evidence) -> None:
+    for record in evidence.steps:
+        record["keys"] = record["digests"] = record["versions"] = record["staleness"] = []
+    evidence.batch = None
+
+
+def no_commit_told(evidence: Evidence) -> None:
+    evidence.events[:] = [e for e in evidence.events if not e["kind"].startswith("version_")]
+
+
+def unknown_weights(evidence: Evidence) -> None:
+    evidence.steps[-1]["trained_version"] = 77
+
+
+def lengths_differ(evidence: Evidence) -> None:
+    evidence.steps[-1]["versions"].pop()
+
+
+def staleness_of_one_is_missing(evidence: Evidence) -> None:
+    evidence.steps[-1]["staleness"].pop()
+
+
+def journal_gone(evidence: Evidence) -> None:
+    event(evidence, "slot_ready", slot="rollout/0")["slot"] = "queue/0"
+    evidence.writes, evidence.has_journal = [], False
+
+
+def journal_damaged(evidence: Evidence) -> None:
+    evidence.writes, evidence.journal_error = [], "record 3 is damaged"
+
+
 def something_left(evidence: Evidence) -> None:
     evidence.leftovers.append("process 13")
 
@@ -186,6 +233,19 @@ def something_left(evidence: Evidence) -> None:
         (no_final_checkpoint, "checkpoint_stands"),
         (checkpoint_of_other_weights, "checkpoint_stands"),
         (evaluated_other_weights, "checkpoint_stands"),
+        (failed, "run_recovered"),
+        (died_without_a_word, "run_recovered"),
+        (slots_away, "run_recovered"),
+        (nobody_said_what_was_made, "trained_what_was_made"),
+        (no_keys, "trained_once"),
+        (no_commit_told, "staleness_held"),
+        (no_commit_told, "versions_grow"),
+        (unknown_weights, "staleness_held"),
+        (lengths_differ, "staleness_held"),
+        (lengths_differ, "trained_what_was_made"),
+        (staleness_of_one_is_missing, "staleness_held"),
+        (journal_gone, "late_writes"),
+        (journal_damaged, "late_writes"),
         (something_left, "nothing_left"),
     ],
 )
@@ -195,7 +255,7 @@ def test_each_broken_promise_is_found_with_what_shows_it(doctor: Doctor, name: s
     found = [breach for breach in breaches(check(evidence)) if breach.check == name]
     assert found, breaches(check(evidence))
     assert all(breach.what for breach in found)
-    if name != "nothing_left":
+    if doctor not in (something_left, journal_damaged) and not found[0].what.startswith("nothing judged"):
         assert any(breach.events for breach in found)
 
 
@@ -214,12 +274,53 @@ def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
     assert breaches(check(evidence)) == []
 
 
+def test_a_process_may_tell_the_queue_itself_that_it_goes() -> None:
+    evidence = well()
+    evidence.writes.append(Write(9, "rollout/0#2", "gone", "rollout/0#2"))
+    assert breaches(check(evidence)) == []
+
+
 def test_epochs_of_several_slots_may_be_told_in_any_order() -> None:
     evidence = well()
     rollout, trainer = (event(evidence, "epoch_issued", slot=slot) for slot in ("rollout/0", "trainer/0"))
     a, b = evidence.events.index(rollout), evidence.events.index(trainer)
     evidence.events[a], evidence.events[b] = trainer, rollout
     assert breaches(check(evidence)) == []
+
+
+def test_three_of_a_hundred_steps_without_records_is_no_pass() -> None:
+    evidence = well()
+    evidence.status, evidence.target, evidence.steps = "failed", 100, evidence.steps[:3]
+    evidence.made, evidence.writes, evidence.has_journal = [], [], False
+    found = {breach.check for breach in breaches(check(evidence))}
+    assert found >= {"run_recovered", "trained_what_was_made"}
+
+
+def test_what_judged_nothing_says_so() -> None:
+    evidence = well()
+    evidence.events[:] = [e for e in evidence.events if e["kind"] != "fault_injected"]
+    (kills,) = [f for f in check(evidence) if f.check == "faults_seen"]
+    assert (kills.looked_at, kills.why_not, kills.breaches) == (0, "nothing judged", [])
+    assert {b.check for b in breaches(check(Evidence(events=[], ended=True, status="finished")))} == {
+        "one_incarnation",
+        "supervisor_sound",
+    }
+
+
+def test_samples_of_a_dropped_segment_are_not_counted_as_judged() -> None:
+    evidence = well()
+    (whole,) = [f for f in check(evidence) if f.check == "staleness_held"]
+    no_commit_told(evidence)
+    evidence.complete = False
+    (cut,) = [f for f in check(evidence) if f.check == "staleness_held"]
+    assert (whole.looked_at, cut.looked_at, cut.breaches) == (14, 0, [])
+
+
+def test_a_run_stopped_by_hand_is_not_asked_for_its_target() -> None:
+    evidence = well()
+    evidence.status, evidence.target = "stopped", 100
+    (end,) = [f for f in check(evidence) if f.check == "run_recovered"]
+    assert (end.why_not, end.breaches) == ("it was stopped at step 6", [])
 
 
 def test_a_run_that_goes_on_is_not_asked_for_its_end() -> None:

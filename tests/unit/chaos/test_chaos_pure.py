@@ -159,6 +159,9 @@ def test_the_verdict_tells_everything_in_words_and_as_data() -> None:
     good = judge(well())
     assert good.ok and good.injected == {"kill": 1}
     assert "every promise was kept" in render(good)
+    assert good.struck == {"registry": {}, "rollout": {}, "trainer": {"kill": 1}} and good.shown
+    short = judge(well(), left=3)
+    assert short.ok and not short.shown and "3 strikes never fell" in render(short)
     evidence = well()
     event(evidence, "version_committed", version=5)["epoch"] = 3
     bad = judge(evidence)
