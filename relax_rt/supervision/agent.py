@@ -53,6 +53,7 @@ from relax_rt.supervision.protocol import (
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
 from relax_rt.supervision.standin import KeeperWatch
+from relax_rt.supervision.starts import Attempt, Starts
 from relax_rt.transport.errors import Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import Server, make_hello
@@ -119,8 +120,8 @@ class Agent:
         self._core = Supervisor(specs, random.Random().random, [plan.rules(rules) for plan in plans], placer)
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
-        self._starts: dict[str, asyncio.Task[None]] = {}
-        self._called_off: dict[str, Diagnosis] = {}
+        self._starts = Starts()
+        self._under_way: dict[Attempt, asyncio.Task[list[tuple[Executor, StartOrder]]]] = {}
         self._lives: dict[str, _Life] = {}
         self._nodes: dict[str, str] = {}
         self._on_state = on_state
@@ -203,8 +204,8 @@ class Agent:
         """The core knows that whatever was there is gone; starts that no executor knows of are dropped unanswered."""
         for slot in [slot for slot, at in self._nodes.items() if at == node]:
             self._lives.pop(slot, None)
-            if (start := self._starts.pop(slot, None)) is not None:
-                start.cancel()
+            for attempt in self._starts.forget([slot]):
+                self._cancel(attempt)
 
     def _tell_running(self) -> None:
         if self._status == "starting" and all(view.state in ("ready", "ended") for view in self._core.view()):
@@ -249,37 +250,45 @@ class Agent:
             self._write_status("draining", reason=self._core.draining)
 
     def _begin(self, starts: Sequence[Start], gang: StartGang | None = None) -> None:
-        task = asyncio.create_task(self._start(starts, gang))
-        for start in starts:
-            self._starts[start.slot] = task
-            self._nodes[start.slot] = start.node
+        attempt = self._starts.begin(start.slot for start in starts)
+        self._nodes |= {start.slot: start.node for start in starts}
+        task = asyncio.create_task(self._orders(starts, gang))
+        self._under_way[attempt] = task
+        # Not in the task itself: one that is cancelled before its first step never gets to say so.
+        task.add_done_callback(lambda _: self._order(attempt))
 
-    async def _start(self, starts: Sequence[Start], gang: StartGang | None) -> None:
-        """Hand the orders over once the slots have their epochs; from then on their executors answer for them."""
-        slots = [start.slot for start in starts]
-        try:
-            epochs = [await self._notices.issue_epoch(slot) for slot in slots]
-            places = [None] * len(starts) if gang is None else await self._meet(gang)
-            orders = [
-                StartOrder(
-                    slot=start.slot,
-                    epoch=epoch,
-                    attempt=start.attempt,
-                    node=start.node,
-                    devices=list(start.devices),
-                    gang=place,
-                )
-                for start, epoch, place in zip(starts, epochs, places, strict=True)
-            ]
-            executors = [self._at(start.node) for start in starts]
-        except asyncio.CancelledError:
-            self._not_started(slots, "killed", "its start was called off")
-        except Exception as error:  # noqa: BLE001 whatever went wrong is the slots' diagnosis
-            self._not_started(slots, "unknown", f"cannot be started: {error!r}")
-        else:
-            for order, executor in zip(orders, executors, strict=True):
-                del self._starts[order.slot]
+    async def _orders(self, starts: Sequence[Start], gang: StartGang | None) -> list[tuple[Executor, StartOrder]]:
+        """The orders, once the slots have their epochs, and who is to carry them out."""
+        epochs = [await self._notices.issue_epoch(start.slot) for start in starts]
+        places = [None] * len(starts) if gang is None else await self._meet(gang)
+        orders = [
+            StartOrder(
+                slot=start.slot,
+                epoch=epoch,
+                attempt=start.attempt,
+                node=start.node,
+                devices=list(start.devices),
+                gang=place,
+            )
+            for start, epoch, place in zip(starts, epochs, places, strict=True)
+        ]
+        return [(self._at(order.node), order) for order in orders]
+
+    def _order(self, attempt: Attempt) -> None:
+        """Hand the orders over; from then on their executors answer for the slots."""
+        task = self._under_way.pop(attempt)
+        kind: Kind = "killed"
+        cause = "its start was called off"
+        if not task.cancelled() and (error := task.exception()) is not None:
+            kind, cause = "unknown", f"cannot be started: {error!r}"
+        elif not task.cancelled() and not attempt.broken:
+            orders = {order.slot: (executor, order) for executor, order in task.result()}
+            for slot, _ in self._starts.settle(attempt):
+                executor, order = orders[slot]
                 executor.start(order)
+            return
+        for slot, off in self._starts.settle(attempt):
+            self.on_event(SlotExited(slot, off or unspawned(slot, 0, kind, cause)))
 
     async def _meet(self, gang: StartGang) -> list[GangOrder]:
         """The ranks' places; the socket at which they meet listens when this returns."""
@@ -287,20 +296,18 @@ class Agent:
         at = await self._at(first.node).rendezvous(first.slot, gang.generation)
         return gang_orders(gang, at)
 
-    def _not_started(self, slots: Sequence[str], kind: Kind, cause: str) -> None:
-        for slot in slots:
-            if self._starts.pop(slot, None) is not None:
-                off = self._called_off.pop(slot, None)
-                self.on_event(SlotExited(slot, off or unspawned(slot, 0, kind, cause)))
-
     def _reach(self, off: Diagnosis) -> Executor | None:
         """Who can end the slot's process. A start that no executor knows of yet is called off here, with this
         diagnosis; a gang's as a whole."""
-        if off.slot not in self._starts:
+        if (attempt := self._starts.call_off(off)) is None:
             return self._executor(off.slot)
-        self._called_off[off.slot] = off
-        self._starts[off.slot].cancel()
+        self._cancel(attempt)
         return None
+
+    def _cancel(self, attempt: Attempt) -> None:
+        """It is settled in a later turn of the loop, or is being settled now."""
+        if (task := self._under_way.get(attempt)) is not None:
+            task.cancel()
 
     def _executor(self, slot: str) -> Executor | None:
         """None when its node is lost."""
