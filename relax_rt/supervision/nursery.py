@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ import msgspec
 from relax_rt.supervision.channel import control_pair
 from relax_rt.supervision.limits import Limits
 from relax_rt.supervision.zygote import (
+    GO,
     MAX_FDS,
     MAX_PACKET_BYTES,
     ROOM,
@@ -161,15 +163,24 @@ class ZygoteProcess:
         number = self._numbers
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
+        # Closed without a word if nothing comes of it: one that was forked and not told of then ends by itself.
+        gate, ours = os.pipe()
         try:
-            self._send(encode(msgspec.structs.replace(order, number=number)), fds)
+            try:
+                self._send(encode(msgspec.structs.replace(order, number=number)), [*fds, gate])
+            finally:
+                os.close(gate)
             # One that is at an import answers after it.
             async with asyncio.timeout(FORK_WAIT_S if self.ready else HEAVY_PATIENCE_S):
-                return await answer
+                pid = await answer
+            with suppress(BrokenPipeError):
+                os.write(ours, GO)
+            return pid
         except TimeoutError:
             self.kill("did not answer")
             raise NoZygote(f"{self} did not answer") from None
         finally:
+            os.close(ours)
             self._answers.pop(number, None)
 
     def _send(self, packet: bytes, fds: Sequence[int]) -> None:

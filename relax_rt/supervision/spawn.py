@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,20 +114,18 @@ class Spawner:
     async def _bear(self, launch: Launch) -> Born:
         loop = asyncio.get_running_loop()
         log_start = await loop.run_in_executor(self._thread, begin_log, launch)
-        ours, theirs = control_pair()
-        try:
-            with theirs, launch.log.open("ab", buffering=0) as log:
+        with launch.log.open("ab", buffering=0) as log:
+            # Each attempt has a channel of its own: what a failed one has left behind must not speak on ours.
+            with _channel() as (ours, theirs):
                 try:
-                    pid = await self._fork(launch, log.fileno(), theirs.fileno())
-                    return Born(pid, ours, log_start)
+                    return Born(await self._fork(launch, log.fileno(), theirs.fileno()), ours, log_start)
                 except NoZygote as error:
+                    ours.close()
                     if self.nursery is not None:
                         self._emit("spawned_plainly", slot=launch.slot, epoch=launch.epoch, reason=str(error))
+            with _channel() as (ours, theirs):
                 child = await loop.run_in_executor(self._thread, _popen, launch, theirs.fileno(), log)
                 return Born(child.pid, ours, log_start, child)
-        except BaseException:
-            ours.close()
-            raise
 
     async def _fork(self, launch: Launch, log: int, control: int) -> int:
         if self.nursery is None or launch.key is None:
@@ -190,6 +190,18 @@ class Spawner:
         self._thread.shutdown(wait=False)
         self._judges.shutdown(wait=False)
         self._kernel.close()
+
+
+@contextmanager
+def _channel() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A control channel: theirs is closed at the end, ours if no process came of it."""
+    ours, theirs = control_pair()
+    try:
+        with theirs:
+            yield ours, theirs
+    except BaseException:
+        ours.close()
+        raise
 
 
 def _popen(launch: Launch, control: int, log: BinaryIO) -> subprocess.Popen[bytes]:

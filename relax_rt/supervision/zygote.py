@@ -39,6 +39,8 @@ ROOM = "." * 640
 MAX_FDS = 16
 ADOPTION_POLL_MS = 20
 EXIT_ORPHANED = 70
+GO = b"1"
+"""What a forked process waits for before it does anything: the agent knows of it."""
 
 
 class PreloadMsg(msgspec.Struct, frozen=True, tag_field="t", tag="preload"):
@@ -50,7 +52,10 @@ class PreloadMsg(msgspec.Struct, frozen=True, tag_field="t", tag="preload"):
 
 
 class ForkMsg(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", tag="fork"):
-    """Fork a process. Its descriptors come along: its log, its control channel, and what else it is handed.
+    """Fork a process. Its descriptors come along: its log, its control channel, what else it is handed, and its gate.
+
+    The gate is a pipe from which the new process reads `GO` once the agent knows its pid. It ends at once if the pipe
+    is closed instead: the agent, who never heard of it, has started another one in its place.
 
     Attributes:
         number: names the request in the answer.
@@ -260,8 +265,8 @@ class Zygote:
             Reborn: in the new process.
         """
         reason = unfit()
-        if len(fds) != 1 + len(order.descriptors):
-            reason = reason or f"{len(fds)} descriptors came along, not {1 + len(order.descriptors)}"
+        if len(fds) != 2 + len(order.descriptors):
+            reason = reason or f"{len(fds)} descriptors came along, not {2 + len(order.descriptors)}"
         if reason:
             self._say(RefusedMsg(order.number, reason))
             return
@@ -300,18 +305,23 @@ class Reborn(BaseException):
         self.order, self.fds, self.helper = order, fds, helper
 
     def begin(self) -> int:
-        """Let go of what is the zygote's and take on what is our own; the control channel."""
+        """Let go of what is the zygote's and take on what is our own; the control channel. Does not return in one that
+        the agent does not know of."""
         os.setsid()
-        log, control, *_ = self.fds
+        log, *handed, gate = self.fds
+        control = handed[0]
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         await_adoption(self.helper)
+        if os.read(gate, len(GO)) != GO:
+            os._exit(EXIT_ORPHANED)
+        os.close(gate)
         order = self.order
         if order.what == "zygote":
             stamp(order.argv, {})
             return control
-        env = {**order.env, **dict(zip(order.descriptors, map(str, self.fds[1:]), strict=True))}
+        env = {**order.env, **dict(zip(order.descriptors, map(str, handed), strict=True))}
         fresh_environment(env)
         stamp(order.argv, {name: env[name] for name in ("RELAX_SLOT", "RELAX_EPOCH") if name in env})
         for problem in limits.apply(order.limits):

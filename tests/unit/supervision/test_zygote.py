@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent / "zygote_toys"))
 from zygote_world import KEY, RUN_ID, TOYS, WAIT_S, World
 
 from relax_rt.supervision import procfs, zygote
-from relax_rt.supervision.nursery import Birth, NoZygote, ZygoteKey
-from relax_rt.supervision.process import kill_strays
+from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.supervision.nursery import Birth, NoZygote, ZygoteKey, ZygoteProcess
+from relax_rt.supervision.process import Launch, kill_strays
+from relax_rt.supervision.zygote import FromZygote
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +126,65 @@ async def test_stopped_zygote_is_replaced(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("relax_rt.supervision.nursery.FORK_WAIT_S", WAIT_S)
         await world.until(lambda: len(world.told("zygote_ready", "heavy")) == 2)
         (await world.fork()).let_go()
+
+
+def unheard_of(monkeypatch: pytest.MonkeyPatch, died: list[ZygoteProcess]) -> None:
+    """The next zygote that has forked dies before it is heard."""
+    take = ZygoteProcess._take
+
+    def lose(self: ZygoteProcess, message: FromZygote) -> None:
+        if isinstance(message, zygote.ForkedMsg) and not died:
+            died.append(self)
+            self.kill("died between the fork and the word of it")
+        else:
+            take(self, message)
+
+    monkeypatch.setattr(ZygoteProcess, "_take", lose)
+
+
+async def test_fork_that_was_never_heard_of_ends_before_it_does_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with World(tmp_path) as world:
+        (await world.fork()).let_go()
+        world.log.write_text("")
+        died: list[ZygoteProcess] = []
+        unheard_of(monkeypatch, died)
+        with pytest.raises(NoZygote, match="died between the fork and the word of it"):
+            await world.fork()
+        assert died
+        await world.until(lambda: not set(procfs.children(os.getpid())) - world.nursery.pids)
+        assert world.log.read_text() == "", "the probe was not even called"
+
+
+async def test_process_that_is_spawned_after_a_fork_that_was_never_heard_of_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = "import os, socket; c = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD'])); c.recv(1)"
+    async with World(tmp_path) as world:
+        (await world.fork()).let_go()
+        died: list[ZygoteProcess] = []
+        unheard_of(monkeypatch, died)
+        end: asyncio.Future[Diagnosis] = asyncio.get_running_loop().create_future()
+        launch = Launch(
+            slot="toy/0",
+            epoch=7,
+            argv=[sys.executable, "-c", idle],
+            env={**os.environ, "RELAX_SLOT": "toy/0", "RELAX_EPOCH": "7"},
+            log=tmp_path / "toy.log",
+            key=KEY,
+            preload=("zygote_probe",),
+        )
+        role = await world.spawner.spawn(launch, lambda message: None, end.set_result)
+        assert died and [e["slot"] for e in world.events if e["kind"] == "spawned_plainly"] == ["toy/0"]
+
+        def bearers() -> set[int]:
+            return {pid for pid in procfs.children(os.getpid()) if procfs.has_environment(pid, "RELAX_SLOT=toy/0")}
+
+        await world.until(lambda: bearers() == {role.pid})
+        assert "probe is here" not in launch.log.read_text()
+        role.kill("killed", "enough")
+        assert (await end).pid == role.pid
 
 
 async def test_module_that_starts_a_thread_is_named_and_left_out(tmp_path: Path) -> None:
