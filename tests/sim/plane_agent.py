@@ -12,7 +12,7 @@ from plane_checker import LOST_NODE, TWO
 from plane_parts import CALL_S, Host, Process
 from plane_roles import Meeting, Role
 from sim_checker import UNEXPECTED
-from sim_kernel import Promise, Steps
+from sim_kernel import Promise, Steps, Thread
 
 from relax_rt.nodes.api import (
     BindSlot,
@@ -50,6 +50,7 @@ from relax_rt.supervision.protocol import (
     Stop,
     Tick,
 )
+from relax_rt.supervision.starts import Attempt, Starts
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import events as ev
@@ -183,10 +184,8 @@ class Agent(Process):
         self.remote: dict[str, RemoteExecutor] = {}
         if world.nodes:
             self.thread(self._keep_door())
-        self._starts: dict[str, int] = {}
-        self._start_n = 0
-        self._cancelled: set[int] = set()
-        self._called_off: dict[str, Diagnosis] = {}
+        self._starts = Starts()
+        self._under_way: dict[Attempt, Thread] = {}
         self._on_node: dict[str, str] = {}
         self._held: list[tuple[float, Seat, int, int, Callable[[Any], None]]] = []
         self._ended: dict[str, deque[Incarnation]] = {"registry/0": deque(), "queue/0": deque()}
@@ -224,9 +223,8 @@ class Agent(Process):
     def _forget_node(self, node: str) -> None:
         """The core knows that whatever was there is gone; starts that no executor knows of are dropped unanswered."""
         for slot in [slot for slot, at in self._on_node.items() if at == node]:
-            n = self._starts.pop(slot, None)
-            if n is not None:
-                self._cancel(n)
+            for attempt in self._starts.forget([slot]):
+                self._cancel(attempt)
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -253,40 +251,45 @@ class Agent(Process):
             self.let_go()
 
     def _begin(self, starts: Sequence[Start], gang: StartGang | None) -> None:
-        self._start_n += 1
-        for start in starts:
-            self._starts[start.slot] = self._start_n
-            self._on_node[start.slot] = start.node
-        self.thread(self._start(self._start_n, starts, gang))
+        attempt = self._starts.begin(start.slot for start in starts)
+        self._on_node |= {start.slot: start.node for start in starts}
+        self._under_way[attempt] = self.thread(self._orders(attempt, starts, gang))
 
-    def _start(self, n: int, starts: Sequence[Start], gang: StartGang | None) -> Steps:
-        slots = [start.slot for start in starts]
+    def _orders(self, attempt: Attempt, starts: Sequence[Start], gang: StartGang | None) -> Steps:
+        """What is ordered once the slots have their epochs."""
         epochs = []
-        for slot in slots:
+        for start in starts:
             epoch = 0
-            if slot != "registry/0":
-                epoch = yield from self.ask("registry/0", "issue_epoch", slot)
+            if start.slot != "registry/0":
+                epoch = yield from self.ask("registry/0", "issue_epoch", start.slot)
             epochs.append(epoch)
-        places: Sequence[Any] = [None] * len(starts)
+        places: list[Any] = [None] * len(starts)
         if gang is not None:
             at = yield from self._meet(gang)
-            if at is not None:
-                places = gang_orders(gang, at)
-                self.world.meetings[at] = Meeting(gang.generation, len(starts))
-        executors = [self.executor(start.node) for start in starts]
-        if n in self._cancelled:
-            return
-        if None in executors or (gang is not None and None in places):
-            for slot in slots:
-                self._not_started(slot, "unknown", "cannot be started")
+            if at is None:
+                self._order(attempt, [])
+                return
+            places = list(gang_orders(gang, at))
+            self.world.meetings[at] = Meeting(gang.generation, len(starts))
+        orders = [
+            StartOrder(slot=start.slot, epoch=epoch, attempt=start.attempt, node=start.node, gang=place)
+            for start, epoch, place in zip(starts, epochs, places, strict=True)
+        ]
+        self._order(attempt, orders if all(self.executor(start.node) for start in starts) else [])
+
+    def _order(self, attempt: Attempt, orders: Sequence[StartOrder], cause: str = "cannot be started") -> None:
+        """Hand the orders over; without any, the slots' starts have failed or were called off."""
+        self._under_way.pop(attempt, None)
+        if not orders or attempt.broken:
+            for slot, off in self._starts.settle(attempt):
+                self.on_event(SlotExited(slot, off or unspawned(slot, "unknown", cause)))
             return
         self.world.gangs += 1
-        for start, epoch, place, executor in zip(starts, epochs, places, executors, strict=True):
-            del self._starts[start.slot]
-            order = StartOrder(slot=start.slot, epoch=epoch, attempt=start.attempt, node=start.node, gang=place)
-            self.world.gang_of[str(Incarnation(start.slot, epoch))] = self.world.gangs
-            assert executor is not None
-            executor.start(order)
+        by_slot = {order.slot: order for order in orders}
+        for slot, _ in self._starts.settle(attempt):
+            order = by_slot[slot]
+            self.world.gang_of[str(Incarnation(slot, order.epoch))] = self.world.gangs
+            self.executor(order.node).start(order)
         self.let_go()
 
     def _meet(self, gang: StartGang) -> Steps:
@@ -302,29 +305,19 @@ class Agent(Process):
         self.later(3.0, lambda: box.promise.settle(None))
         return (yield box.promise)
 
-    def _call_off(self, why: Diagnosis) -> bool:
+    def _call_off(self, off: Diagnosis) -> bool:
         """A start that no executor knows of yet ends here; a gang's as a whole."""
-        n = self._starts.get(why.slot)
-        if n is None:
-            return False
-        self._called_off[why.slot] = why
-        self._cancel(n)
-        return True
+        attempt = self._starts.call_off(off)
+        if attempt is not None:
+            self._cancel(attempt)
+        return attempt is not None
 
-    def _cancel(self, n: int) -> None:
+    def _cancel(self, attempt: Attempt) -> None:
         """As a task that is cancelled: it ends in a later turn of the loop."""
-
-        def ended() -> None:
-            for slot in [slot for slot, other in self._starts.items() if other == n]:
-                self._not_started(slot, "killed", "its start was called off")
-
-        self._cancelled.add(n)
-        self.later(0.0, ended)
-
-    def _not_started(self, slot: str, kind: str, cause: str) -> None:
-        if self._starts.pop(slot, None) is not None:
-            off = self._called_off.pop(slot, None)
-            self.on_event(SlotExited(slot, off or unspawned(slot, kind, cause)))
+        thread = self._under_way.get(attempt)
+        if thread is not None:
+            thread.kill()
+            self.later(0.0, lambda: self._order(attempt, [], "its start was called off"))
 
     def _tick(self) -> Steps:
         while True:

@@ -106,12 +106,15 @@ class Process:
     def __str__(self) -> str:
         return self.name
 
-    def thread(self, steps: Steps, ended: Callable[[], None] = lambda: None) -> None:
+    def thread(self, steps: Steps, ended: Callable[[], None] = lambda: None) -> Thread:
+        thread = Thread(self.world.kernel, steps, ended)
         if self.alive:
-            thread = Thread(self.world.kernel, steps, ended)
             thread.resumes_at = self.stopped_until
             self._threads = [t for t in self._threads if t.alive]
             self._threads.append(thread)
+        else:
+            thread.kill()
+        return thread
 
     def take(self, call: Callable[[], None]) -> None:
         """A message has come; it waits while the process is stopped."""
