@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from relax_rt.chaos.injector import Injector, Outcome
 from relax_rt.chaos.schedule import Strike
@@ -24,13 +26,14 @@ class Session(msgspec.Struct, kw_only=True):
     """What came of it.
 
     Attributes:
-        outcomes: of each strike that fell due. left: strikes that never did.
+        outcomes: of each strike that fell due. left: strikes that never did. deferred: how often one was put off.
         over: the run ended meanwhile. recovered: every slot was ready or had ended, at the end.
         interrupted: somebody wanted it to stop.
     """
 
     outcomes: list[Outcome] = []
     left: int = 0
+    deferred: int = 0
     over: bool = False
     recovered: bool = False
     interrupted: bool = False
@@ -62,12 +65,14 @@ def play(
     strikes: Sequence[Strike],
     *,
     settle_s: float = 60.0,
+    defer: bool = False,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Session:
     """Carry a schedule out on a living run, until its end or the run's.
 
     Args:
         settle_s: how long the run may take to recover after the last strike.
+        defer: a strike by step that is withheld falls at the next step instead.
     """
     began = time.monotonic()
     session = Session()
@@ -82,7 +87,11 @@ def play(
             while by_time and by_time[0].at_s <= now - began:
                 _strike(injector, by_time.pop(0), session, on_outcome)
             if by_step and by_step[0].at_step <= steps.look():
-                _strike(injector, by_step.pop(0), session, on_outcome)
+                strike = by_step.pop(0)
+                if _strike(injector, strike, session, on_outcome).withheld and defer:
+                    session.deferred += 1
+                    # Behind those of its new step: they were drawn for it.
+                    insort(by_step, replace(strike, at_step=steps.step + 1), key=lambda s: s.at_step)
             if now - looked >= LOOK_S:
                 looked, session.over = now, not control.find_run(run_dir).alive
             time.sleep(_pause(injector, by_time, began, fine=bool(by_step)))
@@ -98,10 +107,11 @@ def play(
     return session
 
 
-def _strike(injector: Injector, strike: Strike, session: Session, on_outcome: Callable[[Outcome], None]) -> None:
+def _strike(injector: Injector, strike: Strike, session: Session, on_outcome: Callable[[Outcome], None]) -> Outcome:
     outcome = injector.strike(strike)
     session.outcomes.append(outcome)
     on_outcome(outcome)
+    return outcome
 
 
 def _pause(injector: Injector, by_time: Sequence[Strike], began: float, *, fine: bool) -> float:

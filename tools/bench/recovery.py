@@ -3,11 +3,13 @@
     python tools/bench/recovery.py [--quick] [--json] [--only toys,tiny,smollm,ettr,up,ray]
 
 Each row is p50 and p99 (200 kills and more; else the maximum) of: the kill until the kernel has ended the process (its
-memory is given back first: that is no business of ours), from then until the exit stands in the event log, from the
-kill until a replacement is ready (the wait before a first restart, up to 0.1 s, included), until its first new work;
-and how long the others stood still. ETTR is undisturbed ÷ disturbed wall-clock to the same step, both measured here,
-checkpoints included, with faults in 10% of the steps and roles drawn uniformly. Beside it Ray, with `make peer-env` or
-RELAX_PEER_PYTHON: ray.init, eight actors, an actor with the same imports killed with SIGKILL until it answers again.
+memory is given back first: that is no business of ours), from then, and from the kill, until the exit stands in the
+event log (a negative time: the agent saw it before this program did), from the kill until a replacement is ready (the
+wait before a first restart, up to 0.1 s, included), until its first new work; and how long the others stood still. ETTR
+is undisturbed ÷ disturbed wall-clock to the same step, both measured here, checkpoints included, with faults in 10% of
+the steps and roles drawn uniformly; it holds only if so many were carried out: one that finds no process falls a step
+later. Beside it Ray, with `make peer-env` or RELAX_PEER_PYTHON: ray.init, eight actors, an actor with the same imports
+killed with SIGKILL until it answers again.
 """
 
 from __future__ import annotations
@@ -64,13 +66,16 @@ def rows_of(slot: str, killed: Sequence[cases.Killed], model: str) -> list[dict[
     """The rows of one kind of role."""
     role = slot.partition("/")[0]
     what = f"{role} ({model})"
-    trivial = role in ("idler", "registry", "queue")
+    trivial = role in ("idler", "registry", "queue", "reward")
     goals = {"ready": TRIVIAL_S if trivial else None}
     if role == "trainer" and model != "tiny":
         goals["ready"] = TRAINER_S
     found = []
-    for name, goal in (("process ended", None), ("exit seen after that", DETECTED_S)):
-        values = [one.ended_s if goal is None else one.seen_s for one in killed]
+    for name, goal, values in (
+        ("process ended", None, [one.ended_s for one in killed]),
+        ("exit seen after that", DETECTED_S, [one.seen_s for one in killed]),
+        ("exit seen after the kill", None, [s for one in killed if (s := one.recovery.exited_s) is not None]),
+    ):
         which, value = worst(values)
         found.append(row(f"{what}: {name}, {which}", value, goal, p50=over(values).get("p50"), n=len(values)))
     for name, title in (("ready", "replacement ready"), ("worked", "first new work")):
@@ -81,11 +86,12 @@ def rows_of(slot: str, killed: Sequence[cases.Killed], model: str) -> list[dict[
     stood = [one.still for one in killed if one.still is not None]
     if stood and role != "trainer":
         which, value = worst(stood)
-        found.append(row(f"{what}: training stood still, {which}", value, p50=over(stood).get("p50"), n=len(stood)))
+        name, p50 = f"{what}: training stood still, {which}", over(stood).get("p50")
+        found.append(row(name, value, p50=p50, n=len(stood), not_measured=len(killed) - len(stood)))
     if role == "trainer":
-        idle = [one.rollouts_idle for one in killed]
+        idle = [one.rollouts_idle for one in killed if one.rollouts_idle is not None]
         which, value = worst(idle)
-        # The agent's state is looked at every 0.05 s: one look is nothing.
+        # The queue is asked every 0.05 s: two looks are nothing.
         found.append(row(f"{what}: rollouts idle but for the bound, {which}", value, 0.1, n=len(idle)))
     return found
 
@@ -95,8 +101,17 @@ def ettr_rows(trained: cases.Trained) -> list[dict[str, Any]]:
     found = trained.ettr
     cost = (found.disturbed_s - found.undisturbed_s) / trained.faults if trained.faults and found.value else None
     title = f"ETTR, {trained.faults} faults in {trained.steps} steps of {trained.step_s:.2f} s"
-    first = row(title, found.value, ETTR_GOAL, better="higher", unit="share", by_role=trained.by_role, why=found.why)
-    return [first, row("  wall-clock that one fault costs, mean", cost)]
+    short = trained.faults < trained.wanted
+    why = f"only {trained.faults} of {trained.wanted} faults were carried out" if short else found.why
+    first = row(title, found.value, ETTR_GOAL, better="higher", unit="share", by_role=trained.by_role, why=why)
+    first["holds"] = bool(first["holds"]) and not short
+    return [
+        first | {"faults": trained.faults, "wanted": trained.wanted, "deferred": trained.deferred},
+        row("  strikes put off a step, as their slot had no process", trained.deferred, unit="strikes"),
+        row("  wall-clock that one fault costs, mean", cost),
+        row("  checkpoints a step, undisturbed", trained.checkpoint_s[0]),
+        row("  checkpoints a step, disturbed", trained.checkpoint_s[1]),
+    ]
 
 
 def ray_rows(kills: int) -> list[dict[str, Any]]:

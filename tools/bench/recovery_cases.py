@@ -26,17 +26,20 @@ from relax_rt.chaos.injector import Injector
 from relax_rt.chaos.schedule import Strike, by_steps
 from relax_rt.chaos.session import play
 from relax_rt.chaos.timeline import Recovery, recoveries
+from relax_rt.events import read_events
 from relax_rt.metrics import read_metrics
 from relax_rt.registry.api import RegistryApi
 from relax_rt.supervision.api import RunStatus
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.api import QueueApi, QueueStats
 from relax_rt.transport.rpc import Client, make_hello
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parent.parent / "tests/tiny_job/roles.toml"
 QUICKSTART = HERE.parent.parent / "examples/quickstart/roles.toml"
+QUEUE = "queue/0"
 BACK_WITHIN_S = 120.0
 LOOK_S = 0.05
 STEP_WITHIN_S = 20.0
@@ -71,7 +74,8 @@ dir = "{dir}"
 [roles.idler]
 count = 8
 """
-BY_THE_BOUND = ("bound", "admission", "the end of the run")
+MADE_WITHIN_S = 0.1
+"""A rollout that has made nothing for so long, and might have, is idle."""
 
 
 class Killed(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,15 +84,17 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ended_s: from the kill until the kernel had ended the process, as seen here by pidfd.
         seen_s: from then until its exit stood in the event log.
-        still: how long training stood still beyond its usual pause between two steps.
-        rollouts_idle: of rollouts, for other reasons than the staleness bound, while the slot was away.
+            Negative if the agent saw it first.
+        still: how long training stood still beyond its usual pause between two steps; None: no step came before.
+        rollouts_idle: how long the rollouts made nothing although the queue had room for a group, while the slot was
+            away, on average; None: there are none.
     """
 
     recovery: Recovery
     ended_s: float
     seen_s: float
     still: float | None = None
-    rollouts_idle: float = 0.0
+    rollouts_idle: float | None = None
 
 
 def kills(run: ToyRun, injector: Injector, slot: str, count: int, seed: int) -> Iterator[Killed]:
@@ -128,17 +134,16 @@ class End:
 
 def _follow(run: ToyRun, slot: str, at: dict[str, Any], seen: int, end: End) -> Killed:
     """Watch until the slot works again."""
-    idle = 0.0
-    looked = time.monotonic()
+    looks: list[Look] = []
+    stats = Asking(run.status(), QUEUE)
+    group = int((read_json(run.run_dir / RESOLVED_CONFIG) or {}).get("algorithm", {}).get("group_size", 1))
     probe = Probe(run.status(), slot)
     answered: list[float] = []
 
     def back() -> bool:
-        nonlocal idle, looked
         now = time.monotonic()
-        if now - looked >= LOOK_S:
-            idle += (now - looked) * _idle_rollouts(run.status(), slot)
-            looked = now
+        if slot.startswith("trainer/") and (not looks or now - looks[-1].at >= LOOK_S):
+            looks.append(_look(run.status(), slot, stats, group))
         found = [e for e in run.poll()[seen:] if e["kind"] == "slot_exited" and e["slot"] == slot]
         if found and probe.api is not None and not answered and probe.answers():
             answered.append(time.monotonic() - at["m"])
@@ -149,13 +154,16 @@ def _follow(run: ToyRun, slot: str, at: dict[str, Any], seen: int, end: End) -> 
         run.until(f"{slot} to work again", back, BACK_WITHIN_S)
     finally:
         probe.close()
+        stats.close()
     one = _recovery(run, at)
     one.worked_s = one.worked_s if one.worked_s is not None else (answered or [None])[0]  # type: ignore[list-item]
     end.close()
     assert one.exited_s is not None
     ended_s = end.at - at["m"]
-    seen_s = max(0.0, one.exited_s - ended_s)
-    return Killed(recovery=one, ended_s=ended_s, seen_s=seen_s, still=_still(run, at, one), rollouts_idle=idle)
+    seen_s = one.exited_s - ended_s
+    back_m = at["m"] + max(one.worked_s or 0.0, one.ready_s or 0.0)
+    idle = idle_s(looks, _made_at(run.run_dir, at["m"]), at["m"], back_m)
+    return Killed(recovery=one, ended_s=ended_s, seen_s=seen_s, still=_still(run, at["m"], back_m), rollouts_idle=idle)
 
 
 def _recovery(run: ToyRun, at: dict[str, Any]) -> Recovery:
@@ -169,29 +177,107 @@ def _state(status: RunStatus | None, slot: str) -> str:
     return next((s.state for s in status.slots if s.slot == slot), "") if status is not None else ""
 
 
-def _idle_rollouts(status: RunStatus | None, killed: str) -> float:
-    """Share of the other rollouts that wait for something that is not the bound."""
-    if status is None:
-        return 0.0
-    others = [s for s in status.slots if s.kind == "rollout" and s.slot != killed]
-    waits = [s for s in others if s.waiting and not any(word in s.waiting for word in BY_THE_BOUND)]
-    return len(waits) / len(others) if others else 0.0
+class Look(msgspec.Struct, frozen=True):
+    """The rollouts' counters at a moment, and whether the queue had no room for another group, by its own count."""
+
+    at: float
+    progress: dict[str, int]
+    full: bool
 
 
-def _still(run: ToyRun, at: dict[str, Any], one: Recovery) -> float | None:
-    """The longest pause between two steps from the kill until it was over, less the usual one."""
-    begin, end = at["m"], at["m"] + max(one.worked_s or 0.0, one.ready_s or 0.0)
+class Asking:
+    """One connection to a system role that is asked again and again."""
+
+    def __init__(self, status: RunStatus | None, slot: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._client: Client | None = None
+        address = next((s.address for s in status.slots if s.slot == slot), "") if status is not None else ""
+        if status is not None and address:
+            self._client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+
+    def stats(self) -> QueueStats | None:
+        """The queue's numbers; None when it does not answer."""
+        if self._client is None:
+            return None
+        try:
+            bound = self._client.bind(QueueApi, timeout_s=PROBE_TIMEOUT_S)
+            return self._loop.run_until_complete(bound.stats())
+        except RelaxError:
+            return None
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._client is not None:
+            self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+
+def _look(status: RunStatus | None, killed: str, queue: Asking, group: int) -> Look:
+    slots = status.slots if status is not None else []
+    progress = {s.slot: s.progress for s in slots if s.kind == "rollout" and s.slot != killed}
+    stats = queue.stats()
+    # A queue that does not answer is no excuse.
+    full = stats is not None and stats.outstanding + group > stats.bound
+    return Look(time.monotonic(), progress, full)
+
+
+def _made_at(run_dir: Path, since: float) -> dict[str, list[float]]:
+    """When each rollout told that it had made something."""
+    found: dict[str, list[float]] = {}
+    for record in read_metrics(run_dir, "made"):
+        if record["m"] >= since - 10.0:
+            found.setdefault(str(record["slot"]), []).append(float(record["m"]))
+    return found
+
+
+def idle_s(looks: Sequence[Look], made: dict[str, list[float]], begin: float, end: float) -> float | None:
+    """Time in which rollouts made nothing although the queue had room, mean over them; None without rollouts.
+
+    A rollout tells of what it made at once, and counts its tokens every two seconds: where it told of nothing, but its
+    counter grew, it was at work on something long.
+    """
+    slots = {slot for look in looks for slot in look.progress}
+    if not slots or len(looks) < 2:
+        return None
+    idle = 0.0
+    for slot in slots:
+        told, counted = made.get(slot, []), [(look.at, look.progress.get(slot, 0)) for look in looks]
+        grew = [at for (_, before), (at, now) in itertools.pairwise(counted) if now > before]
+        for a, b in itertools.pairwise(looks):
+            begun, over = max(a.at, begin), min(b.at, end)
+            if over <= begun or a.full or b.full or any(begun - MADE_WITHIN_S <= m <= over for m in told):
+                continue
+            after = next((at for at in grew if at >= over), None)
+            before = max((at for at in grew if at <= begun), default=looks[0].at)
+            if after is not None and not any(before <= m <= after for m in told):
+                continue
+            idle += over - begun
+    return idle / len(slots)
+
+
+def _still(run: ToyRun, begin: float, end: float) -> float | None:
+    """How long training stood still, from the step records; waits for the first step after the recovery."""
     limit = time.monotonic() + STEP_WITHIN_S
     times: list[float] = []
     while time.monotonic() < limit and (not times or times[-1] < end):
         time.sleep(LOOK_S)
         times = [r["m"] for r in read_metrics(run.run_dir, "step")][-400:]
-    gaps = [(a, b) for a, b in itertools.pairwise(times)]
+    return stood_still(times, begin, end, time.monotonic())
+
+
+def stood_still(times: Sequence[float], begin: float, end: float, now: float) -> float | None:
+    """The longest pause between two steps that touches [begin, end], less the usual one; None: no two steps before.
+
+    A pause that has not ended counts as long as it is by now: it is the worst of all.
+    """
+    gaps = list(itertools.pairwise(times))
     usual = sorted(b - a for a, b in gaps if b < begin)
-    around = [b - a for a, b in gaps if b > begin and a < end]
-    if not usual or not around:
+    if not usual:
         return None
-    return max(0.0, max(around) - usual[len(usual) // 2])
+    if times[-1] < end:
+        gaps.append((times[-1], now))
+    around = [b - a for a, b in gaps if b > begin and a < end]
+    return max(0.0, max(around, default=0.0) - usual[len(usual) // 2])
 
 
 class Probe:
@@ -262,11 +348,21 @@ def _one_by_one(run: ToyRun, slots: Sequence[str], count: int, seed: int) -> dic
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """Undisturbed and disturbed training of the same config. step_s: median time of an undisturbed step."""
+    """Undisturbed and disturbed training of the same config.
+
+    Attributes:
+        step_s: median time of an undisturbed step.
+        checkpoint_s: spent in checkpoints a step, undisturbed and disturbed.
+        faults: carried out. wanted: so many there were to be. deferred: how often one fell a step later, because its
+            slot had no process just then.
+    """
 
     ettr: Ettr
     step_s: float
+    checkpoint_s: tuple[float, float]
     faults: int
+    wanted: int
+    deferred: int
     steps: int
     by_role: dict[str, float]
 
@@ -288,11 +384,14 @@ def trained_under_faults(folder: Path, steps: int, prompts: int, share: float, s
         _to_its_end(quiet)
     baseline = list(read_metrics(quiet.run_dir, "step"))
     harmed = ToyRun(_made(folder / "disturbed"), TINY, overrides)
+    wanted = max(1, round(share * steps))
     with harmed:
         slots = roles_named("", [s.slot for s in harmed.ready().slots])
-        schedule = by_steps(seed, share, 2, steps - 1, [FAULTS["kill"]], slots)
+        # The last steps are for what is deferred.
+        last = max(2 + wanted, steps - 1 - max(2, steps // 20))
+        schedule = by_steps(seed, min(1.0, wanted / (last - 1)), 2, last, [FAULTS["kill"]], slots)
         with Injector(harmed.run_dir, seed) as injector:
-            session = play(harmed.run_dir, injector, schedule, settle_s=0.0)
+            session = play(harmed.run_dir, injector, schedule, settle_s=0.0, defer=True)
         _to_its_end(harmed)
     found = ettr(list(read_metrics(harmed.run_dir, "step")), baseline, [])
     gaps = sorted(b["m"] - a["m"] for a, b in itertools.pairwise(baseline))
@@ -300,8 +399,21 @@ def trained_under_faults(folder: Path, steps: int, prompts: int, share: float, s
     for one in session.outcomes:
         role = one.strike.slot.partition("/")[0]
         by_role[role] = by_role.get(role, 0) + (not one.withheld)
-    done = sum(not one.withheld for one in session.outcomes)
-    return Trained(ettr=found, step_s=gaps[len(gaps) // 2], faults=done, steps=steps, by_role=by_role)
+    return Trained(
+        ettr=found,
+        step_s=gaps[len(gaps) // 2],
+        checkpoint_s=(_checkpoint_s(quiet, steps), _checkpoint_s(harmed, steps)),
+        faults=sum(not one.withheld for one in session.outcomes),
+        wanted=wanted,
+        deferred=session.deferred,
+        steps=steps,
+        by_role=by_role,
+    )
+
+
+def _checkpoint_s(run: ToyRun, steps: int) -> float:
+    """Time in checkpoints, a step."""
+    return sum(float(e.get("seconds", 0.0)) for e in read_events(run.run_dir) if e["kind"] == "checkpoint") / steps
 
 
 def _to_its_end(run: ToyRun) -> None:
