@@ -95,7 +95,10 @@ class Mailbox:
 
     def __init__(self, actor: Actor) -> None:
         self.at_work = 0
+        self.given = 0
+        """Streams at work whose last item is with the consumer: it is he who has not asked for the next."""
         self.done = 0
+        """Calls that have ended and items that were made."""
         self._actor = actor
         self._closed = False
         self._turn = asyncio.Semaphore(type(actor).max_concurrency)
@@ -114,7 +117,7 @@ class Mailbox:
                 if self.done != reported:
                     ctx.progress.advance(self.done - reported)
                     reported = self.done
-                if (now := "" if self.at_work else IDLE) != waiting:
+                if (now := "" if self.at_work > self.given else IDLE) != waiting:
                     ctx.progress.waiting(now)
                     waiting = now
                 await asyncio.wait({stop}, timeout=REPORT_EVERY_S)
@@ -164,7 +167,12 @@ class Mailbox:
             items = handler(*args, **kwargs)
             try:
                 async for item in items:
-                    yield item
+                    self.done += 1
+                    self.given += 1
+                    try:
+                        yield item
+                    finally:
+                        self.given -= 1
             except Retiring as error:
                 raise _passed_on(error) from error
             finally:

@@ -156,3 +156,36 @@ async def test_items_beyond_the_credit_end_the_connection(tmp_path: pathlib.Path
             await asyncio.sleep(0.01)
     await client.close()
     server.close()
+
+
+async def test_each_item_is_progress(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is longer than the watchdog's patience is not taken for a hang."""
+    monkeypatch.setattr("relax_rt.actors.actor.REPORT_EVERY_S", 0.01)
+    async with living(f"unix://{tmp_path}/j.sock") as (actor, real), directory({"judge/0": real}) as known:
+        items = known.actor("judge/0", Judge).count(6, wait_at=5)
+        for n in range(5):
+            assert await anext(items) == n
+        await eventually(lambda: actor.ctx.advanced == 5)
+        # It makes the next one: that is work, and may hang.
+        await eventually(lambda: actor.ctx.waits[-1] == "")
+        await items.aclose()  # type: ignore[attr-defined]
+        await eventually(lambda: actor.ctx.waits[-1] == "calls")
+
+
+async def test_a_slow_consumer_does_not_make_its_producer_look_hung(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_rt.actors.actor.REPORT_EVERY_S", 0.01)
+    async with living(f"unix://{tmp_path}/j.sock") as (actor, real), directory({"judge/0": real}) as known:
+        judge = known.actor("judge/0", Judge)
+        items = judge.with_options(window=2).count(10)
+        assert await anext(items) == 0
+        await eventually(lambda: len(actor.made) == 3)
+        await eventually(lambda: actor.ctx.waits[-1] == "calls")
+        # A call that hangs beside it is seen.
+        call = asyncio.create_task(judge.hold())
+        await eventually(lambda: actor.ctx.waits[-1] == "")
+        actor.release.set()
+        await call
+        assert [i async for i in items] == list(range(1, 10))
+        await eventually(lambda: actor.ctx.waits[-1] == "calls" and actor._mailbox.given == actor._mailbox.at_work == 0)
