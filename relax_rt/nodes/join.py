@@ -113,11 +113,14 @@ class Joiner:
         self._wish, self._say = wish, say
         self._keys = curve_keys(wish.key)
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._orphan = 0
         self._asked = 0
 
     def run(self) -> int:
         """See `join`."""
         clean_stale_runs()
+        # An agent whose keeper was killed becomes our child.
+        procfs.become_subreaper()
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while True:
@@ -134,7 +137,9 @@ class Joiner:
 
     def _signalled(self, number: int, _frame: object) -> None:
         self._asked += 1
-        if self._keeper is not None and number == signal.SIGTERM:
+        if self._orphan:
+            os.kill(self._orphan, number)
+        elif self._keeper is not None and number == signal.SIGTERM:
             # Ctrl-C goes to the whole group of the terminal by itself.
             self._keeper.send_signal(number)
 
@@ -185,11 +190,15 @@ class Joiner:
             raise
         try:
             self._say(f"joined run {joined.seat.run_id} as {joined.seat.node}; logs in {paths.logs}")
-            code = self._keep(paths, held)
+            code, left = self._keep(paths, held)
         finally:
             paths.remove_private()
             os.close(held)
         end = read_end(paths.run_dir, str(joined.seat))
+        if left:
+            # Not a word of leaving: the head waits for the lease, and what is left is fenced by its epochs.
+            self._say(f"these processes of the run could not be killed: {', '.join(map(str, left))}")
+            return end or End(seat=str(joined.seat), over=True, exit_code=1, reason="what is left cannot be killed")
         if end is not None and end.over:
             if end.exit_code == 2:
                 asyncio.run(self._take_leave(joined.seat, end.reason))
@@ -228,20 +237,41 @@ class Joiner:
             raise
         return paths, held
 
-    def _keep(self, paths: RunPaths, held: int) -> int:
-        """Start keeper and agent, and wait for their end."""
+    def _keep(self, paths: RunPaths, held: int) -> tuple[int, list[int]]:
+        """Start keeper and agent, and wait until nothing of them lives; answers with the exit code and with what would
+        not die."""
         keeper = [sys.executable, "-m", "relax_rt.supervision.keeper"]
         names = ["--run-id", paths.run_id, "--run-dir", str(paths.run_dir)]
         command = [*keeper, *names, "--", sys.executable, "-m", "relax_rt.nodes", *names]
         env = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
         os.set_inheritable(held, True)
+        others = procfs.descendants(os.getpid())
         self._keeper = subprocess.Popen(command, env=env, pass_fds=[held], preexec_fn=_end_with_parent)
         try:
             if self._asked:
                 self._keeper.send_signal(signal.SIGTERM)
-            return self._keeper.wait()
+            code = self._keeper.wait()
+            for pid in procfs.children(os.getpid()):
+                if pid not in others and _is_agent(pid):
+                    # The keeper was killed, which is not the end: the agent has a stand-in by now, and goes on.
+                    code = self._outlast(pid)
         finally:
             self._keeper = None
+        left = procfs.kill_until_none(
+            lambda: (procfs.descendants(os.getpid()) - others) | procfs.members_of_run(paths.run_id), reap=True
+        )
+        return code, left
+
+    def _outlast(self, agent: int) -> int:
+        """Wait for an agent that is our own child."""
+        self._orphan = agent
+        try:
+            # Reaped only once signals are no longer handed on: its pid is its own until then.
+            os.waitid(os.P_PID, agent, os.WEXITED | os.WNOWAIT)
+        finally:
+            self._orphan = 0
+        code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        return code if code >= 0 else 128 - code
 
     async def _take_leave(self, seat: Seat, reason: str) -> None:
         """Tell the head that nothing is left of this seat, if it can be told."""
@@ -255,6 +285,14 @@ class Joiner:
 def _end_with_parent() -> None:
     """When the process of `up --join` is killed, the keeper ends this node's part in order."""
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _is_agent(pid: int) -> bool:
+    """Whether a process is a node's agent, or about to become one."""
+    try:
+        return b"relax_rt.nodes" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def own_name() -> str:

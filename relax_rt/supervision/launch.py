@@ -6,12 +6,12 @@ import fcntl
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import config_digest, load_config, write_resolved
@@ -54,20 +54,18 @@ def up(
     overrides: Sequence[str] = (),
     *,
     screen: str = "",
-    replace: bool = True,
     system: Sequence[str] = SYSTEM_ROLES,
-) -> int:
-    """Bring a run up and stay with it to its end; answers with its exit code.
+) -> NoReturn:
+    """Bring a run up: this process turns into its keeper, and does not return.
 
-    Exit codes: 0 finished, or stopped by `down`; 1 failed; 2 a role found its configuration wrong; 130 Ctrl-C,
-    143 SIGTERM, 129 the terminal was closed; 137 the agent was killed.
+    Exit codes of the keeper: 0 finished, or stopped by `down`; 1 failed; 2 a role found its configuration wrong; 130
+    Ctrl-C, 143 SIGTERM, 129 the terminal was closed; 137 the agent was killed.
 
     Args:
         config_path: roles.toml.
         overrides: ``a.b=c`` pairs put over it.
         screen: ``module:function``; the agent calls it with (config, run_dir) and hands each RunStatus to what it
             makes, whose `close` it calls at the end.
-        replace: turn this process into the keeper (it does not return); otherwise start the keeper below it.
         system: the system roles; empty for a supervised tree on its own.
 
     Raises:
@@ -76,15 +74,9 @@ def up(
     run = prepare(load_config(config_path, list(overrides)), config_path, overrides, system)
     command = _command(run, screen, system)
     try:
-        if replace:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.execv(sys.executable, command)
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            return subprocess.run(command, pass_fds=[run.lock_fd], check=False).returncode
-        finally:
-            signal.signal(signal.SIGINT, before)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, command)
     finally:
         run.give_up()
 

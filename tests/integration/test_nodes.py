@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live_nodes import FILE_TOYS, Far, has_room, nodes_table, slots, spread, two_hosts
+from live_nodes import FILE_TOYS, LEASE_S, Far, has_room, nodes_table, slots, spread, two_hosts
 from live_run import TOYS, LiveRun, until
 from netns import Nodes, cut, mend
 
@@ -71,6 +71,35 @@ def test_a_killed_agent_costs_its_slots_which_start_on_the_head_and_the_node_com
         end = run.event("slot_exited", slot="echo/0")
         assert end["diagnosis"]["kind"] == "node_lost"
         assert run.event("echoed", nth=1)["answer"].endswith("on head: hello")
+        assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
+
+
+def test_a_killed_keeper_costs_nothing(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
+        there = spread(run)
+        agent = far.agent_pid
+        os.kill(far.keeper_pid, signal.SIGKILL)
+        until("a stand-in", lambda: [e for e in run.poll() if e["kind"] == "keeper_started"])
+        # Longer than the lease: the head would have given the node up.
+        time.sleep(3 * LEASE_S)
+        assert {name: slots(run)[name].pid for name in there} == {name: slot.pid for name, slot in there.items()}
+        assert all(slots(run)[name].state == "ready" for name in there) and far.agent_pid == agent
+        assert not [e for e in run.poll() if e["kind"] in ("node_lost", "node_left", "slot_exited")]
+        # And it can still be asked to leave.
+        far.process.terminate()
+        assert far.ends() == 0 and far.left() == []
+        assert run.event("node_left", node="b")["slots"] == []
+
+
+def test_keeper_and_agent_killed_at_once_leave_nothing(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
+        there = spread(run)
+        left = far.paths
+        pids = (far.keeper_pid, far.agent_pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert sorted(run.event("node_left", node="b")["slots"]) == sorted(there)
+        assert procfs.members_of_run(left.run_id) == set() and not left.socket_dir.exists()
         assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
 
 
@@ -179,10 +208,8 @@ def test_another_key_gets_nothing_and_is_told_so(tmp_path: Path, nodes: Nodes) -
     with run:
         run.ready("worker/0")
         (tmp_path / "other").mkdir()
-        began = time.monotonic()
         stranger = Far(run, nodes.second, make_key(tmp_path / "other"), wait_s=2.0).start()
         assert stranger.ends() == 1
-        assert time.monotonic() - began < 20
         said = stranger.output.read_text()
         assert "is it this run's key?" in said, said
         assert not [e for e in run.poll() if e["kind"] == "node_joined"]
