@@ -42,6 +42,7 @@ FAULT_KINDS = (
     "operator",
     "partition",
 )
+KINDS = ("one host", "two hosts", "three hosts", "one host", "doomed", "three hosts")
 STORY = 80
 LIMITS = QueueLimits(lease_s=4.0, quarantine_after=100, keep_steps=1000)
 STATE_S = {"requested": 6.0, "starting": 6.0, "hung": 0.2, "stopping": 2.0, "killing": 12.0, "backoff": 12.0}
@@ -113,7 +114,7 @@ class World:
 
     def _shape(self, seed: int, rng: Any) -> None:
         """What kind of run it is."""
-        self.kind = ("one host", "two hosts", "three hosts", "one host", "doomed", "three hosts")[seed % 6]
+        self.kind = KINDS[seed % len(KINDS)]
         self.nodes = {"two hosts": ["b"], "three hosts": ["b", "c"]}.get(self.kind, [])
         self.head_node = "head" if self.nodes else ""
         # A gang of two on one host or spread, and with a place to go to when a host is lost, or without.
