@@ -229,7 +229,7 @@ class Joiner:
                 node=joined.seat.node,
                 head=taken.head,
                 started_at=time.time(),
-                **dict.fromkeys(("exit_code", "reason", "agent")),
+                **dict.fromkeys(("exit_code", "reason", "agent", "ended_at")),
             )
         except BaseException:
             paths.remove_private()

@@ -37,6 +37,11 @@ class FoundRun(msgspec.Struct, frozen=True):
     alive: bool
     record: dict[str, Any]
 
+    @property
+    def joined(self) -> bool:
+        """It is another machine's run, of which a part lives here: its agent answers only the roles of this node."""
+        return self.alive and self.record["status"] == "joined"
+
 
 def find_run(run_dir: Path) -> FoundRun:
     """The newest run of a run directory, alive or ended.
@@ -60,7 +65,7 @@ def status(run_dir: Path) -> RunStatus:
         Unreachable: the agent lives but does not answer.
     """
     run = find_run(run_dir)
-    if run.alive:
+    if run.alive and not run.joined:
         try:
             return _ask(run, lambda agent: agent.status())
         except Unreachable:
@@ -155,6 +160,12 @@ def _end(run_dir: Path, call: Callable[[AgentApi], Awaitable[None]], wait_s: flo
 
 def _living(run_dir: Path) -> FoundRun:
     run = find_run(run_dir)
+    if run.joined:
+        raise NoRun(
+            f"no run is led from {run_dir}",
+            why=f"it belongs to node {run.record.get('node')!r} of a run at {run.record.get('head')}",
+            hint="ask the head, in its own run directory",
+        )
     if not run.alive:
         final = _final(run)
         raise NoRun(
@@ -173,9 +184,9 @@ def _final(run: FoundRun) -> RunStatus:
         "run_id": run.paths.run_id,
         "name": record.get("name", ""),
         "run_dir": str(run.paths.run_dir),
-        "status": "agent died" if state in RUNNING else state,
+        "status": "agent died" if state in RUNNING and not run.joined else state,
         "reason": record.get("reason") or "",
-        "exit_code": record.get("exit_code") if record.get("exit_code") is not None else 1,
+        "exit_code": record.get("exit_code") if record.get("exit_code") is not None or run.joined else 1,
         "diagnosis": record.get("diagnosis"),
         "first": record.get("first"),
     }

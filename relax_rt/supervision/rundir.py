@@ -24,8 +24,8 @@ SHM_ROOT = Path("/dev/shm")
 PREFIX = "relax-"
 FRESH_S = 60.0
 
-RUNNING = ("starting", "running", "draining")
-"""Values of `status` in run.json while an agent owns the run; all others are final."""
+RUNNING = ("starting", "running", "draining", "joined")
+"""Values of `status` in run.json while an agent owns the run, or this node's part of it; all others are final."""
 
 
 def slot_file(slot: str, suffix: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from live_nodes import FILE_TOYS, LEASE_S, Far, has_room, nodes_table, slots, spread, two_hosts
-from live_run import TOYS, LiveRun, until
+from live_run import TOYS, WAIT_S, LiveRun, environment, until
 from netns import Nodes, cut, mend
 
 from relax_rt.nodes.keys import make_key
@@ -72,6 +74,26 @@ def test_a_killed_agent_costs_its_slots_which_start_on_the_head_and_the_node_com
         assert end["diagnosis"]["kind"] == "node_lost"
         assert run.event("echoed", nth=1)["answer"].endswith("on head: hello")
         assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
+
+
+def test_a_program_connects_by_the_directory_of_a_joined_node(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, APART) as (run, far):
+        run.ready("echo/0", "caller/0")
+        for run_dir in (run.run_dir, far.run_dir):
+            # By unix sockets of that host, and from it by tcp.
+            code = f"from node_toys import ask; ask({str(run_dir)!r})"
+            where = nodes.second if run_dir == far.run_dir else nodes.first
+            asked = subprocess.run(
+                [*where, sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=WAIT_S
+            )
+            assert asked.stdout.startswith(f"{run.record['run_id']} echo/0"), asked.stderr
+            assert asked.stdout.endswith("on b: hello\n"), asked.stdout
+        assert control.status(far.run_dir).status == "joined"
+        with pytest.raises(control.NoRun, match="ask the head"):
+            control.stop(far.run_dir)
+        os.kill(far.agent_pid, signal.SIGKILL)
+        died = '"agent_died"'
+        until("its keeper says so", lambda: died in (far.run_dir / "events" / "current.jsonl").read_text())
 
 
 def test_a_killed_keeper_costs_nothing(tmp_path: Path, nodes: Nodes) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from supervision_toys import Toy, ToyJob
 
+from relax_rt import discovery
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.queue.client import QueueClient
@@ -27,6 +29,16 @@ class Echo(Toy):
 
     async def echo(self, text: str) -> str:
         return f"{self.ctx.who} on {self.ctx.node}: {text}"  # type: ignore[attr-defined]
+
+
+def ask(run_dir: str) -> None:
+    """Call echo/0 from a program that is no role; the run is found by a directory."""
+
+    async def call() -> None:
+        async with discovery.connect(run_dir) as run:
+            sys.stdout.write(f"{run.run_id} {await run.actor('echo/0', EchoApi).echo('hello')}\n")
+
+    asyncio.run(call())
 
 
 class Caller(Toy):
