@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-from typing import TextIO
+from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
 
+class LossyStream:
+    """A stream of log lines that must not take down who writes them: what cannot be written (disk full) is counted in
+    `lost`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost = 0
+
+    def write(self, text: str) -> int:
+        """Write; answers as if it had been written."""
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError):
+            self.lost += 1
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.lost += 1
+
+
+def open_log(path: Path) -> TextIO:
+    """A log file to append to. Without a buffer, so that its close has nothing left to write."""
+    return io.TextIOWrapper(path.open("ab", buffering=0), errors="backslashreplace", write_through=True)
+
+
 def setup_logging(level: str = "info", stream: TextIO | None = None) -> None:
-    """Log lines (time, level, event, key=value) to a stream, stderr if none; libraries' own loggers from warning on."""
-    stream = stream or sys.stderr
+    """Log lines (time, level, event, key=value) to a stream, stderr if none; libraries' own loggers from warning on.
+    Lines that cannot be written are lost, see LossyStream."""
+    stream = cast(TextIO, LossyStream(stream or sys.stderr))
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(
         level=max(number, logging.WARNING),

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from relax_rt.config.loader import read_resolved
-from relax_rt.logs import setup_logging
+from relax_rt.logs import open_log, setup_logging
 from relax_rt.nodes.agent import NodeAgent
 from relax_rt.nodes.seat import End, read_keys, read_seat, write_end
 from relax_rt.supervision.plan import plan_roles
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     paths = RunPaths(options.run_id, options.run_dir)
     paths.logs.mkdir(parents=True, exist_ok=True)
-    with paths.log("agent").open("a", buffering=1) as log:
+    with open_log(paths.log("agent")) as log:
         setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"), log)
         return run(paths, options.keeper_pid)
 

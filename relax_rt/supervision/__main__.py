@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,7 +17,7 @@ import structlog
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
-from relax_rt.logs import setup_logging
+from relax_rt.logs import open_log, setup_logging
 from relax_rt.supervision.agent import run_agent
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.plan import plan_roles
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     paths = RunPaths(options.run_id, options.run_dir)
     paths.logs.mkdir(parents=True, exist_ok=True)
-    with paths.log("agent").open("a", buffering=1) as log:
+    with open_log(paths.log("agent")) as log:
         setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"), log)
         config = read_resolved(paths.run_dir / RESOLVED_CONFIG)
         plans = plan_roles(config, [kind for kind in options.system.split(",") if kind])
@@ -45,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         done = run_agent(config, paths, plans, keeper_pid=options.keeper_pid, on_state=screen)
         lines = [*_finish_job(config, paths.run_dir), *describe(done)]
         if screen is None:
-            sys.stderr.write("\n".join(lines) + "\n")
+            # It may be a file on a full disk; the exit code must still be the run's.
+            with suppress(OSError):
+                sys.stderr.write("\n".join(lines) + "\n")
         else:
             screen.close(lines)
     return done.exit_code

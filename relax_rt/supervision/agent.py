@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,7 +156,13 @@ class Agent:
         self._events.emit(
             "run_started", run_id=self.paths.run_id, pid=os.getpid(), slots=[view.slot for view in self._core.view()]
         )
-        background = [asyncio.create_task(work()) for work in (self._tick, self._housekeeping, self._show)]
+        background = [
+            asyncio.create_task(self._tick(), name="the clock"),
+            asyncio.create_task(self._housekeeping(), name="housekeeping"),
+            asyncio.create_task(self._show(), name="the screen"),
+        ]
+        for task in background:
+            task.add_done_callback(self._work_ended)
         self.post(RunStarted())
         try:
             done = await self._done
@@ -164,6 +171,15 @@ class Agent:
                 task.cancel()
         await self._close(server, door, done)
         return done
+
+    def _work_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its clock or its housekeeping an agent would only seem to watch over its roles."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
+        self._log.error("supervisor fault", error=fault, exc_info=error)
+        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
+        self.post(KillRequested(f"fault of the supervisor: {fault}"))
 
     def post(self, event: Event) -> None:
         """Feed the core and carry out what it answers."""

@@ -123,3 +123,34 @@ def test_logs_are_bounded(tmp_path: Path) -> None:
         os.write(fd, b"after the rotation\n")
         os.close(fd)
         assert log.read_text().endswith("after the rotation\n")
+
+
+def test_agent_whose_log_cannot_be_written_goes_on(tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "agent.log").symlink_to("/dev/full")
+    with LiveRun(tmp_path, "[roles.worker]", "[supervision.restart]\nbackoff_max_s = 0.1\n") as run:
+        run.ready("worker/0")
+        os.kill(run.pid("worker/0"), signal.SIGKILL)
+        run.event("slot_ready", slot="worker/0", nth=1)
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and run.left() == []
+
+
+BROKEN = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "relax_rt.supervision"]:
+    from relax_rt.supervision.agent import Agent
+    async def break_down(self): raise ZeroDivisionError("broken")
+    Agent._housekeeping = break_down
+"""
+
+
+def test_agent_whose_own_work_breaks_ends_the_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LiveRun(tmp_path, "[roles.worker]") as run:
+        assert run.ends() == 1
+        cause = "housekeeping has failed: ZeroDivisionError: broken"
+        assert run.record["reason"] == f"fault of the supervisor: {cause}" and run.left() == []
+        assert "break_down" in run.event("supervisor_fault", error=cause)["trace"]
