@@ -283,7 +283,7 @@ class NodeAgent:
 
     async def _close(self, server: Server, follower: EventFollower, end: End) -> None:
         self._keeper.close()
-        await self._local.close()
+        left = await self._local.close()
         await server.close()
         self._events.emit("node_ended", node=self.seat.node, node_epoch=self.seat.epoch, reason=end.reason)
         with suppress(TimeoutError, RelaxError):
@@ -291,7 +291,9 @@ class NodeAgent:
                 await self._tell_events(follower)
                 if end.over:
                     await self._send()
-                await self._head.leave(self.seat, end.reason)
+                if not left:
+                    # To leave is to say that nothing of the run lives here; else the head waits for the lease.
+                    await self._head.leave(self.seat, end.reason)
         await self._client.close()
         follower.close()
         self._events.close()

@@ -33,10 +33,12 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "node_lost": ("error", "node {node} is lost: {reason}"),
     "node_fenced": ("warning", "node {node} is fenced: {reason}"),
     "fault_injected": ("warning", "fault '{name}' is injected into {slot} by {by} (seed {seed})"),
+    "fault_failed": ("warning", "a fault in {slot} was not carried out: {why}"),
     "fault_ended": ("plain", "fault '{name}' in {slot} is over"),
     "zygote_died": ("warning", "a zygote died: {reason}"),
     "supervisor_fault": ("error", "fault of the supervisor: {error}"),
     "keeper_died": ("warning", "the keeper died; another takes its place"),
+    "unkillable": ("error", "these processes could not be killed: {pids}"),
     "agent_died": ("error", "the node agent died: {cause}"),
 }
 """Events that are told as they are, with the fields they carry."""

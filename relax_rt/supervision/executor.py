@@ -110,7 +110,7 @@ class Executor(Protocol):
             OSError: no port can be bound.
         """
 
-    async def close(self) -> None:
+    async def close(self) -> object:
         """End whatever still runs on the node."""
 
 

@@ -140,16 +140,26 @@ class LocalExecutor:
         self._listeners[slot] = listener
         return Rendezvous(self._host, listener.getsockname()[1])
 
-    async def close(self) -> None:
-        """See Executor. Helpers are left alone."""
+    async def close(self) -> list[int]:
+        """See Executor. Helpers are left alone.
+
+        Returns:
+            What lives on although it was killed.
+        """
         for task in self._starts.values():
             task.cancel()
         for slot in list(self._listeners):
             self._forget_listener(slot)
         await self._spawner.aclose()
         mine = {*self._helpers, os.getpid()}
-        await asyncio.to_thread(procfs.kill_until_none, lambda: procfs.descendants(os.getpid()) - mine, reap=True)
+        left = await asyncio.to_thread(
+            procfs.kill_until_none, lambda: procfs.descendants(os.getpid()) - mine, reap=True
+        )
         self._spawner.close()
+        if left:
+            self._log.error("processes of the run could not be killed", pids=left)
+            self._emit("unkillable", pids=left, node=self.node)
+        return left
 
     async def helper(self, argv: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Start a process of the run that is no role; `helper_gone` must follow once it was waited for."""
