@@ -36,6 +36,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "fault_failed": ("warning", "a fault in {slot} was not carried out: {why}"),
     "fault_ended": ("plain", "fault '{name}' in {slot} is over"),
     "zygote_died": ("warning", "a zygote died: {reason}"),
+    "zygote_given_up": ("warning", "roles are no longer forked from a zygote: {reason}"),
     "supervisor_fault": ("error", "fault of the supervisor: {error}"),
     "keeper_died": ("warning", "the keeper died; another takes its place"),
     "unkillable": ("error", "these processes could not be killed: {pids}"),

@@ -52,6 +52,8 @@ FORK_WAIT_S = 5.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.1, 10.0
 STEADY_S = 60.0
 """A zygote that lived so long starts again without delay."""
+LIGHT_TRIES = 3
+"""A light zygote that was unfit for forks so often is given up: what it imports does not change."""
 
 Say = Callable[..., None]
 """Appends to the event log: say(kind, **fields)."""
@@ -132,7 +134,8 @@ class ZygoteProcess:
         self.began = time.monotonic()
         self.loaded: set[str] = set()
         self.ready = self.gone = False
-        self.end = self.unfit = ""
+        self.end = ""
+        self.unfit: UnfitMsg | None = None
         self._bell, self._child, self._control = bell, child, control
         self._pidfd = os.pidfd_open(pid)
         self._answers: dict[int, asyncio.Future[int]] = {}
@@ -225,7 +228,7 @@ class ZygoteProcess:
                 self.ready = True
                 self._bell.ring()
             case UnfitMsg(module=module, reason=reason):
-                self.unfit = module
+                self.unfit = message
                 self.end = f"nothing can be forked any more after {module or 'its imports'}: {reason}"
             case ForkedMsg(number=number, pid=pid):
                 if (answer := self._answers.get(number)) is not None and not answer.done():
@@ -266,14 +269,26 @@ class ZygoteProcess:
 
 
 class Kept:
-    """One zygote that is to be there: started, and started again after its death, with back-off.
+    """One zygote that is to be there: started, and started again after its death, with back-off. It is given up when
+    it is found unfit for forks again and again, with nothing that the next one could leave out.
 
     Args:
         begin: starts one and gives it its first order.
+        tries: so many may be unfit before it is given up.
+        learn: takes what made one unfit; whether the next one leaves it out.
     """
 
-    def __init__(self, name: str, begin: Callable[[], Awaitable[ZygoteProcess]], bell: Bell, say: Say) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], Awaitable[ZygoteProcess]],
+        bell: Bell,
+        say: Say,
+        *,
+        tries: int,
+        learn: Callable[[UnfitMsg], bool] = lambda unfit: False,
+    ) -> None:
+        self.name, self._tries, self._learn = name, tries, learn
         self.now: ZygoteProcess | None = None
         self.absent = ""
         """Why there is none and none is being started; empty while there is one or it is on its way."""
@@ -299,21 +314,30 @@ class Kept:
             await self._bell.until(lambda: zygote.gone, FORK_WAIT_S)
 
     async def _keep(self) -> None:
-        backoff_s = 0.0
+        backoff_s, left = 0.0, self._tries
         while True:
             began = time.monotonic()
             self.absent = reason = ""
-            unfit = False
+            learnt = False
             try:
                 zygote = self.now = await self._begin()
                 await self._live(zygote)
-                reason, unfit = zygote.end, bool(zygote.unfit)
+                reason = zygote.end
+                if zygote.unfit is not None:
+                    learnt = self._learn(zygote.unfit)
+                    left -= not learnt
+                else:
+                    left = self._tries
             except (OSError, NoZygote) as error:
                 reason = f"cannot be started: {error}"
-            steady = unfit or time.monotonic() - began > STEADY_S
+            steady = learnt or time.monotonic() - began > STEADY_S
             backoff_s = 0.0 if steady else min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s))
             # One that is begun again at once is worth waiting for.
-            self.absent = reason if backoff_s else ""
+            self.absent = reason if backoff_s or not left else ""
+            if not left:
+                self._say("zygote_given_up", zygote=self.name, reason=reason)
+                self._bell.ring()
+                return
             self._say("zygote_died", zygote=self.name, reason=reason, wait_s=backoff_s)
             self._bell.ring()
             await asyncio.sleep(backoff_s)
@@ -336,8 +360,8 @@ class Family:
         self._skipped: set[str] = set()
         self._nursery = nursery
         name = f"{len(nursery.families)}"
-        self.light = Kept(f"light-{name}", self._begin_light, nursery.bell, nursery.say)
-        self.heavy = Kept(f"heavy-{name}", self._begin_heavy, nursery.bell, nursery.say)
+        self.light = Kept(f"light-{name}", self._begin_light, nursery.bell, nursery.say, tries=LIGHT_TRIES)
+        self.heavy = Kept(f"heavy-{name}", self._begin_heavy, nursery.bell, nursery.say, tries=1, learn=self._leave_out)
 
     def start(self) -> None:
         """Keep both; the heavy one only if anything is to be known."""
@@ -360,7 +384,8 @@ class Family:
             return heavy.living if heavy.living is not None and heavy.living.knows(needs) else None
 
         if birth.needs:
-            await bell.until(lambda: heavy.absent or fit(), HEAVY_PATIENCE_S)
+            # The heavy one is forked from the light one: without both, none comes soon.
+            await bell.until(lambda: heavy.absent or (light.absent and not heavy.living) or fit(), HEAVY_PATIENCE_S)
             if zygote := fit():
                 return zygote
         await bell.until(lambda: light.absent or (light.living and light.living.ready), LIGHT_PATIENCE_S)
@@ -394,13 +419,18 @@ class Family:
         zygote.preload(PreloadMsg(list(LIGHT), config=nursery.config))
         return zygote
 
+    def _leave_out(self, unfit: UnfitMsg) -> bool:
+        """False when all imports together have made it unfit, or what was left out already."""
+        if not unfit.module or unfit.module in self._skipped:
+            return False
+        self._skipped.add(unfit.module)
+        return True
+
     async def _begin_heavy(self) -> ZygoteProcess:
         nursery = self._nursery
         await nursery.bell.until(lambda: self.light.living and self.light.living.ready)
         light = self.light.living
         assert light is not None
-        if self.heavy.now is not None and self.heavy.now.unfit:
-            self._skipped.add(self.heavy.now.unfit)
         ours, theirs = control_pair()
         nursery.starting += 1
         try:
@@ -431,7 +461,7 @@ class Nursery:
         environment: what a zygote is started with, given a role's own variables.
         log: where zygotes write.
         config: file of the run's resolved config, read beforehand for its imports; empty for none.
-        say: takes zygote_ready and zygote_died.
+        say: takes zygote_ready, zygote_died and zygote_given_up.
     """
 
     def __init__(

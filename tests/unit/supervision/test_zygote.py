@@ -196,6 +196,34 @@ async def test_module_that_starts_a_thread_is_named_and_left_out(tmp_path: Path)
         assert died["reason"].startswith("nothing can be forked any more after zygote_thread: 2 threads")
 
 
+async def test_light_zygote_that_is_never_fit_is_given_up_and_roles_are_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_rt.supervision.nursery.LIGHT", ("zygote_thread",))
+    monkeypatch.setattr("relax_rt.supervision.nursery.BACKOFF_FIRST_S", 0.2)
+    began = time.monotonic()
+    async with World(tmp_path) as world:
+        (given_up,) = await world.until(lambda: world.told("zygote_given_up", "light"))
+        assert time.monotonic() - began >= 0.2 + 0.4, "with back-off between them"
+        assert given_up["reason"].startswith("nothing can be forked any more after zygote_thread: 2 threads")
+        assert len(world.told("zygote_died", "light")) == 2
+        began = time.monotonic()
+        with pytest.raises(NoZygote, match="2 threads"):
+            await world.fork()
+        assert time.monotonic() - began < 1, "nobody waits for what does not come"
+
+
+async def test_heavy_zygote_that_all_imports_together_make_unfit_is_given_up(tmp_path: Path) -> None:
+    async with World(tmp_path, ["zygote_loop", "zygote_probe"]) as world:
+        (given_up,) = await world.until(lambda: world.told("zygote_given_up", "heavy"))
+        assert given_up["reason"].startswith("nothing can be forked any more after its imports: an open event loop")
+        await world.until(lambda: world.family.heavy._task and world.family.heavy._task.done())
+        assert not world.told("zygote_died", "heavy"), "it did not import everything again"
+        light = world.family.light.living
+        birth = Birth(KEY, "", ("zygote_probe",), [], {}, 0, {}, None)  # type: ignore[arg-type]
+        assert await world.family.choose(birth) is light
+
+
 async def test_module_that_cannot_be_imported_holds_nobody_up(tmp_path: Path) -> None:
     async with World(tmp_path, ["no_such_module", "zygote_probe"]) as world:
         assert (await world.fork(needs=["no_such_module", "zygote_probe"])).let_go() == 0
