@@ -3,7 +3,10 @@
 The agent binds the rendezvous socket before any rank starts and hands it to rank 0, so that no port is raced for; each
 start of the gang has a new one, so that ranks of different generations cannot meet. The host serves the store on rank 0
 before the role is set up: `Gang.here().store()` works, and so does a plain
-``torch.distributed.init_process_group("gloo")``.
+``torch.distributed.init_process_group("gloo")``. In the former every key begins with one of the generation's own, so
+that a rank of another one that found its way there (a port that was given out again) reads and spoils nothing; give it
+to ``init_process_group`` with `rank` and `world_size`. Neither keeps out who means harm: store and collectives are
+plain TCP.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import msgspec
 from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 RENDEZVOUS_FD = "RELAX_RENDEZVOUS_FD"
 STORE_TIMEOUT_S = 300.0
@@ -36,6 +39,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
         rank, world_size: among all ranks.
         local_rank, local_world_size: among those on this node.
         master_addr, master_port: where the store is served.
+        key: before every key in the store; of this generation alone.
     """
 
     generation: int
@@ -45,6 +49,7 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     master_addr: str
     master_port: int
+    key: str = ""
 
     @classmethod
     def here(cls, env: Mapping[str, str] = os.environ) -> Gang:
@@ -64,22 +69,26 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
             local_world_size=int(env["LOCAL_WORLD_SIZE"]),
             master_addr=env["MASTER_ADDR"],
             master_port=int(env["MASTER_PORT"]),
+            key=env.get("RELAX_GANG_KEY", ""),
         )
 
-    def store(self, timeout_s: float = STORE_TIMEOUT_S) -> TCPStore:
-        """The gang's key-value store: rank 0's own, which serves it, or a client of it. A wait in it ends after
+    def store(self, timeout_s: float = STORE_TIMEOUT_S) -> Store:
+        """This generation's key-value store: rank 0's own, which serves it, or a client of it. A wait in it ends after
         timeout_s.
 
         Raises:
             torch.distributed.DistStoreError: rank 0 cannot be reached.
         """
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+        timeout = timedelta(seconds=timeout_s)
         if self.rank == 0:
             self.serve()
-            _serving[0].set_timeout(timedelta(seconds=timeout_s))
-            return _serving[0]
-        return TCPStore(self.master_addr, self.master_port, is_master=False, timeout=timedelta(seconds=timeout_s))
+            store = _serving[0]
+            store.set_timeout(timeout)
+        else:
+            store = TCPStore(self.master_addr, self.master_port, is_master=False, timeout=timeout)
+        return PrefixStore(self.key, store)
 
     def serve(self) -> None:
         """On rank 0, serve the store on the socket that was handed over; once, for as long as the process lives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
         rank, world_size: among all slots of the gang.
         local_rank, local_world_size: among those on the same node.
         master_addr, master_port: of the rendezvous store that rank 0 serves. The socket listens already.
+        key: random, the same for all ranks of one generation; before every key of theirs in the store.
     """
 
     generation: int
@@ -27,6 +29,7 @@ class GangOrder(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     master_addr: str
     master_port: int
+    key: str
 
 
 class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,7 @@ class Rendezvous(NamedTuple):
 def gang_orders(gang: StartGang, at: Rendezvous) -> list[GangOrder]:
     """The place of each rank, in their order; ranks of one node are counted in the same order."""
     nodes = [start.node for start in gang.ranks]
+    key = secrets.token_hex(8)
     return [
         GangOrder(
             generation=gang.generation,
@@ -67,6 +71,7 @@ def gang_orders(gang: StartGang, at: Rendezvous) -> list[GangOrder]:
             local_world_size=nodes.count(node),
             master_addr=at.host,
             master_port=at.port,
+            key=key,
         )
         for rank, node in enumerate(nodes)
     ]

@@ -288,6 +288,7 @@ def gang_environment(gang: GangOrder) -> dict[str, str]:
     """What torch.distributed's env:// start reads, and the generation."""
     return {
         "RELAX_GENERATION": str(gang.generation),
+        "RELAX_GANG_KEY": gang.key,
         "RANK": str(gang.rank),
         "WORLD_SIZE": str(gang.world_size),
         "LOCAL_RANK": str(gang.local_rank),
