@@ -18,9 +18,15 @@ MIB = 1 << 20
 
 
 class Faults:
-    """Does harm to this process. `carry_out` is called on the thread that listens to the agent."""
+    """Does harm to this process. `carry_out` is called on the thread that listens to the agent.
 
-    def __init__(self) -> None:
+    Args:
+        tell: gets ``fault_begun`` or ``fault_failed`` with its fields: who asked for a fault cannot know that there
+            was one.
+    """
+
+    def __init__(self, tell: Callable[[str, dict[str, str]], None] = lambda kind, fields: None) -> None:
+        self._tell = tell
         self._loop: asyncio.AbstractEventLoop | None = None
         self._log = structlog.get_logger()
 
@@ -33,14 +39,22 @@ class Faults:
         self._log.warning("fault injected", fault=order.kind, seconds=order.seconds, amount=order.amount)
         try:
             self._do(order)
-        except Exception:  # noqa: BLE001 the thread that listens to the agent must not end for a fault that fails
-            self._log.exception("fault not carried out", fault=order.kind)
+        except Exception as error:  # noqa: BLE001 the thread that listens to the agent must not end for such a thing
+            self._failed(order.kind, str(error) or type(error).__name__)
+
+    def _begun(self, kind: str) -> None:
+        self._tell("fault_begun", {"order": kind})
+
+    def _failed(self, kind: str, why: str) -> None:
+        self._log.warning("fault not carried out", fault=kind, why=why)
+        self._tell("fault_failed", {"order": kind, "why": why})
 
     def _do(self, order: FaultMsg) -> None:
         match order.kind:
             case "hang_loop":
-                self._on_loop(lambda: time.sleep(order.seconds))
+                self._on_loop(order.kind, lambda: time.sleep(order.seconds))
             case "hold_gil":
+                self._begun(order.kind)
                 _hold_interpreter(order.seconds)
             case "eat_memory":
                 threading.Thread(
@@ -49,16 +63,24 @@ class Faults:
             case "clock_jump":
                 _shift_wall_clock(order.amount)
                 self._later(order.seconds, lambda: _shift_wall_clock(-order.amount))
+                self._begun(order.kind)
             case "delay":
                 impair(delay_s=order.amount, for_s=order.seconds)
+                self._begun(order.kind)
             case "partition":
                 impair(drop=1.0, for_s=order.seconds)
+                self._begun(order.kind)
 
-    def _on_loop(self, work: Callable[[], None]) -> None:
+    def _on_loop(self, kind: str, work: Callable[[], None]) -> None:
         if self._loop is None:
-            self._log.warning("fault not carried out: the role has no event loop yet")
+            self._failed(kind, "the role has no event loop yet")
             return
-        self._loop.call_soon_threadsafe(work)
+
+        def begin() -> None:
+            self._begun(kind)
+            work()
+
+        self._loop.call_soon_threadsafe(begin)
 
     def _later(self, seconds: float, work: Callable[[], None]) -> None:
         timer = threading.Timer(seconds, work)
@@ -70,10 +92,12 @@ class Faults:
         try:
             self._hoard(size, seconds)
         except (OSError, ValueError, OverflowError) as error:
-            self._log.warning("fault not carried out", fault="eat_memory", error=str(error))
+            self._failed("eat_memory", str(error))
 
     def _hoard(self, size: int, seconds: float) -> None:
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            # Before the first page: it may be killed for what it takes.
+            self._begun("eat_memory")
             for start in range(0, size, mmap.PAGESIZE):
                 memory[start] = 1
             time.sleep(seconds)

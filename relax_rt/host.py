@@ -27,6 +27,7 @@ from relax_rt.config.loader import read_resolved, role_settings
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.config.target import TargetError
 from relax_rt.context import HostContext
+from relax_rt.events import EventLog
 from relax_rt.faults import Faults
 from relax_rt.gang import Gang
 from relax_rt.loading import load_role, role_target
@@ -179,7 +180,13 @@ def main() -> int:
     orders = Orders.from_environment()
     control = _tie_to_agent(orders)
     setup_logging(os.environ.get("RELAX_LOG_LEVEL", "info"))
-    faults = Faults()
+
+    def tell(kind: str, fields: dict[str, str]) -> None:
+        log = EventLog(orders.run_dir, str(orders.who))
+        log.emit(kind, slot=orders.who.slot, epoch=orders.who.epoch, **fields)
+        log.close()
+
+    faults = Faults(tell)
     if not send_now(control, HelloMsg()):
         # Nobody waits for us any more: the order to start came through too late.
         os._exit(EXIT_ORPHANED)

@@ -14,7 +14,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "one_incarnation": (processes.one_incarnation, "processes"),
     "epochs_grow": (processes.epochs_grow, "epochs"),
     "deaths_answered": (processes.deaths_answered, "deaths"),
-    "faults_seen": (processes.faults_seen, "kills"),
+    "faults_seen": (processes.faults_seen, "faults"),
     "late_writes": (processes.late_writes, "accepted writes"),
     "supervisor_sound": (processes.supervisor_sound, "sessions"),
     "steps_once": (training.steps_once, "steps"),

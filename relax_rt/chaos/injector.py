@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from relax_rt.chaos import guard
 from relax_rt.chaos.disk import MOST_BYTES, Filling
@@ -22,8 +23,9 @@ from relax_rt.chaos.schedule import Strike
 from relax_rt.chaos.timeline import REGISTRY
 from relax_rt.events import EventFollower, EventLog
 from relax_rt.registry.api import RegistryApi
-from relax_rt.supervision import control
+from relax_rt.supervision import control, procfs
 from relax_rt.supervision.api import RunStatus, SlotStatus
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
@@ -32,6 +34,7 @@ from relax_rt.transport.rpc import Client, make_hello
 CHAOS_SLOT = "chaos/0"
 QUEUE = "queue/0"
 CALL_TIMEOUT_S = 5.0
+BEYOND_MIB = 64.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -71,18 +74,21 @@ class Injector:
         self._events = EventLog(run_dir, "chaos")
         self._follower = EventFollower(run_dir)
         self._undo: list[_Undo] = []
+        self._announced = False
         self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Injector:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.undo(float("inf"))
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()
-            self._guard.wait()
-        self._follower.close()
-        self._events.close()
+        try:
+            self.undo(float("inf"))
+        finally:
+            if self._guard is not None and self._guard.stdin is not None:
+                self._guard.stdin.close()
+                self._guard.wait()
+            self._follower.close()
+            self._events.close()
 
     @property
     def next_undo(self) -> float | None:
@@ -92,10 +98,13 @@ class Injector:
     def strike(self, strike: Strike) -> Outcome:
         """Carry a strike out, unless the slot has no process, or no restart left."""
         fault = FAULTS[strike.fault]
+        self._announced = False
         try:
             pid = self._disk(strike) if fault.means == "disk" else self._on_slot(strike, fault)
         except (Withheld, RelaxError, OSError) as error:
-            self._events.emit("fault_withheld", **self._told(strike, None), why=str(error))
+            # What was told of as injected and then failed is taken back by its number.
+            kind = "fault_failed" if self._announced else "fault_withheld"
+            self._events.emit(kind, **self._told(strike, None), why=str(error))
             return Outcome(strike, str(error) or type(error).__name__)
         return Outcome(strike, pid=pid)
 
@@ -103,12 +112,14 @@ class Injector:
         """End what has lasted long enough."""
         for one in [one for one in self._undo if one.due <= now]:
             self._undo.remove(one)
+            told = self._told(one.strike, one.slot)
             try:
                 one.work()
-                self._events.emit("fault_ended", **self._told(one.strike, one.slot))
             except ProcessLookupError:
-                why = "the process is gone"
-                self._events.emit("fault_ended", **self._told(one.strike, one.slot), reason=why)
+                told["reason"] = "the process is gone"
+            except Exception as error:  # noqa: BLE001 what else lasts has to be undone all the same
+                told["reason"] = f"it could not be undone: {error!r}"
+            self._events.emit("fault_ended", **told)
 
     def _on_slot(self, strike: Strike, fault: Fault) -> int:
         status = control.status(self.run_dir)
@@ -125,9 +136,10 @@ class Injector:
             return slot.pid
         self._check_local(status, slot)
         if strike.fault == "kill":
-            # A second look at the pid would not help: it stays the role's until its agent has reaped it.
             pidfd = os.pidfd_open(slot.pid)
             try:
+                # The descriptor holds on to this process: if it is the run's now, no other one can be meant.
+                _check_ours(status, slot)
                 self._tell(strike, slot)
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             finally:
@@ -150,10 +162,19 @@ class Injector:
             raise Withheld(f"it runs on node {slot.node}: signals reach processes of this node only")
 
     def _inside(self, strike: Strike, fault: Fault, slot: SlotStatus) -> None:
+        strike = self._enough(strike)
         self._tell(strike, slot)
         control.inject(self.run_dir, strike.slot, fault.order, strike.seconds, strike.amount)
         # The role ends it by itself; only the word of it is ours.
         self._later(strike, slot, lambda: os.kill(slot.pid, 0))
+
+    def _enough(self, strike: Strike) -> Strike:
+        """Memory beyond the role's own limit, where it has one: less would show nothing of it."""
+        if strike.fault != "memory":
+            return strike
+        roles = (read_json(self.run_dir / RESOLVED_CONFIG) or {}).get("roles", {})
+        limit = (roles.get(strike.slot.partition("/")[0]) or {}).get("memory_mib")
+        return replace(strike, amount=max(strike.amount, limit + BEYOND_MIB)) if limit else strike
 
     def _disk(self, strike: Strike) -> int:
         filling = Filling(self.run_dir, most_bytes=self._most_disk_bytes)
@@ -164,6 +185,7 @@ class Injector:
     def _stop(self, strike: Strike, slot: SlotStatus, status: RunStatus, *, overtake: bool) -> None:
         if overtake and slot.slot == REGISTRY:
             raise Withheld("the registry issues the epochs: nobody else can overtake it")
+        _check_ours(status, slot)
         group = os.getpgid(slot.pid)
         if group == os.getpgid(0):
             raise Withheld("it shares a process group with this command")
@@ -186,6 +208,7 @@ class Injector:
         self._undo.append(_Undo(time.monotonic() + strike.seconds, strike, slot, work))
 
     def _tell(self, strike: Strike, slot: SlotStatus) -> None:
+        self._announced = True
         self._events.emit("fault_injected", **self._told(strike, slot))
 
     def _told(self, strike: Strike, slot: SlotStatus | None) -> dict[str, Any]:
@@ -204,6 +227,12 @@ class Injector:
         assert self._guard.stdin is not None
         self._guard.stdin.write(word.encode() + b"\n")
         self._guard.stdin.flush()
+
+
+def _check_ours(status: RunStatus, slot: SlotStatus) -> None:
+    """The pid was told by the agent a moment ago; by now it may be another program's."""
+    if not procfs.has_environment(slot.pid, f"RELAX_RUN_ID={status.run_id}"):
+        raise Withheld(f"process {slot.pid} is none of this run (any more)")
 
 
 async def _overtake(status: RunStatus, slot: SlotStatus) -> int:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from relax_rt.chaos.faults import FAULTS
 from relax_rt.chaos.findings import Breach, Evidence
-from relax_rt.chaos.timeline import REGISTRY, Event, Life, line, lives
+from relax_rt.chaos.timeline import REGISTRY, Event, Life, begun, carried_out, line, lives
 
 Found = Iterator[int | Breach]
 BACK_WITHIN_S = 60.0
 """A death this close to the end of the log may still be on its way to its restart."""
 EXIT_SEEN_WITHIN_S = 10.0
+BEGUN_WITHIN_S = 10.0
 QUEUE = "queue/0"
 
 
@@ -114,11 +116,12 @@ def _let_go(events: list[Event], life: Life) -> bool:
 
 
 def faults_seen(evidence: Evidence) -> Found:
-    """Each process that was killed on purpose is told of as killed: the injector's record against the agent's."""
+    """What was done on purpose is told by others: a kill by the agent, a fault inside a role by the role itself."""
+    yield from _begun(evidence)
     known = {(life.slot, life.pid): life for life in lives(evidence.events)}
     end_m = max((float(e.get("m", 0.0)) for e in evidence.events), default=0.0)
-    for number, event in enumerate(evidence.events):
-        if event.get("kind") != "fault_injected" or event.get("name") != "kill":
+    for number, event in carried_out(evidence.events):
+        if event.get("name") != "kill":
             continue
         yield 1
         life = known.get((str(event.get("slot")), int(event.get("pid", 0))))
@@ -134,6 +137,23 @@ def faults_seen(evidence: Evidence) -> Found:
         elif (life.diagnosis or {}).get("signal") != "SIGKILL":
             what = f"{life.slot}#{life.epoch} was killed, and its exit is told as {(life.diagnosis or {}).get('kind')}"
             yield Breach("faults_seen", what, evidence.lines([number, life.lines[-1]]))
+
+
+def _begun(evidence: Evidence) -> Found:
+    known = {(life.slot, life.pid): life for life in lives(evidence.events)}
+    confirmed = begun(evidence.events)
+    end_m = max((float(e.get("m", 0.0)) for e in evidence.events), default=0.0)
+    for number, event in carried_out(evidence.events):
+        fault = FAULTS.get(str(event.get("name")))
+        if fault is None or fault.means != "inside":
+            continue
+        yield 1
+        at, life = float(event.get("m", 0.0)), known.get((str(event.get("slot")), int(event.get("pid", 0))))
+        ended = life.exited if life is not None and life.exited is not None else end_m
+        # It may have died of something else before it could begin.
+        if number not in confirmed and ended - at > BEGUN_WITHIN_S:
+            what = f"{event.get('slot')} was asked for '{fault.name}', and never said that it began or failed"
+            yield Breach("faults_seen", what, evidence.lines([number]))
 
 
 def late_writes(evidence: Evidence) -> Found:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from relax_rt.chaos.faults import FAULTS
+
 Event = dict[str, Any]
 REGISTRY = "registry/0"
 """The only slot whose processes are started before an epoch can be issued."""
@@ -154,8 +156,46 @@ def _come_back(one: Recovery, after: Sequence[Life]) -> None:
             return
 
 
-def _injected(events: Iterable[Event]) -> list[Event]:
-    return [e for e in events if e.get("kind") == "fault_injected" and e.get("pid")]
+def _injected(events: Sequence[Event]) -> list[Event]:
+    return [e for _, e in carried_out(events) if e.get("pid")]
+
+
+def carried_out(events: Sequence[Event]) -> list[tuple[int, Event]]:
+    """The faults that were injected, by place in the log, without those that were told of as failed afterwards."""
+    found: dict[int, Event] = {}
+    by_number: dict[Any, int] = {}
+    for number, event in enumerate(events):
+        if event.get("kind") == "fault_injected":
+            found[number] = event
+            by_number[event.get("seed"), event.get("number")] = number
+        elif event.get("kind") == "fault_failed":
+            if "number" in event:
+                found.pop(by_number.get((event.get("seed"), event.get("number")), -1), None)
+            else:
+                found.pop(_asked_for(event, found), None)
+    return list(found.items())
+
+
+def begun(events: Sequence[Event]) -> set[int]:
+    """Places of the faults that a role has confirmed by an event of its own."""
+    found: dict[int, Event] = {}
+    told: set[int] = set()
+    for number, event in enumerate(events):
+        if event.get("kind") == "fault_injected":
+            found[number] = event
+        elif event.get("kind") == "fault_begun":
+            told.add(_asked_for(event, found))
+    return told - {-1}
+
+
+def _asked_for(word: Event, found: dict[int, Event]) -> int:
+    """Place of the newest fault that a role's word is about; it does not know the number, only what was asked of it."""
+    for number, event in reversed(found.items()):
+        fault = FAULTS.get(str(event.get("name")))
+        same = (event.get("slot"), event.get("epoch")) == (word.get("slot"), word.get("epoch"))
+        if same and fault is not None and fault.order == word.get("order"):
+            return number
+    return -1
 
 
 def _waits(events: Iterable[Event]) -> dict[tuple[str, float], float]:

@@ -11,7 +11,7 @@ import msgspec
 from relax_rt.chaos.checker import breaches, check
 from relax_rt.chaos.ettr import Ettr, ettr
 from relax_rt.chaos.findings import MAX_SHOWN, Evidence, Finding
-from relax_rt.chaos.timeline import Recovery, over, recoveries
+from relax_rt.chaos.timeline import Recovery, carried_out, over, recoveries
 
 Figures = dict[str, float | int]
 
@@ -41,7 +41,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         ok: no promise was broken.
         recovered: of a run that goes on: every slot has come back; None: it has ended, or nobody looked.
         left: strikes of the schedule that never fell, because the run ended before.
-        injected: faults by name. struck: by kind of role, how often each fault; kinds never struck are there too.
+        injected: faults by name, without the `failed` ones that were not carried out after all.
+        struck: by kind of role, how often each fault; kinds never struck are there too.
     """
 
     ok: bool
@@ -52,6 +53,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     injected: dict[str, int]
     struck: dict[str, dict[str, int]]
     withheld: int
+    failed: int
     roles: list[RoleFigures]
     ettr: Ettr
     findings: list[Finding]
@@ -72,7 +74,7 @@ def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, 
     findings = check(evidence)
     came_back = recoveries(evidence.events)
     kinds = Counter(str(e.get("kind")) for e in evidence.events)
-    injected = Counter(str(e.get("name")) for e in evidence.events if e.get("kind") == "fault_injected")
+    injected = Counter(str(e.get("name")) for _, e in carried_out(evidence.events))
     return Verdict(
         ok=not breaches(findings),
         status=evidence.status,
@@ -82,6 +84,7 @@ def judge(evidence: Evidence, baseline: Sequence[dict[str, Any]] | None = None, 
         struck=struck(evidence),
         injected=dict(sorted(injected.items())),
         withheld=kinds["fault_withheld"],
+        failed=kinds["fault_injected"] - sum(injected.values()),
         roles=role_figures(came_back),
         ettr=ettr(evidence.steps, baseline, disturbances(evidence, came_back)),
         findings=findings,
@@ -92,8 +95,8 @@ def struck(evidence: Evidence) -> dict[str, dict[str, int]]:
     """How often which fault met each kind of role that the run had."""
     roles = {str(e.get("slot")).partition("/")[0] for e in evidence.events if e.get("kind") == "slot_spawned"}
     found: dict[str, Counter[str]] = {role: Counter() for role in sorted(roles)}
-    for event in evidence.events:
-        if event.get("kind") == "fault_injected" and event.get("slot"):
+    for _, event in carried_out(evidence.events):
+        if event.get("slot"):
             role = str(event["slot"]).partition("/")[0]
             found.setdefault(role, Counter())[str(event.get("name"))] += 1
     return {role: dict(sorted(counts.items())) for role, counts in found.items()}
@@ -122,10 +125,9 @@ def disturbances(evidence: Evidence, came_back: Sequence[Recovery]) -> list[tupl
     """Begin and end of each fault on the monotonic clock, with the recovery from it."""
     back = {(r.number, r.at): max(r.ready_s or 0.0, r.worked_s or 0.0) for r in came_back}
     found = []
-    for event in evidence.events:
-        if event.get("kind") == "fault_injected":
-            lasted = max(float(event.get("seconds", 0.0)), back.get((event.get("number", 0), event["m"]), 0.0))
-            found.append((float(event["m"]), float(event["m"]) + lasted))
+    for _, event in carried_out(evidence.events):
+        lasted = max(float(event.get("seconds", 0.0)), back.get((event.get("number", 0), event["m"]), 0.0))
+        found.append((float(event["m"]), float(event["m"]) + lasted))
     return found
 
 
@@ -161,6 +163,7 @@ def _state(verdict: Verdict) -> str:
 def _harm(verdict: Verdict) -> str:
     told = ", ".join(f"{n} x {name}" for name, n in verdict.injected.items()) or "none"
     withheld = f"; {verdict.withheld} withheld" if verdict.withheld else ""
+    withheld += f"; {verdict.failed} failed" if verdict.failed else ""
     return f"faults: {told}{withheld}; the run {_state(verdict)}"
 
 

@@ -168,8 +168,9 @@ def test_a_filled_file_system_is_given_back(tmp_path: Path) -> None:
 def test_schedules_by_time_fall_in_order_and_interruptions_undo(toys: ToyRun) -> None:
     pid = next(s.pid for s in toys.ready().slots if s.slot == "idler/0")
     with Injector(toys.run_dir, 1) as injector:
-        injector.strike(Strike(number=1, fault="stop", slot="idler/0", seconds=60.0))
-        assert is_stopped(pid)
+        assert not injector.strike(Strike(number=1, fault="stop", slot="idler/0", seconds=60.0)).withheld
+        # The kernel stops its threads when each comes by.
+        toys.until("the stop", lambda: is_stopped(pid))
         again = injector.strike(Strike(number=2, fault="stop", slot="idler/0", seconds=60.0))
         assert "still lasts" in again.withheld
     time.sleep(0.05)

@@ -48,6 +48,11 @@ class Log:
         self.exit(slot, epoch, pid)
         self.event("slot_restarting", slot=slot, epoch=epoch, wait_s=0.05, restarts=1)
 
+    def ask(self, slot: str, epoch: int, pid: int, name: str, number: int) -> None:
+        """A fault that the role has to carry out itself."""
+        fields = {"role": slot.partition("/")[0], "seconds": 0.1, "seed": 1}
+        self.event("fault_injected", "chaos", name=name, slot=slot, epoch=epoch, pid=pid, number=number, **fields)
+
     def commit(self, version: int, parent: int, step: int, epoch: int) -> None:
         told = {"version": version, "slot": "trainer/0", "epoch": epoch}
         self.event("version_issued", "registry/0#0", **told)
@@ -85,6 +90,8 @@ def well() -> Evidence:
     log.spawn("rollout/0", 2, 12)
     log.spawn("trainer/0", 3, 13)
     log.commit(1, 0, 0, 3)
+    log.ask("rollout/0", 2, 12, "hang_loop", 9)
+    log.event("fault_begun", "rollout/0#2", slot="rollout/0", epoch=2, order="hang_loop")
     for step in (1, 2, 3):
         log.step(step, step + 1, 3, groups=step)
     log.kill("trainer/0", 3, 13, 1)

@@ -58,7 +58,14 @@ def exit_untold(evidence: Evidence) -> None:
 
 
 def kill_of_a_stranger(evidence: Evidence) -> None:
-    event(evidence, "fault_injected")["pid"] = 99
+    event(evidence, "fault_injected", name="kill")["pid"] = 99
+
+
+def nobody_began(evidence: Evidence) -> None:
+    evidence.events.remove(event(evidence, "fault_begun"))
+    evidence.events[-1]["m"] += 60.0
+    for exited in [e for e in evidence.events if e["kind"] == "slot_exited" and e["slot"] == "rollout/0"]:
+        exited["m"] += 60.0
 
 
 def late_commit(evidence: Evidence) -> None:
@@ -212,6 +219,7 @@ def something_left(evidence: Evidence) -> None:
         (nobody_comes_back, "deaths_answered"),
         (exit_untold, "faults_seen"),
         (kill_of_a_stranger, "faults_seen"),
+        (nobody_began, "faults_seen"),
         (late_commit, "late_writes"),
         (late_in_queue, "late_writes"),
         (after_its_end, "late_writes"),

@@ -110,7 +110,7 @@ def test_a_recovery_is_timed_from_the_fault_on() -> None:
     place = evidence.events.index(event(evidence, "slot_ready", slot="trainer/0", epoch=4)) + 1
     evidence.events.insert(place, {**worked, "by": "trainer/0#4", "kind": "first_work"})
     (one,) = recoveries(evidence.events)
-    at = event(evidence, "fault_injected")["m"]
+    at = event(evidence, "fault_injected", name="kill")["m"]
     assert (one.role, one.fault, one.wait_s) == ("trainer", "kill", 0.05)
     assert one.exited_s == pytest.approx(event(evidence, "slot_exited")["m"] - at)
     assert one.ready_s == pytest.approx(event(evidence, "slot_ready", slot="trainer/0", epoch=4)["m"] - at)
@@ -119,7 +119,7 @@ def test_a_recovery_is_timed_from_the_fault_on() -> None:
 
 def test_a_fault_that_a_process_survived_is_no_recovery() -> None:
     evidence = well()
-    kill = event(evidence, "fault_injected")
+    kill = event(evidence, "fault_injected", name="kill")
     place = evidence.events.index(kill)
     evidence.events.insert(place, {**kill, "name": "hang_loop", "number": 7, "m": kill["m"] - 0.01})
     rollout = {**kill, "name": "stop", "slot": "rollout/0", "pid": 12, "epoch": 2, "number": 8}
@@ -157,9 +157,9 @@ def test_ettr_without_a_baseline_is_named_an_estimate() -> None:
 
 def test_the_verdict_tells_everything_in_words_and_as_data() -> None:
     good = judge(well())
-    assert good.ok and good.injected == {"kill": 1}
+    assert good.ok and good.injected == {"hang_loop": 1, "kill": 1}
     assert "every promise was kept" in render(good)
-    assert good.struck == {"registry": {}, "rollout": {}, "trainer": {"kill": 1}} and good.shown
+    assert good.struck == {"registry": {}, "rollout": {"hang_loop": 1}, "trainer": {"kill": 1}} and good.shown
     short = judge(well(), left=3)
     assert short.ok and not short.shown and "3 strikes never fell" in render(short)
     evidence = well()
@@ -168,3 +168,14 @@ def test_the_verdict_tells_everything_in_words_and_as_data() -> None:
     assert not bad.ok
     assert "late_writes" in render(bad) and "BROKEN" in render(bad)
     assert msgspec.json.decode(msgspec.json.encode(bad))["ok"] is False
+
+
+def test_a_fault_that_failed_after_all_is_not_counted() -> None:
+    evidence = well()
+    evidence.events.append({"t": 0.0, "m": 90.0, "by": "chaos", "kind": "fault_failed", "seed": 1, "number": 1})
+    failed = {"kind": "fault_failed", "slot": "rollout/0", "epoch": 2, "order": "hang_loop", "why": "no loop"}
+    evidence.events.append({"t": 0.0, "m": 90.0, "by": "rollout/0#2", **failed})
+    verdict = judge(evidence)
+    assert (verdict.injected, verdict.failed, verdict.roles) == ({}, 2, [])
+    assert verdict.struck == {"registry": {}, "rollout": {}, "trainer": {}}
+    assert "2 failed" in render(verdict)

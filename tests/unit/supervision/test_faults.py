@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 
@@ -81,6 +82,22 @@ def test_messages_are_impaired_for_a_while(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [{"delay_s": 0.2, "for_s": 5.0}, {"drop": 1.0, "for_s": 3.0}]
 
 
-def test_fault_that_cannot_be_carried_out_harms_nobody() -> None:
-    Faults().carry_out(order("hang_loop", 60.0))
-    Faults().carry_out(order("eat_memory", 1.0, -5))
+def test_fault_that_cannot_be_carried_out_harms_nobody_and_is_told() -> None:
+    told: list[tuple[str, str]] = []
+    faults = Faults(lambda kind, fields: told.append((kind, fields["order"])))
+    faults.carry_out(order("hang_loop", 60.0))
+    faults.carry_out(order("eat_memory", 1.0, -5))
+    until(lambda: len(told) == 2)
+    assert told == [("fault_failed", "hang_loop"), ("fault_failed", "eat_memory")]
+
+
+async def test_each_fault_says_that_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_rt.faults.impair", lambda **how: None)
+    told: list[tuple[str, str]] = []
+    faults = Faults(lambda kind, fields: told.append((kind, fields["order"])))
+    faults.follow(asyncio.get_running_loop())
+    for kind in get_args(FaultKind):
+        faults.carry_out(order(kind, 0.01, 1.0))
+    await asyncio.sleep(0.05)
+    until(lambda: len(told) == len(get_args(FaultKind)))
+    assert sorted(told) == sorted(("fault_begun", kind) for kind in get_args(FaultKind))
