@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextvars
 import dataclasses
 import logging
@@ -31,6 +32,13 @@ log = logging.getLogger(__name__)
 _caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_caller")
 
 _CANCEL_PATIENCE_S = 1.0
+TOLD_BYTES = 1024 * 1024
+"""One-way messages of one connection that are read though there is no room for them."""
+
+
+def bounded_s(timeout_s: float) -> float:
+    """A duration that overflows no clock, hostile or infinite as it may be; in this order, NaN counts as 0."""
+    return min(max(0.0, timeout_s), 1e7)
 
 
 def caller() -> Hello:
@@ -99,13 +107,14 @@ class Server:
     Args:
         hello: who this process is; peers of another run or protocol are turned away.
         max_message_bytes: bound of one message, in both directions.
-        max_inflight: handlers at work for one connection; beyond it the connection is not read.
+        max_inflight: handlers at work for one connection; as many requests may wait for room, who sends more is
+            not read.
         max_connections: further ones are closed at once.
         curve: keys for tcp addresses; without them only loopback is listened on.
         hello_timeout_s: a connection that has not greeted by then is closed.
         write_timeout_s: a peer that does not read its answers for that long is disconnected.
         stream_idle_s: a stream whose consumer takes nothing for that long is ended.
-        max_calls: handlers at work for all connections together; beyond it none that sends more is read.
+        max_calls: handlers at work for all connections together; beyond it requests wait in the same way.
     """
 
     def __init__(
@@ -144,7 +153,7 @@ class Server:
         self.connections: set[_Connection] = set()
         self.calls: set[_Call] = set()
         self.held: dict[_Connection, None] = {}
-        """Connections that have a call for which there is no room, in the order in which they came to it."""
+        """Connections that have requests for which there is no room; the first one's turn is next."""
         self.closing = False
         self._curve = curve
         self._offers: dict[str, dict[str, tuple[Method, Handler]]] = {}
@@ -203,6 +212,8 @@ class Server:
                 _, stuck = await asyncio.wait(late, timeout=_CANCEL_PATIENCE_S)
                 for task in stuck:
                     log.warning("%s: a handler ignores its cancellation: %s", self.hello.who, task)
+        for connection in list(self.held):
+            connection.drop_held(told=True)
         for connection in list(self.connections):
             connection.channel.close()
         await self._connections_ended()
@@ -246,15 +257,14 @@ class Server:
         return found
 
     def make_room(self) -> None:
-        """A handler has ended: who waited longest goes on."""
-        if self.closing:
-            return
-        for connection in list(self.held):
-            if len(self.calls) >= self.max_calls:
+        """A handler has ended: connections whose requests wait take turns."""
+        while not self.closing and len(self.calls) < self.max_calls:
+            connection = next((c for c in self.held if c.inflight < self.max_inflight), None)
+            if connection is None:
                 return
-            if connection.inflight < self.max_inflight:
-                del self.held[connection]
-                connection.go_on()
+            # It comes back at the end if it has more.
+            del self.held[connection]
+            connection.go_on()
 
     def _attach(self, channel: Channel) -> _Connection:
         self.counters.connections_total += 1
@@ -279,7 +289,9 @@ class _Connection:
         self.peer: HelloFrame | None = None
         self.requests: dict[int, _Call] = {}
         self.inflight = 0
-        self._held: Request | Tell | Open | None = None
+        self._held: collections.OrderedDict[int | str, _Held] = collections.OrderedDict()
+        self._held_bytes = self._told_bytes = self._tells = 0
+        self._paused = False
         self.ended: asyncio.Future[None] = loop.create_future()
         self._context = contextvars.copy_context()
         self._hello_timer = loop.call_later(server.hello_timeout_s, self._no_hello)
@@ -298,7 +310,7 @@ class _Connection:
     def lost(self, reason: str) -> None:
         self._hello_timer.cancel()
         self.server.connections.discard(self)
-        self.server.held.pop(self, None)
+        self.drop_held(told=False)
         self.server.counters.bytes_in += self.channel.bytes_in
         self.server.counters.bytes_out += self.channel.bytes_out
         # No one is left to take an answer. What was told stays told.
@@ -337,6 +349,9 @@ class _Connection:
             if call is not None:
                 self.server.counters.cancelled += 1
                 call.drop()
+            elif request.id in self._held:
+                self.server.counters.cancelled += 1
+                self._give_up(request.id)
             return
         if isinstance(request, Grant):
             call = self.requests.get(request.id)
@@ -346,20 +361,79 @@ class _Connection:
         server = self.server
         if server.closing:
             return
-        if not isinstance(request, Tell) and request.id in self.requests:
+        if not isinstance(request, Tell) and (request.id in self.requests or request.id in self._held):
             raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
-        if self.inflight >= server.max_inflight or len(server.calls) >= server.max_calls:
-            # Only one that goes beyond the bound ends the reading: at the bound cancellations still come through.
-            self._held = request
-            server.held[self] = None
-            self.channel.pause()
+        now = asyncio.get_running_loop().time()
+        if self._held or self.inflight >= server.max_inflight or len(server.calls) >= server.max_calls:
+            self._hold(request, len(message), now)
         else:
-            self._start(request)
+            self._start(request, now)
 
-    def _start(self, request: Request | Tell | Open) -> None:
+    def _hold(self, request: Request | Tell | Open, size: int, now: float) -> None:
+        """Keep a request until there is room, and read on: cancellations, credit and the peer's end come behind it."""
+        key: int | str
+        if isinstance(request, Tell):
+            self._tells += 1
+            key = f"tell {self._tells}"
+            self._told_bytes += size
+        else:
+            key = request.id
+        self._held_bytes += size
+        timer = asyncio.get_running_loop().call_at(now + bounded_s(request.timeout_s), self._late, key)
+        self._held[key] = _Held(request, size, now, timer)
+        self.server.held.setdefault(self, None)
+        if self._full():
+            self._paused = True
+            self.channel.pause()
+
+    def _full(self) -> bool:
+        # A caller bounds its requests to what the greeting said, but not what it tells: that waits in the sockets.
+        server = self.server
+        many = len(self._held) >= server.max_inflight
+        return many or self._told_bytes >= TOLD_BYTES or self._held_bytes >= server.max_message_bytes
+
+    def _release(self, key: int | str) -> _Held:
+        held = self._held.pop(key)
+        held.timer.cancel()
+        self._held_bytes -= held.size
+        if isinstance(held.request, Tell):
+            self._told_bytes -= held.size
+        return held
+
+    def drop_held(self, *, told: bool) -> None:
+        """Carry out none of the requests that are held, and none of what was told."""
+        for key in [key for key, held in self._held.items() if told or not isinstance(held.request, Tell)]:
+            self._release(key)
+        if not self._held:
+            self.server.held.pop(self, None)
+
+    def _give_up(self, key: int | str) -> _Held:
+        """A request that is held is not carried out."""
+        held = self._release(key)
+        if not self._held:
+            self.server.held.pop(self, None)
+        self._read_on()
+        return held
+
+    def _late(self, key: int | str) -> None:
+        request = self._give_up(key).request
+        self.server.counters.expired += 1
+        if not isinstance(request, Tell):
+            where = f"{self.server.hello.who} {request.api}.{request.method}"
+            why = f"not begun in the {request.timeout_s:.3g} s that its caller gave it: there was no room"
+            self.server.counters.faults += 1
+            self.channel.send(codec.encode_message(fault_of(DeadlineExceeded(where, why=why), request.id, where)))
+
+    def _read_on(self) -> None:
+        if self._paused and not self._full() and not self.server.closing and not self.ended.done():
+            self._paused = False
+            self.channel.resume()
+
+    def _start(self, request: Request | Tell | Open, arrived: float) -> None:
         server = self.server
         context = self._context.copy()
-        call = _Stream(self, request, context) if isinstance(request, Open) else _Call(self, request, context)
+        kind = _Stream if isinstance(request, Open) else _Call
+        call = kind(self, request, context, arrived + bounded_s(request.timeout_s))  # type: ignore[arg-type]
         server.calls.add(call)
         server.by_method[f"{request.api}.{request.method}"] += 1
         server.counters.peak_inflight = max(server.counters.peak_inflight, len(server.calls))
@@ -382,25 +456,37 @@ class _Connection:
             self.server.make_room()
 
     def go_on(self) -> None:
-        """Carry out the call that was held, and read on."""
-        if self._held is not None and not self.ended.done():
-            held, self._held = self._held, None
-            self._start(held)
-            self.channel.resume()
+        """Carry out the first request that was held, and read on."""
+        held = self._release(next(iter(self._held)))
+        self._start(held.request, held.arrived)
+        if self._held:
+            self.server.held[self] = None
+        self._read_on()
+
+
+@dataclasses.dataclass
+class _Held:
+    """A request for which there is no room yet."""
+
+    request: Request | Tell | Open
+    size: int
+    arrived: float
+    timer: asyncio.TimerHandle
 
 
 class _Call:
-    """A handler at work."""
+    """A handler at work, until a deadline of the loop's clock."""
 
-    def __init__(self, connection: _Connection, request: Request | Tell | Open, context: contextvars.Context) -> None:
+    def __init__(
+        self, connection: _Connection, request: Request | Tell | Open, context: contextvars.Context, deadline: float
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
         self.request = request
         self.task = loop.create_task(self._serve(), context=context)
         self._expired = False
         self._dropped = False
-        # A hostile or infinite duration must not overflow the loop's clock; in this order, NaN counts as 0.
-        self._timer = loop.call_later(min(max(0.0, request.timeout_s), 1e7), self._expire)
+        self._timer = loop.call_at(deadline, self._expire)
         self.task.add_done_callback(self._done)
 
     def drop(self) -> None:
@@ -505,14 +591,14 @@ class _Stream(_Call):
 
     request: Open
 
-    def __init__(self, connection: _Connection, request: Open, context: contextvars.Context) -> None:
+    def __init__(self, connection: _Connection, request: Open, context: contextvars.Context, deadline: float) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._between_s = min(max(0.0, request.timeout_s), 1e7)
-        self._due = self._clock() + self._between_s
+        self._between_s = bounded_s(request.timeout_s)
+        self._due = deadline
         self._credit = request.credit
         self._granted: asyncio.Future[None] | None = None
         self._idle = False
-        super().__init__(connection, request, context)
+        super().__init__(connection, request, context, deadline)
 
     def grant(self, credit: int) -> None:
         self._credit += credit
@@ -538,7 +624,7 @@ class _Stream(_Call):
             while True:
                 if not self._credit:
                     await self._credited()
-                self._due = self._clock() + self._between_s
+                    self._due = self._clock() + self._between_s
                 try:
                     item = await anext(items)
                 except StopAsyncIteration:
@@ -551,6 +637,7 @@ class _Stream(_Call):
                     return False
                 self._credit -= 1
                 server.counters.items += 1
+                self._due = self._clock() + self._between_s
         finally:
             if (aclose := getattr(items, "aclose", None)) is not None:
                 await aclose()

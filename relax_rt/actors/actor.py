@@ -36,7 +36,7 @@ class Actor(Role):
     max_concurrency: ClassVar[int] = 64
     """Calls and streams at work at once; 1: one after the other."""
     mailbox: ClassVar[int] = 1024
-    """Calls that may wait for their turn; who sends more is not read until there is room."""
+    """Calls that may wait for their turn; more than that are kept back by connection, up to its bound."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -262,3 +262,70 @@ def test_the_same_on_uvloop(tmp_path: pathlib.Path) -> None:
 
     for carrier in CARRIERS:
         uvloop.run(scenario(carrier))
+
+
+async def test_control_comes_through_while_requests_wait_for_room(carrier: str, tmp_path: pathlib.Path) -> None:
+    """More calls than there is room for: the cancellation behind them is seen, and so is a cancelled one of them."""
+    async with pair(carrier, tmp_path) as (server, implementation, _, far):
+        server.max_calls = 2
+        calls = [asyncio.create_task(far.hold(str(i))) for i in range(12)]
+        await implementation.until_working(2)
+        await eventually(lambda: server.held)
+        calls[0].cancel(), calls[5].cancel()
+        await eventually(lambda: implementation.cancelled == ["0"])
+        await eventually(lambda: server.statistics().cancelled == 2)
+        implementation.release.set()
+        await asyncio.gather(*(call for call in calls if call not in (calls[0], calls[5])))
+        # The one that had not begun never did.
+        assert server.statistics().requests == 11 and not server.held and implementation.peak == 2
+
+
+async def test_the_deadline_of_a_request_that_waits_for_room_runs_from_its_arrival(
+    carrier: str, tmp_path: pathlib.Path
+) -> None:
+    async with pair(carrier, tmp_path) as (server, implementation, client, far):
+        server.max_calls = 1
+        first = asyncio.create_task(far.hold("first"))
+        await implementation.until_working(1)
+        late = asyncio.create_task(client.bind(FarEnd, timeout_s=0.2).hold("late"))
+        second = asyncio.create_task(client.bind(FarEnd, timeout_s=1.0).hold("second"))
+        with pytest.raises(DeadlineExceeded, match=r"not begun in the 0\.2 s that its caller gave it"):
+            await late
+        await asyncio.sleep(0.3)
+        # Half of its second is over when it begins.
+        began = asyncio.get_running_loop().time()
+        first.cancel()
+        with pytest.raises(DeadlineExceeded, match=r"not finished in the"):
+            await second
+        assert implementation.cancelled == ["first", "second"]
+        assert asyncio.get_running_loop().time() - began < 0.8
+
+
+async def test_what_was_told_stays_told_though_there_was_no_room(carrier: str, tmp_path: pathlib.Path) -> None:
+    async with pair(carrier, tmp_path) as (server, implementation, client, far):
+        server.max_calls = 1
+        async with calling(server._listeners[0].address, 10.0, curve=client._curve) as (_, other):
+            first = asyncio.create_task(other.hold("first"))
+            await implementation.until_working(1)
+            for n in range(5):
+                await far.note(str(n))
+            await eventually(lambda: server.held)
+            await asyncio.sleep(0.05)
+            await client.close()
+            await eventually(lambda: len(server.connections) == 1)
+            assert implementation.notes == []
+            implementation.release.set()
+            await first
+            await eventually(lambda: implementation.notes == [str(n) for n in range(5)])
+
+
+async def test_a_lost_connection_takes_what_waits_for_room_along(carrier: str, tmp_path: pathlib.Path) -> None:
+    async with pair(carrier, tmp_path) as (server, implementation, client, far):
+        server.max_calls = 1
+        calls = [asyncio.create_task(far.hold(str(i))) for i in range(5)]
+        await implementation.until_working(1)
+        await eventually(lambda: server.held)
+        await client.close()
+        await eventually(lambda: not server.connections and not server.held and not server.calls)
+        assert implementation.cancelled == ["0"] and server.statistics().requests == 1
+        await asyncio.gather(*calls, return_exceptions=True)
