@@ -25,6 +25,10 @@ MAX_RECORD_BYTES = 256 << 20
 _HEADER = struct.Struct("<II")
 
 
+SEGMENT_BYTES = 4 << 20
+"""A killed broker reads up to this much again before it answers, and everybody waits for it."""
+
+
 class Recovered(msgspec.Struct, frozen=True):
     """What a journal held.
 
@@ -65,7 +69,7 @@ class Journal:
         segment_bytes: from this size on `wants_snapshot` is true.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 16 << 20) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder, self._segment_bytes = folder, segment_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = -1

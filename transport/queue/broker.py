@@ -14,7 +14,7 @@ import msgspec
 from relax_rt.transport import rpc
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.journal import Journal
+from relax_rt.transport.journal import SEGMENT_BYTES, Journal
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home
@@ -107,7 +107,7 @@ class Broker:
         clock: Callable[[], float] = time.monotonic,
         notify: Notify = _ignore,
         fsync_every_s: float = 1.0,
-        segment_bytes: int = 16 << 20,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.shm_dir, self.spill_dir = shm_dir, spill_dir or folder / "spill"
         self._run_id, self._policy, self._limits = run_id, policy, limits

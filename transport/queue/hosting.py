@@ -22,6 +22,7 @@ from relax_rt.transport.address import UNIX_PATH_MAX_BYTES, parse_address
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
 from relax_rt.transport.fields import parse_fields
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.journal import SEGMENT_BYTES
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.payload import PayloadServer
 from relax_rt.transport.queue.api import QueueApi
@@ -121,7 +122,7 @@ class Host:
         *,
         listen: str = "",
         fsync_every_s: float = 1.0,
-        segment_bytes: int = 16 << 20,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.folder, self._policy, self._limits, self._listen = folder.absolute(), policy, limits, listen
         self._fsync_every_s, self._segment_bytes = fsync_every_s, segment_bytes
