@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from relax_rt.registry.api import Member
+from relax_rt.registry.api import Ended, Member
 from relax_rt.registry.core import Counters, Entry, Forgotten, Issued, Stored, Write
 from relax_rt.transport.errors import Corrupt, RelaxError
 from relax_rt.transport.identity import Incarnation
@@ -23,13 +23,23 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS member (
   slot TEXT PRIMARY KEY, epoch INTEGER NOT NULL, pid INTEGER NOT NULL, address TEXT NOT NULL, state TEXT NOT NULL,
-  policy_version INTEGER NOT NULL, detail TEXT NOT NULL, ttl_s REAL NOT NULL, node TEXT NOT NULL DEFAULT '',
-  remote TEXT NOT NULL DEFAULT '') STRICT;
+  policy_version INTEGER NOT NULL, detail TEXT NOT NULL, ttl_s REAL NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS issued (version INTEGER PRIMARY KEY, slot TEXT NOT NULL, epoch INTEGER NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS version (
   version INTEGER PRIMARY KEY, parent INTEGER NOT NULL, step INTEGER NOT NULL, digest TEXT NOT NULL,
   changed INTEGER NOT NULL) STRICT;
 """
+
+_LATER = {
+    "node": "TEXT NOT NULL DEFAULT ''",
+    "remote": "TEXT NOT NULL DEFAULT ''",
+    "before_epoch": "INTEGER",
+    "before_reason": "TEXT NOT NULL DEFAULT ''",
+}
+"""Columns that came to `member` since; a file may have them in another order."""
+
+_MEMBER = ", ".join(("slot, epoch, pid, address, state, policy_version, detail, ttl_s", *_LATER))
+_PUT_MEMBER = f"INSERT OR REPLACE INTO member ({_MEMBER}) VALUES ({', '.join('?' * (8 + len(_LATER)))})"
 
 _SET = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 
@@ -142,11 +152,16 @@ class Store:
         stored = Stored(
             generation=generation,
             counters=Counters(int(meta.get("epoch", 0)), int(meta.get("version", 0))),
-            entries=[_entry(row) for row in db.execute("SELECT * FROM member ORDER BY slot")],
-            issued=[Issued(row[0], Incarnation(row[1], row[2])) for row in db.execute("SELECT * FROM issued")],
+            entries=[_entry(row) for row in db.execute(f"SELECT {_MEMBER} FROM member ORDER BY slot")],
+            issued=[
+                Issued(row[0], Incarnation(row[1], row[2]))
+                for row in db.execute("SELECT version, slot, epoch FROM issued")
+            ],
             versions=[
                 VersionRecord(v, parent, step, digest, bool(changed))
-                for v, parent, step, digest, changed in db.execute("SELECT * FROM version ORDER BY version")
+                for v, parent, step, digest, changed in db.execute(
+                    "SELECT version, parent, step, digest, changed FROM version ORDER BY version"
+                )
             ],
         )
         db.execute("COMMIT")
@@ -176,34 +191,33 @@ class Store:
 def _add_columns(db: sqlite3.Connection) -> None:
     """What files of earlier versions lack."""
     known = {row[1] for row in db.execute("PRAGMA table_info(member)")}
-    for name in ("node", "remote"):
+    for name, kind in _LATER.items():
         if name not in known:
-            db.execute(f"ALTER TABLE member ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
+            db.execute(f"ALTER TABLE member ADD COLUMN {name} {kind}")
 
 
 def _entry(row: Sequence[Any]) -> Entry:
-    slot, epoch, pid, address, state, policy_version, detail, ttl_s, node, remote = row
-    who = Incarnation(slot, epoch)
-    member = Member(who, pid, address, state, policy_version, detail=detail, node=node, remote=remote)
+    slot, epoch, pid, address, state, policy_version, detail, ttl_s, node, remote, before_epoch, before_reason = row
+    member = Member(
+        Incarnation(slot, epoch),
+        pid,
+        address,
+        state,
+        policy_version,
+        detail=detail,
+        before=None if before_epoch is None else Ended(before_epoch, before_reason),
+        node=node,
+        remote=remote,
+    )
     return Entry(member, ttl_s)
 
 
 def _apply(db: sqlite3.Connection, write: Write) -> None:
     match write:
         case Entry(member=m, ttl_s=ttl_s):
-            row = (
-                m.who.slot,
-                m.who.epoch,
-                m.pid,
-                m.address,
-                m.state,
-                m.policy_version,
-                m.detail,
-                ttl_s,
-                m.node,
-                m.remote,
-            )
-            db.execute("INSERT OR REPLACE INTO member VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            before = (None, "") if m.before is None else (m.before.epoch, m.before.reason)
+            row = (m.who.slot, m.who.epoch, m.pid, m.address, m.state, m.policy_version, m.detail, ttl_s)
+            db.execute(_PUT_MEMBER, (*row, m.node, m.remote, *before))
         case Counters(epoch=epoch, version=version):
             db.executemany(_SET, [("epoch", str(epoch)), ("version", str(version))])
         case Issued(version=version, who=who):

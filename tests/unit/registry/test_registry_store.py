@@ -6,9 +6,10 @@ import asyncio
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from relax_rt.registry.api import Member
+from relax_rt.registry.api import Ended, Member
 from relax_rt.registry.core import Counters, Entry, Forgotten, Issued
 from relax_rt.registry.service import RegistryService
 from relax_rt.registry.store import Store
@@ -21,7 +22,7 @@ WHO = Incarnation("trainer/0", 3)
 
 async def test_everything_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "registry.sqlite"
-    entry = Entry(Member(WHO, 7, "unix:///x", "ready", 4, detail="é"), 2.5)
+    entry = Entry(Member(WHO, 7, "unix:///x", "ready", 4, detail="é", before=Ended(2, "killed: by SIGKILL")), 2.5)
     version = VersionRecord(1, 0, 1, "d", changed=False)
     store = Store(path, "a")
     assert (await store.open()).generation == 1
@@ -135,3 +136,24 @@ async def test_a_file_of_an_earlier_version_gets_what_it_lacks(tmp_path: Path) -
     (entry,) = (await old.open()).entries
     assert entry.member == Member(who, pid=7, address="unix:///x")
     await old.close()
+
+
+async def test_the_order_of_a_files_columns_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "registry.sqlite"
+    store = Store(path, "a")
+    await store.open()
+    entry = Entry(Member(WHO, node="b", remote="tcp://10.0.0.2:7", before=Ended(2, "hang: none")), 1.0)
+    store.put([entry])
+    await store.close()
+    with sqlite3.connect(path) as db:
+        # As if `node` had come last.
+        db.execute("ALTER TABLE member DROP COLUMN node")
+    db.close()
+    again = Store(path, "a")
+    (stored,) = (await again.open()).entries
+    assert stored == Entry(msgspec.structs.replace(entry.member, node=""), 1.0)
+    again.put([entry])
+    await again.close()
+    third = Store(path, "a")
+    assert (await third.open()).entries == [entry]
+    await third.close()
