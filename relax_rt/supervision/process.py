@@ -133,6 +133,7 @@ class RoleProcess:
         on_exit: Callable[[Diagnosis], None],
         judges: Executor | None = None,
         kernel: KernelLog | None = None,
+        spies: Executor | None = None,
     ) -> None:
         self.launch = launch
         self.pid = born.pid
@@ -142,7 +143,7 @@ class RoleProcess:
         self._pidfd = os.pidfd_open(born.pid)
         self._log_start = born.log_start
         self._on_message, self._on_exit = on_message, on_exit
-        self._judges, self._kernel = judges, kernel
+        self._judges, self._kernel, self._spies = judges, kernel, spies
         self._oom_kills = cgroup_oom_kills()
         self._kill: tuple[OwnKill, str] | None = None
         self._report: Report | None = None
@@ -177,10 +178,13 @@ class RoleProcess:
             send_now(self._control, DumpStacksMsg(), socket.MSG_DONTWAIT)
         if (py_spy := shutil.which("py-spy")) is not None:
             # It knows the frames of native code too, which the role's own dump does not.
-            asyncio.get_running_loop().run_in_executor(self._judges, spy, py_spy, self.pid, self.launch.log)
+            asyncio.get_running_loop().run_in_executor(self._spies, spy, py_spy, self.pid, self.launch.log)
 
     def kill(self, kind: OwnKill, reason: str) -> None:
-        """SIGKILL the process group; kind and reason become the diagnosis."""
+        """SIGKILL the process group; kind and reason become the diagnosis. Nothing once it has exited: the group's
+        number may be another's by then, and its end was its own."""
+        if not self.living:
+            return
         self._kill = self._kill or (kind, reason)
         self._kill_group()
 

@@ -24,6 +24,7 @@ from relax_rt.supervision.process import Born, Launch, RoleProcess, begin_log, r
 from relax_rt.supervision.spares import Spares
 
 JUDGES = 4
+SPIES = 2
 MEMORY_EVERY_S = 0.5
 
 
@@ -46,6 +47,8 @@ class Spawner:
         self._thread = ThreadPoolExecutor(1, "relax-spawn")
         # Their own, so that exits are told at once whatever else the loop's threads are busy with.
         self._judges = ThreadPoolExecutor(JUDGES, "relax-judge")
+        # A look at the stacks of a process may take seconds: exits do not wait behind it.
+        self._spies = ThreadPoolExecutor(SPIES, "relax-spy")
         self._kernel = KernelLog()
         self._under_way = 0
         self._limited: dict[int, RoleProcess] = {}
@@ -89,7 +92,7 @@ class Spawner:
         try:
             born = await self._enlist(launch) or await self._bear(launch)
             try:
-                process = RoleProcess(launch, born, on_message, on_exit, self._judges, self._kernel)
+                process = RoleProcess(launch, born, on_message, on_exit, self._judges, self._kernel, self._spies)
                 process.watch()
             except BaseException:
                 # Nobody would ever see it exit.
@@ -189,6 +192,7 @@ class Spawner:
         """End the threads. Every child must be gone: they would be killed by it."""
         self._thread.shutdown(wait=False)
         self._judges.shutdown(wait=False)
+        self._spies.shutdown(wait=False, cancel_futures=True)
         self._kernel.close()
 
 

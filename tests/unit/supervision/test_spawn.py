@@ -16,10 +16,10 @@ from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.limits import Limits
 from relax_rt.supervision.nursery import ZygoteKey
 from relax_rt.supervision.process import Launch, RoleProcess
-from relax_rt.supervision.spawn import Spawner
+from relax_rt.supervision.spawn import JUDGES, Spawner
 
 WAIT_S = 30.0
-IDLE = "import os, socket; socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD'])).recv(1)"
+IDLE = "import os, socket\nc = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD']))\nwhile c.recv(999): pass"
 
 
 class Started:
@@ -106,3 +106,36 @@ async def test_stacks_are_dumped_by_py_spy_where_it_is_installed(
     await asyncio.to_thread(until_logged, world.log, asked)
     toy.process.kill("killed", "enough")
     assert asked in (await toy.diagnosis()).last_lines
+
+
+async def test_exits_are_told_while_many_stacks_are_being_looked_at(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\nexec sleep 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    toy = await world.start(IDLE)
+    for _ in range(JUDGES):
+        toy.process.dump_stacks()
+    await asyncio.to_thread(until_logged, world.log, "--- py-spy dump")
+    toy.process.kill("killed", "enough")
+    async with asyncio.timeout(2):
+        assert (await toy.end).cause == "enough"
+
+
+async def test_kill_after_the_exit_hits_nobody_and_changes_no_diagnosis(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = await world.start("raise SystemExit(3)")
+    end = time.monotonic() + WAIT_S
+    while toy.process.living:
+        assert time.monotonic() < end
+        await asyncio.sleep(0)
+    hit: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: hit.append(group))
+    toy.process.kill("hang", "too late")
+    assert hit == []
+    found = await toy.diagnosis()
+    assert found.kind == "exception" or found.exit_code == 3
+    assert "too late" not in found.cause
