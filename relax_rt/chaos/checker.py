@@ -8,7 +8,7 @@ from relax_rt.chaos import process_checks as processes
 from relax_rt.chaos import training_checks as training
 from relax_rt.chaos.findings import Breach, Evidence, Finding
 
-Check = Callable[[Evidence], Iterator[int | Breach]]
+Check = Callable[[Evidence], Iterator[int | Breach | str]]
 
 CHECKS: dict[str, tuple[Check, str]] = {
     "one_incarnation": (processes.one_incarnation, "processes"),
@@ -45,16 +45,26 @@ def _finding(name: str, judge: Check, of: str, evidence: Evidence) -> Finding:
     promise = (judge.__doc__ or "").strip().splitlines()[0]
     if why_not := _not_to_judge(name, evidence):
         return Finding(check=name, promise=promise, looked_at=0, of=of, why_not=why_not)
-    looked_at, found = 0, list[Breach]()
+    looked_at, found, not_shown = 0, list[Breach](), list[str]()
     for one in judge(evidence):
         if isinstance(one, Breach):
             found.append(one)
+        elif isinstance(one, str):
+            not_shown.append(one)
         else:
             looked_at += one
     why_not = "" if looked_at or found else "nothing judged"
     if why_not and _must_see(name, evidence):
         found.append(Breach(name, f"nothing judged: the run has recorded no {of} that this check could look at"))
-    return Finding(check=name, promise=promise, looked_at=looked_at, of=of, breaches=found, why_not=why_not)
+    return Finding(
+        check=name,
+        promise=promise,
+        looked_at=looked_at,
+        of=of,
+        breaches=found,
+        why_not=why_not,
+        not_shown=not_shown,
+    )
 
 
 def _not_to_judge(name: str, evidence: Evidence) -> str:

@@ -106,6 +106,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         looked_at: how many things it judged, of which kind. why_not: it could judge nothing, for this reason.
+        not_shown: what was done to the run without showing what it was for; no promise is broken by it.
     """
 
     check: str
@@ -114,3 +115,4 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     of: str
     breaches: list[Breach] = []
     why_not: str = ""
+    not_shown: list[str] = []

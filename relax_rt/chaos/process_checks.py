@@ -1,6 +1,7 @@
 """Checks of processes: who lived when, under which epoch, who came back; no I/O.
 
-Each check yields an int for every batch of things it has looked at, and a Breach for each promise not kept.
+Each check yields an int for every batch of things it has looked at, a Breach for each promise not kept, and in words
+what was meant to be shown and was not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from relax_rt.chaos.faults import FAULTS
 from relax_rt.chaos.findings import Breach, Evidence
 from relax_rt.chaos.timeline import REGISTRY, Event, Life, begun, carried_out, line, lives
 
-Found = Iterator[int | Breach]
+Found = Iterator[int | Breach | str]
 BACK_WITHIN_S = 60.0
 """A death this close to the end of the log may still be on its way to its restart."""
 EXIT_SEEN_WITHIN_S = 10.0
@@ -38,16 +39,45 @@ def one_incarnation(evidence: Evidence) -> Found:
                 what = f"{slot}#{after.epoch} was spawned while {slot}#{before.epoch} (pid {before.pid}) lived"
                 yield Breach("one_incarnation", what, evidence.lines([*before.lines, *after.lines[:1]]))
     yield from _words_of_the_dead(evidence, found)
+    yield from _records_of_the_dead(evidence, found)
 
 
 def _words_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
-    """What a process wrote itself must lie before its exit was told: the agent does not grade itself."""
-    ends = {f"{one.slot}#{one.epoch}": one for one in found if one.exited is not None and one.slot != REGISTRY}
+    """What a process wrote itself must lie before its exit was told: the agent does not grade itself.
+
+    Also where no exit was told: a process of an earlier session has ended before the next one began.
+    """
+    ends = _ends(evidence, found)
     for number, event in enumerate(evidence.events):
-        life = ends.get(str(event.get("by")))
-        if life is not None and life.exited is not None and float(event.get("m", 0.0)) > life.exited:
-            what = f"{event['by']} wrote an event after its exit"
-            yield Breach("one_incarnation", what, evidence.lines([*life.lines[-1:], number]))
+        end = ends.get(str(event.get("by")))
+        if end is not None and float(event.get("m", 0.0)) > end[0]:
+            what = f"{event['by']} wrote an event after {end[2]}"
+            yield Breach("one_incarnation", what, evidence.lines([end[1], number]))
+
+
+def _records_of_the_dead(evidence: Evidence, found: list[Life]) -> Found:
+    """The same of their records in the metrics."""
+    ends = _ends(evidence, found)
+    for record in [*evidence.steps, *evidence.made]:
+        end = ends.get(str(record.get("by")))
+        if end is not None and float(record.get("m", 0.0)) > end[0]:
+            what = f"{record['by']} recorded '{record.get('kind')}' after {end[2]}"
+            yield Breach("one_incarnation", what, [*evidence.lines([end[1]]), f"record m={record['m']:.3f}"])
+
+
+def _ends(evidence: Evidence, found: list[Life]) -> dict[str, tuple[float, int, str]]:
+    """By when each process was gone for sure, by which event, and what that was."""
+    starts = [(float(e.get("m", 0.0)), n) for n, e in enumerate(evidence.events) if e.get("kind") == "run_started"]
+    ends: dict[str, tuple[float, int, str]] = {}
+    for life in found:
+        if life.slot == REGISTRY:
+            continue
+        if life.exited is not None:
+            ends[f"{life.slot}#{life.epoch}"] = (life.exited, life.lines[-1], "its exit")
+        elif life.session + 1 < len(starts) and starts[life.session + 1][0] >= life.spawned:
+            # Before it was spawned: the machine has started anew, and its clock with it.
+            ends[f"{life.slot}#{life.epoch}"] = (*starts[life.session + 1], "the next session began")
+    return ends
 
 
 def epochs_grow(evidence: Evidence) -> Found:
@@ -161,6 +191,8 @@ def late_writes(evidence: Evidence) -> Found:
     yield from _late_in_registry(evidence)
     yield from _late_in_queue(evidence)
     yield from _journal_unread(evidence)
+    yield from _late_checkpoints(evidence)
+    yield from _refusals(evidence)
 
 
 def _late_in_registry(evidence: Evidence) -> Found:
@@ -175,6 +207,39 @@ def _late_in_registry(evidence: Evidence) -> Found:
             if epoch < newest[slot][0]:
                 what = f"the registry accepted '{kind}' of {slot}#{epoch} after epoch {newest[slot][0]} was issued"
                 yield Breach("late_writes", what, [line(n, evidence.events[n]) for n in (newest[slot][1], number)])
+
+
+def _late_checkpoints(evidence: Evidence) -> Found:
+    """A folder that an incarnation wrote although a newer one had begun already, from an earlier step than it is of."""
+    first: dict[int, Event] = {}
+    for record in evidence.steps:
+        first.setdefault(int(record.get("epoch", 0)), record)
+    damaged = {str(e.get("checkpoint")) for e in evidence.events if e.get("kind") == "checkpoint_damaged"}
+    issued = {int(e.get("epoch", 0)) for e in evidence.events if e.get("kind") == "epoch_issued"}
+    for one in evidence.checkpoints:
+        yield 1
+        if evidence.complete and one.epoch not in issued:
+            yield Breach("late_writes", f"{one.folder} is of epoch {one.epoch}, which was never issued")
+        for epoch, record in first.items():
+            # Had it been there, the newer one would have begun behind it.
+            if epoch > one.epoch and one.step >= record["step"] and one.folder not in damaged:
+                what = (
+                    f"{one.folder} of epoch {one.epoch} was written after epoch {epoch} had begun at {record['step']}"
+                )
+                yield Breach("late_writes", what, [f"step record {record.get('by')} step={record['step']}"])
+
+
+def _refusals(evidence: Evidence) -> Found:
+    """Who was overtaken is to have been refused something; that nothing of it was accepted may be mere silence."""
+    found = {(life.slot, life.epoch): life for life in lives(evidence.events)}
+    for number, event in enumerate(evidence.events):
+        if event.get("kind") != "slot_overtaken":
+            continue
+        life = found.get((str(event.get("slot")), int(event.get("epoch", 0))))
+        diagnosis = (life.diagnosis if life is not None else None) or {}
+        told = f"{diagnosis.get('cause', '')} {diagnosis.get('trace', '')}"
+        if "StaleEpoch" not in told and "fenced" not in told:
+            yield f"no write of {event.get('slot')}#{event.get('epoch')} was refused after it was overtaken [{number}]"
 
 
 def _journal_unread(evidence: Evidence) -> Found:

@@ -138,6 +138,7 @@ def render(verdict: Verdict) -> str:
         state = f"{len(finding.breaches)} BROKEN" if finding.breaches else "ok" if not finding.why_not else "-"
         about = finding.why_not or f"{finding.looked_at} {finding.of}"
         lines.append(f"{state:>9}  {finding.check:22} {about:22} {finding.promise}")
+        lines += [f"{'':11}not shown: {what}" for what in finding.not_shown[:MAX_SHOWN]]
         for breach in finding.breaches[:MAX_SHOWN]:
             lines.append(f"{'':11}{breach.what}")
             lines += [f"{'':13}{event}" for event in breach.events]

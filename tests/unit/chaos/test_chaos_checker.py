@@ -34,6 +34,29 @@ def dead_man_writes(evidence: Evidence) -> None:
     evidence.events.insert(evidence.events.index(exited) + 1, {**late, "version": 4, "parent": 3, "step": 3})
 
 
+def dead_man_records(evidence: Evidence) -> None:
+    exited = event(evidence, "slot_exited", slot="trainer/0")
+    evidence.steps[2]["m"] = exited["m"] + 0.01
+
+
+def record_of_an_earlier_session(evidence: Evidence) -> None:
+    """The agent died without a word of its roles' ends; one of them goes on into the next session."""
+    start = event(evidence, "run_started")
+    spawned = event(evidence, "slot_spawned", slot="trainer/0", epoch=4)
+    evidence.events.remove(event(evidence, "slot_exited", slot="trainer/0"))
+    evidence.events.insert(evidence.events.index(spawned), {**start, "m": spawned["m"] - 0.05})
+    evidence.made[3] |= {"by": "rollout/0#2", "m": spawned["m"]}
+
+
+def checkpoint_of_the_overtaken(evidence: Evidence) -> None:
+    """Epoch 4 has begun at step 3; this one would have been there to begin from."""
+    evidence.checkpoints.append(Checkpoint("step-000004", 4, 4, "d4", 3))
+
+
+def checkpoint_of_nobody(evidence: Evidence) -> None:
+    evidence.checkpoints[:] = [Checkpoint("step-000006", 6, 9, "d9", 77)]
+
+
 def epoch_again(evidence: Evidence) -> None:
     for one in evidence.events:
         if one.get("slot") == "trainer/0" and one.get("epoch") == 4:
@@ -214,6 +237,8 @@ def something_left(evidence: Evidence) -> None:
     [
         (two_at_once, "one_incarnation"),
         (dead_man_writes, "one_incarnation"),
+        (dead_man_records, "one_incarnation"),
+        (record_of_an_earlier_session, "one_incarnation"),
         (epoch_again, "epochs_grow"),
         (no_diagnosis, "deaths_answered"),
         (nobody_comes_back, "deaths_answered"),
@@ -223,6 +248,8 @@ def something_left(evidence: Evidence) -> None:
         (late_commit, "late_writes"),
         (late_in_queue, "late_writes"),
         (after_its_end, "late_writes"),
+        (checkpoint_of_the_overtaken, "late_writes"),
+        (checkpoint_of_nobody, "late_writes"),
         (fault_of_the_supervisor, "supervisor_sound"),
         (step_left_out, "steps_once"),
         (step_skipped_in_a_life, "steps_once"),
@@ -263,7 +290,9 @@ def test_each_broken_promise_is_found_with_what_shows_it(doctor: Doctor, name: s
     found = [breach for breach in breaches(check(evidence)) if breach.check == name]
     assert found, breaches(check(evidence))
     assert all(breach.what for breach in found)
-    if doctor not in (something_left, journal_damaged) and not found[0].what.startswith("nothing judged"):
+    if doctor not in (something_left, journal_damaged, checkpoint_of_nobody) and not found[0].what.startswith(
+        "nothing judged"
+    ):
         assert any(breach.events for breach in found)
 
 
@@ -286,6 +315,20 @@ def test_a_process_may_tell_the_queue_itself_that_it_goes() -> None:
     evidence = well()
     evidence.writes.append(Write(9, "rollout/0#2", "gone", "rollout/0#2"))
     assert breaches(check(evidence)) == []
+
+
+def test_who_was_overtaken_and_refused_nothing_shows_nothing() -> None:
+    evidence = well()
+    exited = event(evidence, "slot_exited", slot="trainer/0")
+    overtaken = {"kind": "slot_overtaken", "slot": "trainer/0", "epoch": 3, "by_epoch": 4, "m": exited["m"] - 0.01}
+    evidence.events.append({"t": 0.0, "by": "chaos", **overtaken})
+
+    def not_shown() -> list[str]:
+        return next(f.not_shown for f in check(evidence) if f.check == "late_writes")
+
+    assert "no write of trainer/0#3 was refused" in not_shown()[0] and breaches(check(evidence)) == []
+    exited["diagnosis"]["trace"] = "StaleEpoch: call of trainer/0#3"
+    assert not_shown() == []
 
 
 def test_epochs_of_several_slots_may_be_told_in_any_order() -> None:
