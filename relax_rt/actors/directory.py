@@ -74,8 +74,16 @@ class Directory:
             raise Refused(what, why="the run has no registry", hint="name one slot, as reward/0")
         if self._members is None:
             self._members = Members(self._registry, "")
+        if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._members.follow())
+            self._following.add_done_callback(self._ended)
         return self._members
+
+    def _ended(self, following: asyncio.Task[None]) -> None:
+        """It is not to end, but someone may have cancelled all tasks: it is begun again when it is next needed."""
+        if self._members is not None:
+            cause = "it was cancelled" if following.cancelled() else repr(following.exception())
+            self._members.away = f"nobody follows the members: {cause}"
 
     async def explained(self, died: ActorDied, left_s: float) -> ActorDied:
         """The error with the end of the incarnation, waited for a bounded time."""

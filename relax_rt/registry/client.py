@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,9 @@ from relax_rt.transport.versions import VersionRecord
 
 POLL_S = 20.0
 RETRY_S = 0.5
+RETRY_MOST_S = 10.0
+
+log = logging.getLogger(__name__)
 
 
 class Members:
@@ -98,16 +102,23 @@ class Members:
             raise DeadlineExceeded(f"waiting for {what}", why=why) from error
 
     async def follow(self) -> None:
-        """Watch for ever; run by Discovery.watch."""
+        """Watch for ever; run by Discovery.watch. Whatever goes wrong is told in `away`, and the watch begun again."""
+        failures = 0
         while True:
             try:
-                answer = await self._registry.watch(self._revision, POLL_S)
+                await self._take(await self._registry.watch(self._revision, POLL_S))
             except RelaxError as error:
                 self.away = str(error)
                 await asyncio.sleep(RETRY_S)
-                continue
-            self.away = ""
-            await self._take(answer)
+            except Exception as error:
+                # Not foreseen: what is known may be half of it, so that all is asked for again.
+                log.exception("following the members failed")
+                self.away = f"following failed: {type(error).__name__}: {error}"
+                self._revision = 0
+                failures += 1
+                await asyncio.sleep(min(RETRY_S * 2 ** min(failures - 1, 10), RETRY_MOST_S))
+            else:
+                self.away, failures = "", 0
 
     async def _take(self, answer: Changes) -> None:
         own = {m.who.slot: m for m in answer.members if not self.role or m.who.role == self.role}

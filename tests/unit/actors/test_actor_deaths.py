@@ -12,6 +12,7 @@ import pytest
 from actor_far_end import Judge, Registry, directory, eventually, fails, living, spawn
 
 from relax_rt.actors import Actor
+from relax_rt.registry.api import Changes
 from relax_rt.transport.errors import ActorDied, Retiring, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import CurveKeys
@@ -281,3 +282,37 @@ async def test_connections_lost_to_members_that_live_are_no_deaths(tmp_path: pat
         # Past the bound: that they live is told by the registry.
         await eventually(lambda: len(set(pool.asked)) == 4)
         call.cancel()
+
+
+async def test_following_goes_on_after_whatever_goes_wrong(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that nobody foresaw, and a cancelled task, cost news for a while and not for good."""
+    monkeypatch.setattr("relax_rt.registry.client.RETRY_S", 0.05)
+
+    class Faulty(Registry):
+        wrong: Exception | None = ValueError("half an answer")
+
+        async def watch(self, since: int, wait_s: float) -> Changes:
+            if self.wrong is not None:
+                raise self.wrong
+            return await super().watch(since, wait_s)
+
+    registry = Faulty()
+    async with living(f"unix://{tmp_path}/0.sock") as (_, one), directory({"judge/0": one}, registry) as known:
+        registry.enter("judge/0", one)
+        judge = known.actor("judge", Judge, timeout_s=0.2)
+        with pytest.raises(Unreachable, match=r"the registry is away: following failed: ValueError: half an answer"):
+            await judge.pid()
+        registry.wrong = None
+        patient = judge.with_options(timeout_s=20.0)
+        assert await patient.pid()
+        assert not known.members("them").away
+        following = known._following
+        assert following is not None
+        following.cancel()
+        await asyncio.wait({following})
+        assert known._members is not None and "nobody follows the members" in known._members.away
+        who = registry.enter("judge/0", one)
+        await patient.pid()
+        await eventually(lambda: known.members("them").lives(who) and not known.members("them").away)
