@@ -281,7 +281,7 @@ class Supervisor(Requests):
     def _on_deadline(self, s: Slot) -> None:
         match s.state:
             case "requested":
-                self._kill(s, "killed", f"not spawned within {s.spec.start_timeout_s:g} s")
+                self._kill(s, "killed", f"no process came of it within {s.spec.spawn_timeout_s:g} s of its order")
             case "starting":
                 self._condemn(s, "hang", f"not ready within start_timeout_s = {s.spec.start_timeout_s:g} s")
             case "ready" if s.waiting:

@@ -70,7 +70,7 @@ class Lifecycle:
         s.node = place.node
         if place.node or place.devices:
             self._emit("slot_placed", s, node=place.node, devices=list(place.devices))
-        self._enter(s, "requested", s.spec.start_timeout_s)
+        self._enter(s, "requested", s.spec.spawn_timeout_s)
         return Start(s.name, s.restarts, place.node, place.devices)
 
     def _find_room(self, slots: Sequence[Slot]) -> list[Place] | Waiting:

@@ -21,7 +21,9 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         restart: permanent (always), transient (after a failure), temporary (never).
         significant: the run ends in order when every significant slot has finished.
         system: part of every run (registry, queue); the run ends when all slots that are not have ended.
-        start_timeout_s: from spawn to ready; also the longest wait for an epoch before the spawn.
+        spawn_timeout_s: from the order to start until a process exists. What is waited for there is not the role's:
+            its epoch, a zygote's imports, memory of its devices that the dead still hold; each has a shorter limit.
+        start_timeout_s: from spawn to ready.
         stop_timeout_s: from the stop request to the kill.
         hang_after_s: busy without progress for so long is a hang.
         dump_grace_s: time for the stack dump between finding a hang and the kill.
@@ -38,6 +40,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     restart: RestartClass = "permanent"
     significant: bool = False
     system: bool = False
+    spawn_timeout_s: float = 300.0
     start_timeout_s: float = 180.0
     stop_timeout_s: float = 20.0
     hang_after_s: float = 120.0

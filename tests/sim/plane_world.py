@@ -458,6 +458,7 @@ def _spec(slot: str, tier: int, head: str, period_s: float, **more: Any) -> Slot
         tier=tier,
         significant=kind == "trainer",
         system=kind in ("registry", "queue"),
+        spawn_timeout_s=6.0,
         start_timeout_s=6.0,
         stop_timeout_s=2.0,
         hang_after_s=HANG_S,

@@ -312,11 +312,25 @@ def test_start_timeout_dumps_kills_and_counts_and_can_be_extended() -> None:
     assert b.done.exit_code == 1
 
 
-def test_an_epoch_that_never_comes_is_given_up() -> None:
+def test_what_a_spawn_waits_for_does_not_count_against_the_start_timeout() -> None:
     b = Bench(spec("a/0", start_timeout_s=10))
     b(RunStarted())
-    b(Tick(), after=10)
+    b(Tick(), after=290)
+    assert b.of(Kill) == []
+    b(SlotSpawned("a/0", 1, 5))
+    b(Tick(), after=9)
+    assert b.of(DumpStacks) == []
+    b(Tick(), after=1)
+    assert b.of(DumpStacks) == ["a/0"]
+
+
+def test_a_process_that_never_comes_is_given_up() -> None:
+    b = Bench(spec("a/0", start_timeout_s=10))
+    b(RunStarted())
+    b(Tick(), after=300)
     assert b.of(Kill) == ["a/0"]
+    b.dies("a/0", "killed")
+    assert b.core.view()[0].last is not None
 
 
 def test_operators_restart_is_not_counted() -> None:
