@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from relax_rt.chaos.faults import Fault, Once
 from relax_rt.config.problems import BadInput
 
 MAX_STRIKES = 100_000
+AT_LEAST = 2
+"""Strikes for each kind of role, in a schedule that is long enough."""
 
 
 class Strike(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +59,7 @@ def poisson(
     while at_s < for_s and len(strikes) < MAX_STRIKES:
         strikes.append(draw.strike(len(strikes) + 1, at_s=round(at_s, 3)))
         at_s += times.expovariate(1 / mean_s)
-    return strikes
+    return _evened(seed, strikes, slots)
 
 
 def by_steps(
@@ -77,7 +81,7 @@ def by_steps(
     count = max(1, round(share * len(steps)))
     chosen = sorted(random.Random(f"times {seed}").sample(steps, count))
     draw = _Draw(seed, faults, slots)
-    return [draw.strike(number, at_step=step) for number, step in enumerate(chosen, 1)]
+    return _evened(seed, [draw.strike(number, at_step=step) for number, step in enumerate(chosen, 1)], slots)
 
 
 def at_once(seed: int, wanted: Sequence[Once]) -> list[Strike]:
@@ -87,6 +91,27 @@ def at_once(seed: int, wanted: Sequence[Once]) -> list[Strike]:
         Strike(number=n, fault=one.fault.name, slot=one.target, seconds=one.seconds, amount=_amount(one.fault, signs))
         for n, one in enumerate(wanted, 1)
     ]
+
+
+def _evened(seed: int, strikes: list[Strike], slots: Mapping[str, Sequence[str]]) -> list[Strike]:
+    """The same strikes, each kind of role with at least two of them if there are enough for that.
+
+    What a kind lacks is taken from the one that is struck most, at random; times and faults stay as they were drawn.
+    """
+    roles = {role: list(found) for role, found in sorted(slots.items()) if found}
+    counts = Counter(dict.fromkeys(roles, 0))
+    counts.update(strike.slot.partition("/")[0] for strike in strikes if strike.slot)
+    if counts.total() < AT_LEAST * len(roles):
+        return strikes
+    dice, evened = random.Random(f"evened {seed}"), list(strikes)
+    for role, of_role in roles.items():
+        while counts[role] < AT_LEAST:
+            most = max(counts, key=lambda name: (counts[name], name))
+            place = dice.choice([n for n, s in enumerate(evened) if s.slot.partition("/")[0] == most])
+            evened[place] = replace(evened[place], slot=of_role[int(dice.random() * len(of_role))])
+            counts[most] -= 1
+            counts[role] += 1
+    return evened
 
 
 class _Draw:

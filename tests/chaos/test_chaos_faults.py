@@ -165,6 +165,42 @@ def test_a_filled_file_system_is_given_back(tmp_path: Path) -> None:
         filling.close()
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 48 MiB, of nobody else's."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_a_run_outlives_a_full_disk(small_disk: Path) -> None:
+    def free() -> int:
+        return os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+
+    with ToyRun(small_disk, TOYS % "true") as run:
+        run.ready()
+        before = free()
+        with Injector(run.run_dir, 1) as injector:
+            outcome = injector.strike(Strike(number=1, fault="disk", slot="", seconds=2.0))
+            assert not outcome.withheld
+            assert free() <= 1 << 20 < before
+            session = play(run.run_dir, injector, [], settle_s=60.0)
+        assert session.recovered and not session.over
+        run.until("its room back", lambda: free() > before - (8 << 20))
+        worked = len(list((run.run_dir / "metrics.jsonl").read_bytes().splitlines()))
+        run.until("work", lambda: len((run.run_dir / "metrics.jsonl").read_bytes().splitlines()) > worked)
+        assert run.end() == 0
+        (told,) = [e for e in run.poll() if e["kind"] == "fault_injected"]
+        assert (told["name"], told["nbytes"] > 8 << 20) == ("disk", True)
+        assert [e["number"] for e in run.poll() if e["kind"] == "fault_ended"] == [1]
+        assert breaches(check(gather(run.run_dir))) == []
+
+
 def test_schedules_by_time_fall_in_order_and_interruptions_undo(toys: ToyRun) -> None:
     pid = next(s.pid for s in toys.ready().slots if s.slot == "idler/0")
     with Injector(toys.run_dir, 1) as injector:

@@ -68,6 +68,22 @@ def test_roles_are_drawn_uniformly_and_pauses_have_their_mean() -> None:
     assert all(a.at_s <= b.at_s for a, b in itertools.pairwise(strikes))
 
 
+def test_each_kind_of_role_is_struck_twice_if_there_are_strikes_enough() -> None:
+    slots = faults.roles_named("", [*SLOTS, "reward/0", "evaluator/0"])
+    longest = 0
+    for seed in range(40):
+        strikes = schedule.poisson(seed, 1.0, 16.0, KILL, slots)
+        kinds = Counter(s.slot.partition("/")[0] for s in strikes)
+        if len(strikes) >= 2 * len(slots):
+            longest += 1
+            assert min(kinds[role] for role in slots) >= 2, seed
+        assert [s.number for s in strikes] == list(range(1, len(strikes) + 1))
+        assert {s.slot for s in strikes} <= {slot for of_role in slots.values() for slot in of_role}
+    assert longest > 5
+    by_step = Counter(s.slot.partition("/")[0] for s in schedule.by_steps(1, 0.1, 1, 120, KILL, slots))
+    assert set(by_step.values()) == {2} and len(by_step) == 6
+
+
 def test_faults_in_a_share_of_the_steps() -> None:
     strikes = schedule.by_steps(1, 0.1, 1, 200, KILL, faults.roles_named("", SLOTS))
     steps = [s.at_step for s in strikes]
