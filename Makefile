@@ -40,6 +40,7 @@ bench: $(STAMP)  ## every benchmark, in its short form (with peers where `make p
 	$(BIN)/python tools/bench/transfer_queue.py --quick
 	$(BIN)/python tools/bench/queue_scale.py --quick
 	$(BIN)/python tools/bench/across_nodes.py --quick
+	$(BIN)/python tools/bench/actors.py --quick
 	$(BIN)/python tools/bench/end_to_end.py --quick
 	$(BIN)/python tools/bench/recovery.py --quick
 

@@ -19,6 +19,8 @@ from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import Client, CurveKeys, Server, make_hello
 
 RUN_ID = "bench000"
+AT_ONCE = 64
+"""Calls that an actor has at work at most, and that are under way where many are: ours and Ray's."""
 LENGTH = struct.Struct("<I")
 CALL, TELL, COUNT, STREAM = b"c", b"t", b"n", b"s"
 """First byte of a bare message: answered, not answered, how many were not answered, answered by that many."""
@@ -27,7 +29,7 @@ CALL, TELL, COUNT, STREAM = b"c", b"t", b"n", b"s"
 class Scorer(Actor):
     """What is measured: nothing is done in it."""
 
-    max_concurrency = 1024
+    max_concurrency = AT_ONCE
 
     async def setup(self) -> None:
         self.heard = 0

@@ -6,6 +6,7 @@ Run by the interpreter of the peers' environment; the last line of stdout is one
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 
 
-@ray.remote(max_concurrency=64, num_cpus=0)
+@ray.remote(num_cpus=0)
 class Scorer:
     """As ours: async methods that do nothing."""
 
@@ -38,9 +39,19 @@ class Scorer:
             yield text
 
 
-def main(rounds: int, calls: int, many: int) -> None:
+async def calls_at_once(scorer, many: int, at_once: int, data: bytes) -> None:  # type: ignore[no-untyped-def]
+    """As ours: each of so many tasks has one call under way."""
+
+    async def some() -> None:
+        for _ in range(many // at_once):
+            await scorer.score.remote(data)
+
+    await asyncio.gather(*(some() for _ in range(at_once)))
+
+
+def main(rounds: int, calls: int, many: int, at_once: int) -> None:
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
-    scorer = Scorer.remote()
+    scorer = Scorer.options(max_concurrency=at_once).remote()
     data = os.urandom(64)
     for _ in range(100):
         ray.get(scorer.score.remote(data))
@@ -51,7 +62,7 @@ def main(rounds: int, calls: int, many: int) -> None:
             ray.get(scorer.score.remote(data))
             found["round_trip_us"].append((time.perf_counter_ns() - start) / 1000)
         start = time.perf_counter()
-        ray.get([scorer.score.remote(data) for _ in range(many)])
+        asyncio.run(calls_at_once(scorer, many, at_once, data))
         found["calls_per_s"].append(many / (time.perf_counter() - start))
         wanted = ray.get(scorer.count.remote()) + many
         start = time.perf_counter()
@@ -69,4 +80,4 @@ def main(rounds: int, calls: int, many: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))
+    main(*map(int, sys.argv[1:5]))
