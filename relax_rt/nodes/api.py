@@ -28,7 +28,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         name: what it wants to be called.
         host: address at which other nodes reach its roles.
         machine: for people: the host's own name.
-        cores, memory_mib, shm_mib, gpus: what it offers.
+        cores, memory_mib, gpus: what it offers.
         python, version: of its interpreter and of relax-rt.
         protocol: NODES_PROTOCOL of its code.
         pid: of the process that joins.
@@ -39,7 +39,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
     cores: int = 1
     memory_mib: int = 0
-    shm_mib: int = 0
     gpus: int = 0
     python: str = ""
     version: str = ""

@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +28,7 @@ from relax_rt.nodes.listen import check_listen
 from relax_rt.nodes.seat import End, Taken, node_paths, read_end, write_seat
 from relax_rt.supervision import procfs
 from relax_rt.supervision.launch import lock_run_dir
-from relax_rt.supervision.rundir import RESOLVED_CONFIG, SHM_ROOT, RunPaths, clean_stale_runs, update_run
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, clean_stale_runs, update_run
 from relax_rt.transport.address import parse_address
 from relax_rt.transport.backoff import Backoff, BackoffPolicy
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
@@ -313,7 +312,6 @@ def gather_facts(wish: Wish) -> Facts:
         machine=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
         memory_mib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB,
-        shm_mib=shutil.disk_usage(SHM_ROOT).free // MIB,
         gpus=count_gpus(),
         python=sys.version.split()[0],
         version=__version__,

@@ -7,6 +7,7 @@ half follows. It lies in the run directory (0600), outlives a restart of the hea
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from relax_rt.transport.errors import Refused
@@ -17,12 +18,19 @@ ENVIRONMENT = "RELAX_JOIN_KEY"
 
 
 def make_key(folder: Path) -> Path:
-    """The key's file in this folder, made if it is not there."""
+    """The key's file in this folder, made if it is not there.
+
+    Raises:
+        Refused: it is there, and others than its owner can read or write it.
+    """
     path = folder / FILE
     if not path.exists():
         import zmq.utils.z85
 
         write_key(path, zmq.utils.z85.decode(CurveKeys.make().secret).hex())
+    elif (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+        hint = f"chmod 600 {path}; if anybody may have read it, remove it instead: a new one is made"
+        raise Refused(f"key {path} is not for its owner alone", why=f"its mode is {mode:04o}", hint=hint)
     return path
 
 

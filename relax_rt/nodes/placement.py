@@ -156,15 +156,6 @@ class Placer:
         self._rooms.pop(name, None)
         return slots
 
-    def where(self, slot: str) -> Place | None:
-        """The place of a slot that has one."""
-        taken = self._taken.get(slot)
-        return taken.place if taken else None
-
-    def on(self, name: str) -> list[str]:
-        """The slots on a node."""
-        return [slot for slot, taken in self._taken.items() if taken.place.node == name]
-
     def release(self, slot: str) -> None:
         """The slot's process is gone: what it had is free."""
         taken = self._taken.pop(slot, None)

@@ -59,7 +59,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         node: its name; the head's is empty in a run of one node.
-        state: alive, lost or fenced.
+        state: alive, leaving, lost or left.
         host: name or address of the machine.
         agent_pid: of its agent.
         cores, memory_mib, gpus: what it offers.

@@ -207,6 +207,16 @@ def test_keys_are_for_their_owner_alone_and_kept(tmp_path: Path) -> None:
     assert curve_keys(text) == curve_keys(text + "\n")
 
 
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = make_key(tmp_path)
+    path.chmod(mode)
+    with pytest.raises(RelaxError, match=f"its mode is {mode:04o}.*chmod 600"):
+        make_key(tmp_path)
+    path.chmod(0o600)
+    assert make_key(tmp_path) == path
+
+
 @pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 31, "ab" * 33])
 def test_what_is_no_key(tmp_path: Path, text: str) -> None:
     (tmp_path / "k").write_text(text)

@@ -106,7 +106,7 @@ def test_a_gang_is_packed_with_its_ranks_in_the_order_of_nodes() -> None:
         found.reason == "no room for 3 ranks of other with 1 GPU each: "
         "head has room for 2, b has room for 0, c has room for 0"
     )
-    assert placer.where("other/0") is None
+    assert placed(placer.place(need("other/0", gpus=1))).node == "head", "no rank has a place"
 
 
 def test_a_gang_without_gpus_goes_by_cores_and_shares_them_at_need() -> None:
