@@ -40,6 +40,9 @@ from relax_rt.supervision.spawn import Spawner
 from relax_rt.transport.errors import Refused
 
 MIB = 1 << 20
+SPARES_WITHOUT_SLOT_S = 10.0
+"""Spares of a role are kept so long, beyond its longest back-off, after its last process on this node has gone: then
+nobody is about to start again (drained, scaled to none, given up, or placed elsewhere)."""
 
 
 class LocalExecutor:
@@ -80,6 +83,7 @@ class LocalExecutor:
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, socket.socket] = {}
         self._helpers: set[int] = set()
+        self._vacant: dict[str, float] = {}
 
     def prepare(self) -> None:
         """Start the zygotes, in the background. Roles that start before they are there are spawned, or wait for them
@@ -88,7 +92,8 @@ class LocalExecutor:
             if plan.settings.spares:
                 spare = self._launch(StartOrder(slot=f"{plan.kind}/spare", epoch=0))
                 launch = msgspec.structs.replace(spare, env={**spare.env, "RELAX_SPARE": "1"})
-                self._spawner.spares.want(plan.kind, Wanted(plan.settings.spares, launch))
+                timeout_s = plan.settings.start_timeout_s or self._config.supervision.start_timeout_s
+                self._spawner.spares.want(plan.kind, Wanted(plan.settings.spares, launch, timeout_s))
         if not self._config.supervision.zygote:
             return
         config = self._paths.run_dir / RESOLVED_CONFIG
@@ -172,8 +177,9 @@ class LocalExecutor:
         self._helpers.discard(pid)
 
     async def housekeep(self) -> None:
-        """What is to be done once a second: dead orphans reaped, long logs rotated."""
+        """What is to be done once a second: dead orphans reaped, spares that nobody needs ended, long logs rotated."""
         self._reap_strangers()
+        self._end_idle_spares()
         limit = self._config.events.role_log_mib * MIB
         for slot, process in list(self._processes.items()):
             try:
@@ -181,6 +187,19 @@ class LocalExecutor:
                     process.log_truncated()
             except OSError as error:
                 self._log.error("log cannot be rotated", slot=slot, error=str(error))
+
+    def _end_idle_spares(self) -> None:
+        here = {slot.partition("/")[0] for slot in (*self._processes, *self._starts)}
+        now = time.monotonic()
+        for kind in self._spawner.spares.kept:
+            if kind in here:
+                self._vacant.pop(kind, None)
+            elif now - self._vacant.setdefault(kind, now) > (
+                SPARES_WITHOUT_SLOT_S + self._config.supervision.restart.backoff_max_s
+            ):
+                del self._vacant[kind]
+                self._spawner.spares.end(kind)
+                self._emit("spares_ended", role=kind, reason="no slot of the role is on this node")
 
     async def _start(self, order: StartOrder) -> None:
         slot = order.slot

@@ -31,6 +31,8 @@ class Spare:
     def __init__(self, born: Born, bell: Bell) -> None:
         self.born, self._bell = born, bell
         self.prepared = self.gone = False
+        self.end = ""
+        """Why we have killed it."""
         self._pidfd = os.pidfd_open(born.pid)
         loop = asyncio.get_running_loop()
         born.control.setblocking(False)
@@ -46,8 +48,9 @@ class Spare:
         self._let_go()
         return True
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
         """SIGKILL it."""
+        self.prepared, self.end = False, self.end or reason
         if not self.gone:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -87,10 +90,11 @@ class Spare:
 
 
 class Wanted(NamedTuple):
-    """How many spares of a kind there are to be, and how one is started."""
+    """How many spares of a kind there are to be, how one is started, and how long it may take to prepare."""
 
     number: int
     launch: Launch
+    start_timeout_s: float = 180.0
 
 
 class Spares:
@@ -106,6 +110,7 @@ class Spares:
         self._wanted: dict[str, Wanted] = {}
         self._waiting: dict[str, list[Spare]] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._ended: list[Spare] = []
         self._bell = Bell()
         self.starting = 0
         """Processes that may exist without anybody who watches them yet."""
@@ -113,7 +118,15 @@ class Spares:
     @property
     def pids(self) -> set[int]:
         """Processes that are ours to wait for."""
-        return {spare.born.pid for spares in self._waiting.values() for spare in spares if not spare.gone}
+        return {spare.born.pid for spare in self._all() if not spare.gone}
+
+    @property
+    def kept(self) -> list[str]:
+        """Kinds whose spares are kept now."""
+        return list(self._keepers)
+
+    def _all(self) -> list[Spare]:
+        return [*self._ended, *(spare for spares in self._waiting.values() for spare in spares)]
 
     def want(self, kind: str, wanted: Wanted) -> None:
         """Say what is to be there once `begin` is called for the kind."""
@@ -125,6 +138,16 @@ class Spares:
         way."""
         if kind in self._wanted and kind not in self._keepers:
             self._keepers[kind] = asyncio.create_task(self._keep(kind, self._wanted[kind]))
+
+    def end(self, kind: str) -> None:
+        """Keep none of this kind any more, until `begin` is called again."""
+        if (keeper := self._keepers.pop(kind, None)) is None:
+            return
+        keeper.cancel()
+        self._ended = [spare for spare in (*self._ended, *self._waiting[kind]) if not spare.gone]
+        self._waiting[kind] = []
+        for spare in self._ended:
+            spare.kill()
 
     def take(self, launch: Launch, log: int) -> Born | None:
         """A prepared spare becomes this process; None when there is none."""
@@ -150,7 +173,7 @@ class Spares:
         for task in self._keepers.values():
             task.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
-        spares = [spare for spares in self._waiting.values() for spare in spares]
+        spares = self._all()
         for spare in spares:
             spare.kill()
         await self._bell.until(lambda: all(spare.gone for spare in spares), CLOSE_WITHIN_S)
@@ -161,26 +184,42 @@ class Spares:
         while True:
             began = time.monotonic()
             spare = await self._start(wanted.launch)
+            prepared = False
             if spare is not None:
                 waiting.append(spare)
-                await self._bell.until(lambda spare=spare: spare.prepared or spare.gone)  # type: ignore[misc]
-            if spare is not None and spare.prepared and not spare.gone:
+                prepared = await self._prepare(spare, wanted.start_timeout_s)
+            if spare is not None and prepared:
                 self._say("spare_ready", role=kind, pid=spare.born.pid, seconds=round(time.monotonic() - began, 3))
             await self._bell.until(lambda: len(waiting) < wanted.number or any(s.gone for s in waiting))
             dead = [s for s in waiting if s.gone]
             waiting[:] = [s for s in waiting if not s.gone]
             for lost in dead:
-                self._say("spare_died", role=kind, pid=lost.born.pid, log=str(wanted.launch.log))
-            failed = bool(dead) and time.monotonic() - began < STEADY_S
-            backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s)) if failed or spare is None else 0.0
+                self._say(
+                    "spare_died", role=kind, pid=lost.born.pid, reason=lost.end or "ended", log=str(wanted.launch.log)
+                )
+            failed = not prepared or (bool(dead) and time.monotonic() - began < STEADY_S)
+            backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_FIRST_S, 2 * backoff_s)) if failed else 0.0
             await asyncio.sleep(backoff_s)
+
+    async def _prepare(self, spare: Spare, within_s: float) -> bool:
+        """Wait until it is prepared; one that takes too long is killed."""
+        if not await self._bell.until(lambda: spare.prepared or spare.gone, within_s):
+            spare.kill(f"not prepared within start_timeout_s = {within_s:g} s")
+            await self._bell.until(lambda: spare.gone, CLOSE_WITHIN_S)
+        return spare.prepared and not spare.gone
 
     async def _start(self, launch: Launch) -> Spare | None:
         self.starting += 1
+        born = None
         try:
-            return Spare(await self._bear(launch), self._bell)
-        except OSError as error:
-            self._say("spare_died", role=launch.slot.partition("/")[0], reason=f"cannot be started: {error}")
+            born = await self._bear(launch)
+            return Spare(born, self._bell)
+        except Exception as error:  # noqa: BLE001 whatever went wrong, the next one may be luckier
+            if born is not None:
+                # Nobody would ever see it exit.
+                born.control.close()
+                os.kill(born.pid, signal.SIGKILL)
+            self._say("spare_died", role=launch.slot.partition("/")[0], reason=f"cannot be started: {error!r}")
             return None
         finally:
             self.starting -= 1

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from live_run import LiveRun
+from live_run import LiveRun, until
 
 from relax_rt.supervision import control, procfs
 
@@ -72,3 +72,16 @@ def test_agent_killed_while_zygotes_are_starting_leaves_nothing(tmp_path: Path) 
         os.kill(run.agent_pid, signal.SIGKILL)
         run.ends()
         assert run.is_gone()
+
+
+def test_no_spares_are_kept_for_a_role_that_is_drained(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "[roles.worker]\nspares = 1\n[roles.aide]", FAST) as run:
+        run.ready("worker/0", "aide/0")
+        spare = run.event("spare_ready", role="worker")["pid"]
+        control.drain(run.run_dir, "worker")
+        run.event("spares_ended", role="worker")
+        until("the spare ends", lambda: not procfs.start_time(spare))
+        control.restart(run.run_dir, "worker")
+        run.event("spare_ready", role="worker", nth=1)
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and run.left() == []

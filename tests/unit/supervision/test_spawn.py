@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from relax_rt.supervision import procfs
+from relax_rt.supervision.channel import PreparedMsg, encode
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.limits import Limits
 from relax_rt.supervision.nursery import ZygoteKey
-from relax_rt.supervision.process import Launch, RoleProcess
+from relax_rt.supervision.process import Born, Launch, RoleProcess
+from relax_rt.supervision.spares import BACKOFF_FIRST_S, Spares, Wanted
 from relax_rt.supervision.spawn import JUDGES, Spawner
 
 WAIT_S = 30.0
@@ -139,3 +142,67 @@ async def test_kill_after_the_exit_hits_nobody_and_changes_no_diagnosis(
     found = await toy.diagnosis()
     assert found.kind == "exception" or found.exit_code == 3
     assert "too late" not in found.cause
+
+
+PREPARED = f"""
+import os, socket
+socket.socket(fileno=os.dup(int(os.environ['RELAX_CONTROL_FD']))).send({encode(PreparedMsg())!r})
+{IDLE}
+"""
+
+
+def spare_launch(world: World, code: str) -> Launch:
+    return Launch(slot="toy/spare", epoch=0, argv=[sys.executable, "-c", code], env=dict(os.environ), log=world.log)
+
+
+async def until_told(world: World, kind: str, number: int = 1) -> list[dict[str, Any]]:
+    end = time.monotonic() + WAIT_S
+    while len(found := [fields for told, fields in world.events if told == kind]) < number:
+        assert time.monotonic() < end, world.events
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def test_spare_that_hangs_while_it_prepares_is_killed_and_the_next_one_waits(world: World) -> None:
+    spares = world.spawner.spares
+    spares.want("toy", Wanted(1, spare_launch(world, IDLE), 0.2))
+    began = time.monotonic()
+    spares.begin("toy")
+    died = await until_told(world, "spare_died", 2)
+    assert {d["reason"] for d in died} == {"not prepared within start_timeout_s = 0.2 s"}
+    assert time.monotonic() - began > 0.2 + BACKOFF_FIRST_S + 0.2
+    assert died[0]["pid"] != died[1]["pid"] and not procfs.start_time(died[0]["pid"])
+
+
+async def test_spare_that_cannot_be_started_for_any_reason_is_tried_again() -> None:
+    told: list[dict[str, Any]] = []
+
+    async def bear(launch: Launch) -> Born:
+        raise RuntimeError("no luck")
+
+    spares = Spares(bear, lambda kind, **fields: told.append(fields))
+    spares.want("toy", Wanted(1, Launch(slot="toy/spare", epoch=0, argv=[], env={}, log=Path("/dev/null"))))
+    spares.begin("toy")
+    end = time.monotonic() + WAIT_S
+    while len(told) < 2:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+    assert "no luck" in told[1]["reason"]
+    await spares.close()
+
+
+async def test_spares_that_are_ended_are_not_taken_and_can_be_begun_again(world: World) -> None:
+    spares, launch = world.spawner.spares, spare_launch(world, PREPARED)
+    spares.want("toy", Wanted(1, launch))
+    spares.begin("toy")
+    (first,) = await until_told(world, "spare_ready")
+    assert spares.has(launch) and spares.kept == ["toy"]
+    spares.end("toy")
+    assert not spares.has(launch) and spares.kept == [] and spares.pids == {first["pid"]}
+    end = time.monotonic() + WAIT_S
+    while spares.pids:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+    spares.begin("toy")
+    await until_told(world, "spare_ready", 2)
+    assert not [kind for kind, _ in world.events if kind == "spare_died"]
