@@ -180,13 +180,20 @@ class LocalExecutor:
         """What is to be done once a second: dead orphans reaped, spares that nobody needs ended, long logs rotated."""
         self._reap_strangers()
         self._end_idle_spares()
-        limit = self._config.events.role_log_mib * MIB
-        for slot, process in list(self._processes.items()):
+        await self._rotate_logs(self._config.events.role_log_mib * MIB)
+
+    async def _rotate_logs(self, limit_bytes: int) -> None:
+        """Of the agent, the zygotes, the keeper and spares as well: a run may go on for months."""
+        for path in await asyncio.to_thread(lambda: sorted(self._paths.logs.glob("*.log"))):
             try:
-                if await asyncio.to_thread(rotate_log, self._paths.log(slot), limit):
-                    process.log_truncated()
+                if not await asyncio.to_thread(rotate_log, path, limit_bytes):
+                    continue
             except OSError as error:
-                self._log.error("log cannot be rotated", slot=slot, error=str(error))
+                self._log.error("log cannot be rotated", log=path.name, error=str(error))
+                continue
+            for slot, process in self._processes.items():
+                if self._paths.log(slot) == path:
+                    process.log_truncated()
 
     def _end_idle_spares(self) -> None:
         here = {slot.partition("/")[0] for slot in (*self._processes, *self._starts)}

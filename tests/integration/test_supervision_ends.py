@@ -154,3 +154,17 @@ def test_agent_whose_own_work_breaks_ends_the_run_and_says_so(tmp_path: Path, mo
         cause = "housekeeping has failed: ZeroDivisionError: broken"
         assert run.record["reason"] == f"fault of the supervisor: {cause}" and run.left() == []
         assert "break_down" in run.event("supervisor_fault", error=cause)["trace"]
+
+
+def test_no_log_of_a_run_grows_without_bound(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "[roles.worker]\nspares = 1", "[events]\nrole_log_mib = 1\n") as run:
+        run.ready("worker/0")
+        run.event("spare_ready", role="worker")
+        for name in ("agent", "zygote", "keeper", "up", "worker-spare", "worker-0"):
+            log = run.run_dir / "logs" / f"{name}.log"
+            with log.open("a") as out:
+                out.write("chatter\n" * (1 << 18))
+            until(f"{log} is rotated", lambda log=log: log.stat().st_size < 1 << 20)
+            assert (log.with_name(f"{log.name}.1")).stat().st_size > 1 << 20
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0
