@@ -13,6 +13,7 @@ from relax_rt.nodes.api import HEAD
 from relax_rt.nodes.gpus import count_gpus
 from relax_rt.nodes.links import role_environment
 from relax_rt.nodes.listen import check_listen
+from relax_rt.nodes.machine import physical_mib
 from relax_rt.nodes.placement import Node
 from relax_rt.supervision.rundir import RunPaths
 from relax_rt.transport.address import parse_address
@@ -37,7 +38,7 @@ class HeadBase:
         self.table, self.paths = table, paths
         self.several = bool(table.listen)
         cores = len(os.sched_getaffinity(0))
-        self.here = Node(HEAD if self.several else "", cores, count_gpus())
+        self.here = Node(HEAD if self.several else "", cores, count_gpus(), physical_mib())
         self.host = parse_address(check_listen(table.listen)).host if self.several else "127.0.0.1"
         self.environment = (
             role_environment(paths, run_id=paths.run_id, node=HEAD, host=self.host) if self.several else {}

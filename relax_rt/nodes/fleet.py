@@ -212,7 +212,7 @@ class Fleet:
         """A node has joined; its agent is yet to begin."""
         assert self.core is not None
         self._remote[seat.node] = RemoteExecutor(self.core, seat, self.wake, self._agent.on_event)
-        self._room[seat.node] = Node(seat.node, facts.cores, facts.gpus)
+        self._room[seat.node] = Node(seat.node, facts.cores, facts.gpus, facts.memory_mib)
         fields = {"host": facts.host, "machine": facts.machine, "cores": facts.cores, "gpus": facts.gpus}
         self.emit("node_joined", node=seat.node, node_epoch=seat.epoch, **fields)
         self._log.info("node joined", node=str(seat), host=facts.host)

@@ -25,6 +25,7 @@ from relax_rt.nodes.api import DOOR, Facts, HeadApi, NameTaken, Seat
 from relax_rt.nodes.gpus import count_gpus
 from relax_rt.nodes.keys import ENVIRONMENT, FILE, curve_keys, read_key, write_key
 from relax_rt.nodes.listen import check_listen
+from relax_rt.nodes.machine import physical_mib
 from relax_rt.nodes.seat import End, Taken, node_paths, read_end, write_seat
 from relax_rt.supervision import procfs
 from relax_rt.supervision.launch import lock_run_dir
@@ -35,7 +36,6 @@ from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unr
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.rpc import Client, make_hello
 
-MIB = 1 << 20
 ATTEMPT_S = 5.0
 LEAVE_S = 1.0
 AGAIN = BackoffPolicy(base_s=0.5, cap_s=10.0)
@@ -311,7 +311,7 @@ def gather_facts(wish: Wish) -> Facts:
         host=wish.host or own_address(wish.head),
         machine=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
-        memory_mib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB,
+        memory_mib=physical_mib(),
         gpus=count_gpus(),
         python=sys.version.split()[0],
         version=__version__,

@@ -1,7 +1,7 @@
 """Which slot runs on which node, and on which of its GPUs. Pure: no I/O, no clock.
 
-GPUs and pins are hard: what does not fit waits, with a reason. Cores are a wish: threads share cores when there are not
-enough of them, so nothing ever waits for a core.
+GPUs and pins are hard: what does not fit waits, with a reason. Memory and cores are wishes, in this order: a role's
+limit is not what it takes, and threads share cores when there are not enough of them. So nothing ever waits for either.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ PARTS = 1000
 
 
 class Node(msgspec.Struct, frozen=True):
-    """What a node has to give: its cores and its number of GPUs."""
+    """What a node has to give: its cores, its number of GPUs and its memory (0: not known, so any amount)."""
 
     name: str
     cores: int = 1
     gpus: int = 0
+    memory_mib: int = 0
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -33,6 +34,7 @@ class Need(msgspec.Struct, frozen=True):
         threads: cores it keeps busy.
         gpus: whole devices (a fraction above 1 is rounded up), or a share of one below 1.
         node: the only node it may run on; empty: any.
+        memory_mib: the memory it may take; 0: there is no limit, and it is not counted.
     """
 
     slot: str
@@ -40,6 +42,7 @@ class Need(msgspec.Struct, frozen=True):
     threads: int = 1
     gpus: float = 0.0
     node: str = ""
+    memory_mib: int = 0
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -70,6 +73,7 @@ class _Room:
         self.node = node
         self.free = [PARTS] * node.gpus
         self.threads = 0
+        self.memory_mib = 0
         self.kinds: dict[str, int] = {}
         self.closed = ""
 
@@ -87,9 +91,19 @@ class _Room:
             found.append(chosen)
         return found
 
-    @property
-    def spare_cores(self) -> int:
-        return self.node.cores - self.threads
+    def crowded(self, need: Need) -> bool:
+        """With it, its slots could take more memory than there is."""
+        return 0 < self.node.memory_mib < self.memory_mib + need.memory_mib and need.memory_mib > 0
+
+    def in_memory(self, need: Need, ranks: int) -> int:
+        """How many of these ranks fit into its memory."""
+        if not self.node.memory_mib or not need.memory_mib:
+            return ranks
+        return min(ranks, max(0, self.node.memory_mib - self.memory_mib) // need.memory_mib)
+
+    def on_cores(self, need: Need, ranks: int) -> int:
+        """How many of these ranks have cores of their own."""
+        return min(ranks, max(0, self.node.cores - self.threads) // max(1, need.threads))
 
 
 def _parts(gpus: float) -> int:
@@ -110,9 +124,9 @@ def _choose(free: Sequence[int], gpus: float) -> tuple[int, ...] | None:
 class Placer:
     """Keeps the account of what is taken where.
 
-    Single slots are spread: to a node with cores to spare before one without, then to the one with the fewest of the
-    same role, then to the least loaded, then to where the slot was before. A gang is packed onto as few nodes as can
-    hold it, its ranks in the order of the nodes, whole or not at all.
+    Single slots are spread: to a node with memory to spare before one without, likewise with cores, then to the one
+    with the fewest of the same role, then to the least loaded, then to where the slot was before. A gang is packed onto
+    as few nodes as can hold it, its ranks in the order of the nodes, whole or not at all.
     """
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
@@ -143,6 +157,20 @@ class Placer:
         if name in self._rooms:
             self._rooms[name].closed = reason
 
+    def open(self, name: str) -> None:
+        """Take the closing of a node back."""
+        if name in self._rooms:
+            self._rooms[name].closed = ""
+
+    def closed(self, name: str) -> str:
+        """Why nothing more is put on a node; empty when it is open, or not there."""
+        return self._rooms[name].closed if name in self._rooms else ""
+
+    def barred(self, slot: str, node: str) -> str:
+        """Why a slot can be nowhere, whatever others give up: the node that it needs is gone or closed, or all are."""
+        pin = node or self._kept.get(slot, "")
+        return "" if self._open(pin) else self._why(Need(slot, "", node=node), pin, 1)
+
     def remove(self, name: str, *, keep: bool = False) -> list[str]:
         """A node is gone; answers with the slots that were on it.
 
@@ -164,6 +192,7 @@ class Placer:
         self._before[slot] = taken.place.node
         room = self._rooms[taken.place.node]
         room.threads -= taken.need.threads
+        room.memory_mib -= taken.need.memory_mib
         room.kinds[taken.need.kind] -= 1
         for device in taken.place.devices:
             room.free[device] += taken.parts
@@ -181,10 +210,11 @@ class Placer:
             return Waiting(self._why(need, pin, 1))
         order = list(self._rooms)
 
-        def dislike(room: _Room) -> tuple[bool, int, float, bool, int]:
+        def dislike(room: _Room) -> tuple[bool, bool, int, float, bool, int]:
             load = (room.threads + need.threads) / max(1, room.node.cores)
             elsewhere = self._before.get(need.slot) != room.node.name
-            return load > 1, room.kinds.get(need.kind, 0), load, elsewhere, order.index(room.node.name)
+            few = room.kinds.get(need.kind, 0)
+            return room.crowded(need), load > 1, few, load, elsewhere, order.index(room.node.name)
 
         room = min(rooms, key=dislike)
         return self._take(need, room, room.devices(need.gpus)[0])
@@ -200,14 +230,14 @@ class Placer:
         first = needs[0]
         for need in needs:
             self._fresh(need)
-            if (need.threads, need.gpus, need.node, need.kind) != (first.threads, first.gpus, first.node, first.kind):
+            if msgspec.structs.replace(need, slot=first.slot) != first:
                 raise Refused(f"gang {first.kind}", why=f"{need.slot} asks for other things than {first.slot}")
         # The nodes of all ranks are waited for; once they are there the gang is packed anew.
         away = (kept for need in needs if (kept := self._kept.get(need.slot, "")) and kept not in self._rooms)
         pin = first.node or next(away, "")
         rooms = self._open(pin)
         fits = {room.node.name: room.devices(first.gpus, len(needs)) for room in rooms}
-        chosen = _pack(rooms, fits, len(needs), first.threads)
+        chosen = _pack(rooms, fits, first, len(needs))
         if chosen is None:
             return Waiting(self._why(first, pin, len(needs)))
         ranks, places = iter(needs), []
@@ -232,6 +262,7 @@ class Placer:
         self._taken[need.slot] = _Taken(need, place, parts)
         self._kept.pop(need.slot, None)
         room.threads += need.threads
+        room.memory_mib += need.memory_mib
         room.kinds[need.kind] = room.kinds.get(need.kind, 0) + 1
         for device in devices:
             room.free[device] -= parts
@@ -261,20 +292,17 @@ class Placer:
 
 
 def _pack(
-    rooms: Sequence[_Room], fits: dict[str, list[tuple[int, ...]]], ranks: int, threads: int
+    rooms: Sequence[_Room], fits: dict[str, list[tuple[int, ...]]], need: Need, ranks: int
 ) -> list[tuple[_Room, int]] | None:
     """How many ranks go to which node, or None when they do not fit: as few nodes as possible, in their order.
 
-    Cores decide only among ways that GPUs allow: a node takes as many ranks as it has cores for if that is enough
-    all in all, and else as many as its devices hold.
+    Memory and cores decide only among ways that GPUs allow: a node takes as many ranks as it has both for if that is
+    enough all in all, else as many as it has memory for, else as many as its devices hold.
     """
     hard = {room.node.name: len(fits[room.node.name]) for room in rooms}
-    soft = {
-        name: min(count, max(0, room.spare_cores // max(1, threads)))
-        for room in rooms
-        for name, count in ((room.node.name, hard[room.node.name]),)
-    }
-    for room_for in (soft, hard):
+    held = {room.node.name: room.in_memory(need, hard[room.node.name]) for room in rooms}
+    soft = {room.node.name: room.on_cores(need, held[room.node.name]) for room in rooms}
+    for room_for in (soft, held, hard):
         if sum(room_for.values()) < ranks:
             continue
         # Stable: among equals the earlier node. The greedy choice of the largest is the fewest nodes.

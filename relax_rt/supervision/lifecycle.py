@@ -76,7 +76,7 @@ class Lifecycle:
     def _find_room(self, slots: Sequence[Slot]) -> list[Place] | Waiting:
         if self._placer is None:
             return [Place(s.name, "") for s in slots]
-        needs = [Need(s.name, s.spec.kind, s.spec.threads, s.spec.gpus, s.spec.node) for s in slots]
+        needs = [Need(s.name, s.spec.kind, s.spec.threads, s.spec.gpus, s.spec.node, s.spec.memory_mib) for s in slots]
         if len(needs) > 1:
             return self._placer.place_gang(needs)
         place = self._placer.place(needs[0])

@@ -63,6 +63,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
             backoff_max_s=rules.restart.backoff_max_s,
             threads=table.threads,
             gpus=table.gpus,
+            memory_mib=table.memory_mib or 0,
             node=table.node or "",
         )
 

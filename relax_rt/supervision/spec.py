@@ -31,7 +31,8 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
             time (ready, and up to its last progress): waits, starts and hangs do not age a restart, so a role that
             fails slowly is found out as surely as one that fails at once.
         backoff_first_s, backoff_max_s: upper limits of the wait before the first and any restart (full jitter).
-        threads, gpus, node: what it asks of the node it is placed on, and the only node it may run on (empty: any).
+        threads, gpus, memory_mib, node: what it asks of the node it is placed on (memory 0: it has no limit), and the
+            only node it may run on (empty: any).
     """
 
     slot: str
@@ -51,6 +52,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     backoff_max_s: float = 5.0
     threads: int = 1
     gpus: float = 0.0
+    memory_mib: int = 0
     node: str = ""
 
 

@@ -194,3 +194,51 @@ def test_a_gang_uses_the_fewest_nodes_that_hold_it(
     assert len(runs) == fewest
     given_out = [(place.node, device) for place in found for device in place.devices]
     assert len(given_out) == len(set(given_out)) == ranks * gpus
+
+
+def test_slots_go_where_memory_is_left_before_they_go_where_cores_are() -> None:
+    placer = Placer([Node("head", 8, 0, 1000), Node("b", 1, 0, 2000)])
+    nodes = [placed(placer.place(need(f"r/{n}", memory_mib=900))).node for n in range(3)]
+    assert nodes == ["head", "b", "b"]
+    assert placed(placer.place(need("s/0"))).node == "head", "a slot without a limit is not counted"
+    pinned = [placed(placer.place(need(f"p/{n}", memory_mib=900, node="head"))).node for n in range(2)]
+    assert pinned == ["head", "head"], "nothing waits for memory"
+    placer.add(Node("c", 1))
+    some = [placed(placer.place(need(f"q/{n}", memory_mib=900))).node for n in range(9)]
+    assert set(some) == {"c"}, "what is not known is no limit"
+
+
+MEMORY = st.integers(0, 6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), MEMORY), min_size=1, max_size=4), st.lists(MEMORY, max_size=20), st.data())
+def test_no_node_is_filled_over_its_memory_while_another_has_room(
+    sizes: list[tuple[int, int]], asked: list[int], data: st.DataObject
+) -> None:
+    nodes = {f"n{i}": Node(f"n{i}", cores, 0, mib) for i, (cores, mib) in enumerate(sizes)}
+    placer = Placer(nodes.values())
+    held: dict[str, dict[str, int]] = {name: {} for name in nodes}
+
+    def fits(name: str, mib: int) -> bool:
+        return not mib or not nodes[name].memory_mib or sum(held[name].values()) + mib <= nodes[name].memory_mib
+
+    for index, mib in enumerate(asked):
+        place = placed(placer.place(need(f"r/{index}", memory_mib=mib)))
+        assert fits(place.node, mib) or not any(fits(name, mib) for name in nodes)
+        held[place.node][place.slot] = mib
+        if data.draw(st.booleans()):
+            slot, name = place.slot, place.node
+            placer.release(slot)
+            del held[name][slot]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), MEMORY), min_size=1, max_size=4), st.integers(1, 8), st.integers(1, 3))
+def test_a_gang_is_never_refused_for_memory_and_keeps_to_it_if_it_can(
+    sizes: list[tuple[int, int]], ranks: int, mib: int
+) -> None:
+    nodes = {f"n{i}": Node(f"n{i}", cores, 0, memory) for i, (cores, memory) in enumerate(sizes)}
+    found = Placer(nodes.values()).place_gang([need(f"g/{n}", memory_mib=mib) for n in range(ranks)])
+    assert isinstance(found, list) and len(found) == ranks
+    room = {name: node.memory_mib // mib if node.memory_mib else ranks for name, node in nodes.items()}
+    if sum(min(ranks, count) for count in room.values()) >= ranks:
+        assert all([place.node for place in found].count(name) <= count for name, count in room.items())

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from supervisor_bench import Bench, spec
 
+from relax_rt.config.schema import RoleSettings, SupervisionTable
 from relax_rt.nodes.placement import Node, Placer
+from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.protocol import (
     DrainRequested,
     Kill,
@@ -364,3 +366,12 @@ def test_start_of_a_gang_that_fails_for_one_rank_is_a_failure_of_the_gang() -> N
     b(SlotExited("t/0", b.diagnosis("t/0", "killed")))
     b(Tick(), after=1)
     assert b.starts == ["t/0", "t/1"] and generation(b) == 2
+
+
+def test_memory_that_a_role_may_take_is_looked_at_when_its_slots_are_placed() -> None:
+    settings = RoleSettings(memory_mib=700, count=3)
+    plan = RolePlan(kind="a", target="x:A", settings=settings, tier=1, restart="permanent", significant=False)
+    slots = plan.specs(SupervisionTable())
+    b = Bench(*slots, placer=on_nodes(Node("n1", 8, 0, 1000), Node("n2", 1, 0, 1500)))
+    b(RunStarted())
+    assert [b.view(s.slot).node for s in slots] == ["n1", "n2", "n2"]
