@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def looked_at(verdict: dict[str, Any], name: str) -> int:
 
 def test_every_kind_of_role_is_killed_and_the_run_reaches_its_target(runs: list[TinyRun], tmp_path: Path) -> None:
     schedule = poisson(10, 1.2, 18.0, [FAULTS["kill"]], {kind: [f"{kind}/0"] for kind in KINDS})
-    assert {strike.slot.partition("/")[0] for strike in schedule} == set(KINDS), "choose another seed"
+    drawn = Counter(strike.slot.partition("/")[0] for strike in schedule)
+    assert min(drawn[kind] for kind in KINDS) >= 2, drawn
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": 200, "checkpoint.every_steps": 10, **PATIENT})
     runs.append(run.start())
     run.until("a checkpoint", lambda: run.last_step() >= 12)
@@ -77,6 +79,8 @@ def test_every_kind_of_role_is_killed_and_the_run_reaches_its_target(runs: list[
     assert run.wait() == 0, run.text()
     assert verdict["ended"] and verdict["status"] == "finished"
     assert {r["role"] for r in verdict["roles"]} == set(KINDS), verdict["roles"]
+    assert {role for role, faults in verdict["struck"].items() if faults.get("kill")} == set(KINDS), verdict["struck"]
+    assert verdict["left"] == 0
     assert verdict["ettr"]["value"] is None or verdict["ettr"]["value"] > 0
     for name in ("trained_once", "trained_what_was_made", "staleness_held", "late_writes", "nothing_left"):
         assert looked_at(verdict, name) > 0, name
