@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+from relax_rt.config.listen import check_door
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RestartTable, RoleSettings, RunConfig
 
@@ -22,7 +23,7 @@ def check_runtime(config: RunConfig, *, here: bool = True) -> list[Problem]:
         here: the run is to be started on this machine, so that folders and interpreters must be there.
     """
     problems = [*_check_restart(config.supervision.restart), *_check_queue(config)]
-    problems += _check_run_dir(config) if here else []
+    problems += [*_check_run_dir(config), *check_door(config)] if here else []
     for kind, settings in config.roles.items():
         problems += _check_role(kind, settings, here=here)
     return problems

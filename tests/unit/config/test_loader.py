@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
+import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -412,3 +416,25 @@ def test_interpreter_of_an_environment_is_not_resolved_through_its_link(
     (tmp_path / "env/python").symlink_to(sys.executable)
     config = load_config(write(MINIMAL + "[roles.reward]\npython = 'env/python'\n"))
     assert config.roles["reward"].python == str(tmp_path / "env/python")
+
+
+def test_an_address_at_which_nothing_can_listen_is_refused_at_its_key(write: Callable[[str], Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = f"127.0.0.1:{taken.getsockname()[1]}"
+        for listen, says in (
+            ("192.0.2.1:7000", f"nothing can listen on 192.0.2.1:7000: {os.strerror(errno.EADDRNOTAVAIL)}"),
+            (used, f"nothing can listen on {used}: {os.strerror(errno.EADDRINUSE)}"),
+            ("nowhere", "no host and port"),
+            ("0.0.0.0:7000", "one address that these reach"),
+        ):
+            path = write(f'{MINIMAL}[supervision.nodes]\nlisten = "{listen}"\n')
+            found = one(path)
+            assert says in found.message and underlined(found) == f'"{listen}"'
+        # The run itself listens there.
+        run_dir = path.parent / "runs/quick"
+        run_dir.mkdir(parents=True)
+        path = write(f'{MINIMAL}[supervision.nodes]\nlisten = "{used}"\n')
+        with (run_dir / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            load_config(path)
+    load_config(write(f'{MINIMAL}[supervision.nodes]\nlisten = "127.0.0.1:0"\n'))
