@@ -101,12 +101,19 @@ def left_behind(apps: Iterable[App], lives: Callable[[int], object]) -> list[App
     return [app for app in apps if not lives(app.pid)]
 
 
+def in_initial_pid_namespace() -> bool:
+    """Whether our pids are those of the host, which the driver tells."""
+    return procfs.pid_namespace() == INITIAL_PID_NAMESPACE
+
+
 class DeviceGate:
     """Holds the start of a process back until the memory of the dead on its devices is gone.
 
     Args:
         ask: asks one device.
         visible: CUDA_VISIBLE_DEVICES of the agent.
+        lives: whether there is a process of this pid.
+        knows_pids: whether the pids that `ask` tells mean anything to `lives`.
         say: takes `devices_not_checked` (once) and `devices_awaited`.
     """
 
@@ -117,9 +124,10 @@ class DeviceGate:
         visible: str | None = None,
         lives: Callable[[int], object] = procfs.start_time,
         free_within_s: float = FREE_WITHIN_S,
+        knows_pids: Callable[[], bool] = in_initial_pid_namespace,
     ) -> None:
         self._say, self._ask, self._visible, self._lives = say, ask, visible, lives
-        self._free_within_s = free_within_s
+        self._free_within_s, self._knows_pids = free_within_s, knows_pids
         self._used: set[str] = set()
         self._blind = ""
 
@@ -143,7 +151,7 @@ class DeviceGate:
         end = time.monotonic() + self._free_within_s
         told = False
         while held := [(name, app) for name in names for app in left_behind(await self._ask(name), self._lives)]:
-            if procfs.pid_namespace() != INITIAL_PID_NAMESPACE and self._lives is procfs.start_time:
+            if not self._knows_pids():
                 raise CannotAsk("the driver's pids are those of another pid namespace")
             name, app = held[0]
             reason = f"device {name} still holds {app.used_mib or 'some'} MiB of the dead process {app.pid}"

@@ -81,7 +81,8 @@ def own_memory(pid: int) -> int:
 
 def family_memory(leaders: Iterable[int], measure: Callable[[int], int] = own_memory) -> dict[int, int]:
     """Bytes of each of these processes together with all their descendants. Blocking: one walk over /proc for all."""
-    return {pid: measure(pid) + sum(map(measure, procfs.descendants(pid))) for pid in leaders}
+    families = procfs.descendants_of_each(leaders)
+    return {pid: measure(pid) + sum(map(measure, below)) for pid, below in families.items()}
 
 
 def over_memory(used: Mapping[int, int], limits_mib: Mapping[int, int]) -> dict[int, str]:

@@ -40,6 +40,8 @@ from relax_rt.supervision.spawn import Spawner
 from relax_rt.transport.errors import Refused
 
 MIB = 1 << 20
+RENDEZVOUS_WITHIN_S = 60.0
+"""A gang's socket is closed if its rank 0 has not been ordered by then."""
 SPARES_WITHOUT_SLOT_S = 10.0
 """Spares of a role are kept so long, beyond its longest back-off, after its last process on this node has gone: then
 nobody is about to start again (drained, scaled to none, given up, or placed elsewhere)."""
@@ -143,6 +145,7 @@ class LocalExecutor:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family, backlog=1024)
         self._listeners[slot] = listener
+        asyncio.get_running_loop().call_later(RENDEZVOUS_WITHIN_S, self._expire, slot, listener)
         return Rendezvous(self._host, listener.getsockname()[1])
 
     async def close(self) -> list[int]:
@@ -254,6 +257,11 @@ class LocalExecutor:
             preload=plan.preload,
             fds={} if listener is None else {"RELAX_RENDEZVOUS_FD": listener.fileno()},
         )
+
+    def _expire(self, slot: str, listener: socket.socket) -> None:
+        """The start that it was bound for has not come: it was called off, or its order was lost."""
+        if self._listeners.get(slot) is listener and slot not in self._starts:
+            self._forget_listener(slot)
 
     def _forget_listener(self, slot: str) -> None:
         if (listener := self._listeners.pop(slot, None)) is not None:

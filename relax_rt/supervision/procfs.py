@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from relax_rt.transport.process_stat import start_time as start_time
@@ -80,6 +80,11 @@ def _listed_children(root: int) -> list[int] | None:
 
 def descendants(root: int) -> set[int]:
     """Living descendants of a process, without itself."""
+    return descendants_of_each([root])[root]
+
+
+def descendants_of_each(roots: Iterable[int]) -> dict[int, set[int]]:
+    """Living descendants of each of these processes, without itself: one walk over /proc for all."""
     kin: dict[int, list[int]] = {}
     zombies = set()
     for pid in pids():
@@ -88,6 +93,10 @@ def descendants(root: int) -> set[int]:
             kin.setdefault(int(fields[1]), []).append(pid)
             if fields[0] in "ZX":
                 zombies.add(pid)
+    return {root: _below(root, kin) - zombies for root in roots}
+
+
+def _below(root: int, kin: Mapping[int, list[int]]) -> set[int]:
     found: set[int] = set()
     todo = list(kin.get(root, []))
     while todo:
@@ -95,7 +104,7 @@ def descendants(root: int) -> set[int]:
         if pid not in found:
             found.add(pid)
             todo += kin.get(pid, [])
-    return found - zombies
+    return found
 
 
 def in_exec(pid: int) -> bool:

@@ -77,7 +77,7 @@ class Spawner:
         def environment(own: dict[str, str]) -> dict[str, str]:
             return role_environment(1, own, {"RELAX_RUN_ID": run_id})
 
-        self.nursery = Nursery(self._spawn_zygote, environment, log, str(config), self._emit)
+        self.nursery = Nursery(self.spawn_plain, environment, log, str(config), self._emit)
         return self.nursery
 
     async def spawn(
@@ -145,11 +145,6 @@ class Spawner:
                 limits=launch.limits,
             )
         )
-
-    async def _spawn_zygote(
-        self, argv: list[str], env: dict[str, str], log: Path, pass_fds: Sequence[int] = ()
-    ) -> subprocess.Popen[bytes]:
-        return await self.spawn_plain(argv, env, log, pass_fds)
 
     async def spawn_plain(
         self, argv: list[str], env: dict[str, str], log: Path, pass_fds: Sequence[int] = ()

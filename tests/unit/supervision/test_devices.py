@@ -36,7 +36,13 @@ class StandIn:
 
 
 class Gate:
-    def __init__(self, *answers: list[App] | str, within_s: float = 5.0, visible: str | None = None) -> None:
+    def __init__(
+        self,
+        *answers: list[App] | str,
+        within_s: float = 5.0,
+        visible: str | None = None,
+        knows_pids: bool = True,
+    ) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.smi = StandIn(*answers)
         self.gate = DeviceGate(
@@ -45,6 +51,7 @@ class Gate:
             visible,
             lambda pid: pid == LIVING,
             within_s,
+            lambda: knows_pids,
         )
 
 
@@ -94,6 +101,14 @@ async def test_where_nobody_can_be_asked_it_is_said_once_and_the_start_goes_on()
         await world.gate.free("rollout/0", [0])
     assert world.told == [("devices_not_checked", {"slot": "rollout/0", "reason": "nvidia-smi is not installed"})]
     assert world.smi.asked == ["0"]
+
+
+async def test_pids_of_another_namespace_are_not_taken_for_dead_ones() -> None:
+    world = Gate([App(DEAD, 9000)], knows_pids=False)
+    await world.gate.free("rollout/0", [0])
+    await world.gate.free("rollout/0", [0])
+    ((kind, told),) = world.told
+    assert kind == "devices_not_checked" and "another pid namespace" in told["reason"]
 
 
 async def test_program_that_fails_is_no_answer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from relax_rt.supervision import limits
+from relax_rt.supervision import limits, procfs
 
 MIB = 1 << 20
 SLEEP = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -66,3 +66,11 @@ def test_family_is_measured_as_a_whole(child: subprocess.Popen[bytes]) -> None:
         os.getpid(): "had 8 MiB of its own, above memory_mib = 7",
     }
     assert limits.over_memory({}, {1: 7}) == {}
+
+
+def test_all_families_are_found_in_one_walk(child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[None] = []
+    pids = procfs.pids
+    monkeypatch.setattr(procfs, "pids", lambda: (walks.append(None), pids())[1])
+    used = limits.family_memory([os.getpid(), child.pid], lambda pid: pid == child.pid)
+    assert used == {os.getpid(): 1, child.pid: 1} and len(walks) == 1

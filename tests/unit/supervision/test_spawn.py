@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from relax_rt.config.schema import RunConfig
 from relax_rt.supervision import procfs
 from relax_rt.supervision.channel import PreparedMsg, encode
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.limits import Limits
+from relax_rt.supervision.local import LocalExecutor
 from relax_rt.supervision.nursery import ZygoteKey
 from relax_rt.supervision.process import Born, Launch, RoleProcess
+from relax_rt.supervision.rundir import RunPaths
 from relax_rt.supervision.spares import BACKOFF_FIRST_S, Spares, Wanted
 from relax_rt.supervision.spawn import JUDGES, Spawner
 
@@ -206,3 +210,23 @@ async def test_spares_that_are_ended_are_not_taken_and_can_be_begun_again(world:
     spares.begin("toy")
     await until_told(world, "spare_ready", 2)
     assert not [kind for kind, _ in world.events if kind == "spare_died"]
+
+
+async def test_rendezvous_of_a_gang_that_was_called_off_does_not_listen_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_rt.supervision.local.RENDEZVOUS_WITHIN_S", 0.05)
+    local = LocalExecutor(
+        RunConfig.model_validate({"run": {"name": "toy", "job": "toy"}}),
+        RunPaths("0badf00d", tmp_path),
+        [],
+        on_event=lambda event: None,
+        on_address=lambda *address: None,
+        emit=lambda kind, **fields: None,
+    )
+    at = await local.rendezvous("trainer/0", 1)
+    socket.create_connection((at.host, at.port)).close()
+    await asyncio.sleep(0.2)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((at.host, at.port))
+    await local.close()
