@@ -10,10 +10,10 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.models.tokenizer import load_tokenizer
+from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.rewards.dry_run import Verifier, dry_run
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
@@ -23,22 +23,20 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
-    """Model folder (a package is converted here), prompts, dry run of the reward. Warnings go to standard error."""
+    """Model folder (a package is converted here), prompts, dry run of the reward; each as far as it does not rest on
+    another that is wrong. Warnings go to standard error."""
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         hint = "pip install relax-rt[cpu], or relax-rt[gpu]"
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    try:
-        folder = resolve_model(config.model.path, config_dir)
-        tokenizer = load_tokenizer(folder)
-        tokenizer.stop_ids  # noqa: B018 - refuses a tokenizer without any
-    except RelaxError as error:
-        return [as_problem(error, ("model", "path"))]
-    try:
-        source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir)
-    except RelaxError as error:
-        return [as_problem(error, ("data",))]
+    problems: list[Problem] = []
+    folder, tokenizer = _model(config, config_dir, problems)
+    source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
+    if source is None:
+        # The rest of the data and the reward function rest on neither.
+        problems += _without_prompts(config, config_dir, data=tokenizer is None)
+        return problems
     say(str(source.report))
     if len(source.held_out) < config.evaluation.items:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
@@ -47,6 +45,43 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
     ]
+
+
+def _model(config: RLConfig, config_dir: Path, problems: list[Problem]) -> tuple[Path, ChatTokenizer | None]:
+    try:
+        folder = resolve_model(config.model.path, config_dir)
+        tokenizer = load_tokenizer(folder)
+        tokenizer.stop_ids  # noqa: B018 - refuses a tokenizer without any
+    except RelaxError as error:
+        problems.append(as_problem(error, ("model", "path")))
+        return Path(), None
+    return folder, tokenizer
+
+
+def _prompts(
+    config: RLConfig, config_dir: Path, tokenizer: ChatTokenizer, problems: list[Problem]
+) -> PromptSource | None:
+    try:
+        return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir)
+    except RelaxError as error:
+        problems.append(as_problem(error, ("data",)))
+        return None
+
+
+def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[Problem]:
+    """What shows without the model and without rendered prompts.
+
+    Args:
+        data: the data was not looked at yet.
+    """
+    problems: list[Problem] = []
+    if data:
+        try:
+            check_data(config.data, config_dir)
+        except RelaxError as error:
+            problems.append(as_problem(error, ("data",)))
+    # No item to call it on: it is loaded only.
+    return [*problems, *dry_run(config.reward, config_dir, [], None)]
 
 
 def warnings(config: RLConfig) -> list[str]:

@@ -74,8 +74,8 @@ def load_config(
         if job is not None and isinstance(runtime, model):
             across += [*job.check(runtime, config_dir), *_hardware(job, runtime, inventory)]
         problems += certain(across, in_doubt(problems) | source.lost)
-    if job is not None and not problems and runtime is not None:
-        problems += job.preflight(runtime, config_dir) if preflight else []
+        if preflight and job is not None and isinstance(runtime, model):
+            problems += certain(job.preflight(runtime, config_dir), in_doubt(problems) | source.lost)
     if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime

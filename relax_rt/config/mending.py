@@ -14,24 +14,35 @@ from relax_rt.config.validation import validate
 
 M = TypeVar("M", bound=BaseModel)
 
+MISSING = ("missing table ", "missing key ")
+STAND_IN = "missing"
+"""Value of a key that is missing, so that the others can be checked: nothing is said that rests on it."""
+ROUNDS = 3
+
 
 def mend(model: type[M], data: Any, problems: Sequence[Problem], at: KeyPath = ()) -> M | None:
-    """The model from the data without the keys that have problems; None when what is left does not make one.
+    """The model from the data without the keys that have problems, those that are missing filled with a stand-in; None
+    when what is left does not make one.
 
     Args:
         problems: what `validate` found, with paths from the config's root.
         at: path of the table in the config.
     """
     sound = copy.deepcopy(data)
-    for problem in problems:
-        _drop(sound, problem.path[len(at) :])
-    found = validate(model, sound, at)
-    return None if isinstance(found, list) else found
+    for _ in range(ROUNDS):
+        for problem in problems:
+            path = problem.path[len(at) :]
+            _fill(sound, path, problem) if problem.message.startswith(MISSING) else _drop(sound, path)
+        found = validate(model, sound, at)
+        if not isinstance(found, list):
+            return found
+        problems = found
+    return None
 
 
 def in_doubt(problems: Iterable[Problem]) -> set[KeyPath]:
     """The keys whose values are not known because of these problems; an unknown key leaves nothing in doubt."""
-    return {problem.path for problem in problems if problem.path and problem.at == "value"}
+    return {p.path for p in problems if p.path and (p.at == "value" or p.message.startswith(MISSING))}
 
 
 def certain(problems: Iterable[Problem], doubtful: Collection[KeyPath]) -> list[Problem]:
@@ -43,8 +54,21 @@ def _rests_on(problem: Problem, path: KeyPath) -> bool:
     shorter = min(len(problem.path), len(path))
     if shorter and problem.path[:shorter] == path[:shorter]:
         return True
-    name = next((part for part in reversed(path) if isinstance(part, str)), "")
-    return bool(name) and re.search(rf"\b{re.escape(name)}\b", f"{problem.message} {problem.hint}") is not None
+    names = [part for part in path if isinstance(part, str)]
+    if not names:
+        return False
+    # Where it stands at a key of the same name in another table, it is that key's name that it says.
+    own = problem.path[-1:] == tuple(names[-1:])
+    name = ".".join(names[-2:] if own else names[-1:])
+    return re.search(rf"\b{re.escape(name)}\b", f"{problem.message} {problem.hint}") is not None
+
+
+def _fill(data: Any, path: KeyPath, problem: Problem) -> None:
+    """Put a stand-in for what is missing."""
+    for name in path[:-1]:
+        data = data.get(name) if isinstance(data, dict) else None
+    if isinstance(data, dict):
+        data[path[-1]] = {} if problem.message.startswith(MISSING[0]) else STAND_IN
 
 
 def _drop(data: Any, path: KeyPath) -> None:

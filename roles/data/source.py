@@ -134,6 +134,17 @@ def _read(data: DataTable, config_dir: Path) -> Iterable[RawItem]:
     return read_items(path if path.is_absolute() else config_dir / path, data.path)
 
 
+def check_data(data: DataTable, config_dir: Path) -> None:
+    """Read the first item and put it into the template: what can be checked without a tokenizer.
+
+    Raises:
+        RelaxError: bad data; with the setting or the file and line.
+    """
+    for raw in _read(data, config_dir):
+        conversation(raw, data.template, data.system)
+        return
+
+
 def distinct(raws: Iterable[RawItem]) -> tuple[list[RawItem], int]:
     """The items with the later ones of equal canonical question left out, and how many those were."""
     kept: dict[str, RawItem] = {}

@@ -161,6 +161,28 @@ def test_preflight_finds_what_only_shows_when_loaded(toml: Path, override: str, 
     assert found[key].place is not None
 
 
+def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) -> None:
+    wrong = {
+        "model.path": 'model.path="modle"',
+        "data.task": 'data.task="chain_sun"',
+        "reward.function": 'reward.function="relax_rt.roles.rewards.builtin:interger"',
+    }
+    assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
+    # The template is read with the items of the task, and needs no model; nor do mistakes of keys hide any of it.
+    del wrong["data.task"]
+    wrong |= {"data.template": 'data.template="{expresion}"', "run.seed": "run.seed=-1"}
+    wrong |= {"roles.trainer.count": "roles.trainer.count=2", "roles.rollout.count": "roles.rollout.count=-1"}
+    assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
+
+
+def test_a_missing_key_hides_no_check_of_others(toml: Path) -> None:
+    text = toml.read_text().replace('path = "model"', "").replace('name = "r"', "")
+    toml = toml.with_name("missing.toml")
+    toml.write_text(text)
+    found = problems(toml, "roles.trainer.count=2", "sampling.top_p=0.5", 'reward.function="x.py:y"', preflight=True)
+    assert found.keys() == {"model.path", "run.name", "roles.trainer.count", "sampling.top_p", "reward.function"}
+
+
 def test_errors_become_problems_of_the_setting_they_name() -> None:
     assert as_problem(RelaxError("data.options.x", why="no"), ("data",)).path == ("data", "options", "x")
     assert as_problem(RelaxError("/tmp/f.jsonl:3", why="no"), ("data",)).path == ("data",)
