@@ -32,6 +32,8 @@ PROMPT_STYLE, TRAINED_STYLE = "dim", "green"
 STYLE = {
     "ready": "green",
     "alive": "green",
+    "draining": "yellow",
+    "drained": "yellow",
     "lost": "red",
     "fenced": "red",
     "starting": "yellow",
@@ -117,6 +119,11 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
         cells = _row(slot, figures.get(slot.slot, Figures()))
         table.add_row(*(cells[column.title] for column in shown))
     console.print(table)
+    having = {slot.kind for slot in status.slots}
+    for role in status.roles:
+        if role not in having:
+            note = f"  0 slots; `relax-rt scale {role} N` gives it some"
+            console.print(Text.assemble("role ", (role, "bold"), (note, "bright_black")))
     for node in status.nodes if len(status.nodes) > 1 else ():
         seen = f", last heard of {duration(node.seen_s)} ago" if node.seen_s >= 1 else ""
         has = f"  {node.cores} cores, {node.gpus} GPUs, {len(node.slots)} slots{seen}"

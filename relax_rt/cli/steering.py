@@ -10,7 +10,7 @@ from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.observe.text import clip
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus, SlotStatus
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import Refused, RelaxError
 
 POLL_S = 0.1
 DOWN = ("ended", "pending")
@@ -20,18 +20,18 @@ Done = tuple[str, list[str]]
 
 
 def restart(run_dir: Path, what: str) -> Done:
-    """Restart a slot, or all slots of a role; of a gang one stands for all.
+    """Restart a slot, or all slots of a role; of a gang one stands for all. Or open a drained node again.
 
     Raises:
-        BadInput: there is no such slot or role.
-        NoRun, Refused: see control.restart.
+        BadInput: there is no such slot, role or node, or the run refuses.
+        NoRun: see control.restart.
     """
     status = control.status(run_dir)
-    slots = slots_meant(status, what, nodes=False)
+    slots = slots_meant(status, what)
     # An ended run has no slots: the call itself says so best.
-    asked = [what] if not slots else [slots[0].slot] if slots[0].generation else [slot.slot for slot in slots]
-    for slot in asked:
-        control.restart(run_dir, slot)
+    _ask(lambda: control.restart(run_dir, what))
+    if not any(what in (slot.slot, slot.kind) for slot in slots):
+        return f"node {what} takes slots again", []
     names = [slot.slot for slot in slots]
     return f"{_listed(names)} restart{'s' if len(names) == 1 else ''}", names
 
@@ -41,17 +41,17 @@ def scale(run_dir: Path, role: str, count: int, wait_s: float) -> Done:
 
     Raises:
         BadInput: there is no such role, or the number cannot be.
-        NoRun, Refused: see control.scale.
+        NoRun: see control.scale.
         RelaxError: it has not come to pass within wait_s.
     """
     if count < 0:
         raise BadInput(f"{role} cannot have {count} slots", hint="0 drains all of them")
     before = control.status(run_dir)
-    roles = sorted({slot.kind for slot in before.slots})
+    roles = sorted({*before.roles, *(slot.kind for slot in before.slots)})
     if roles and role not in roles:
         raise BadInput(f"there is no role {role!r}", hint=did_you_mean(role, roles) or f"roles: {', '.join(roles)}")
     had = len([slot for slot in before.slots if slot.kind == role and slot.state not in DOWN])
-    control.scale(run_dir, role, count)
+    _ask(lambda: control.scale(run_dir, role, count))
 
     def late(status: RunStatus) -> str:
         mine = [slot for slot in status.slots if slot.kind == role]
@@ -70,12 +70,12 @@ def drain(run_dir: Path, what: str, wait_s: float) -> Done:
     """Drain a slot, a role or a node; with wait_s, stay until they are down.
 
     Raises:
-        BadInput: there is no such thing.
-        NoRun, Refused: see control.drain.
+        BadInput: there is no such thing, or the run cannot do without it.
+        NoRun: see control.drain.
         RelaxError: it has not come to pass within wait_s.
     """
-    slots = slots_meant(control.status(run_dir), what, nodes=True)
-    control.drain(run_dir, what)
+    slots = slots_meant(control.status(run_dir), what)
+    _ask(lambda: control.drain(run_dir, what))
     names = [slot.slot for slot in slots]
 
     def late(status: RunStatus) -> str:
@@ -85,23 +85,33 @@ def drain(run_dir: Path, what: str, wait_s: float) -> Done:
     return f"{_listed(names)} drained", names
 
 
-def slots_meant(status: RunStatus, what: str, *, nodes: bool) -> list[SlotStatus]:
+def slots_meant(status: RunStatus, what: str) -> list[SlotStatus]:
     """The slots of that name, role or node; empty if the run has ended.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such thing, or it is a role without slots.
     """
     if status.ended:
         return []
     named = [slot for slot in status.slots if what in (slot.slot, slot.kind)]
-    if not named and nodes and any(node.node == what for node in status.nodes):
+    if named:
+        return named
+    if what in status.roles:
+        raise BadInput(f"{what} has no slots", hint=f"`relax-rt scale {what} N` gives it some")
+    if any(node.node == what for node in status.nodes if node.node):
         return [slot for slot in status.slots if slot.node == what]
-    if not named:
-        known = [*(slot.slot for slot in status.slots), *sorted({slot.kind for slot in status.slots})]
-        known += [node.node for node in status.nodes if node.node] if nodes else []
-        hint = did_you_mean(what, known) or f"there is {', '.join(known)}"
-        raise BadInput(f"there is no slot{', role or node' if nodes else ' or role'} {what!r}", hint=hint)
-    return named
+    known = [*(slot.slot for slot in status.slots), *sorted({*status.roles, *(slot.kind for slot in status.slots)})]
+    known += [node.node for node in status.nodes if node.node]
+    hint = did_you_mean(what, known) or f"there is {', '.join(known)}"
+    raise BadInput(f"there is no slot, role or node {what!r}", hint=hint)
+
+
+def _ask(call: Callable[[], None]) -> None:
+    """What a run refuses is bad input: nothing of it has changed."""
+    try:
+        call()
+    except Refused as refused:
+        raise BadInput(refused.what, why=refused.why, hint=refused.hint) from refused
 
 
 def _wait(run_dir: Path, late: Callable[[RunStatus], str], wait_s: float, what: str) -> RunStatus:

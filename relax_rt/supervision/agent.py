@@ -53,6 +53,7 @@ from relax_rt.supervision.protocol import (
     Tick,
 )
 from relax_rt.supervision.rundir import RunPaths, owner_of, slot_file, update_run
+from relax_rt.supervision.scaling import check_count
 from relax_rt.supervision.standin import KeeperWatch
 from relax_rt.supervision.starts import Attempt, Starts
 from relax_rt.transport.errors import Refused, Unreachable
@@ -117,8 +118,8 @@ class Agent:
             environment=self._base.environment,
         )
         self._fleet = Fleet(self._local, self._base, self, self._events.emit)
-        placer = Placer([self._base.here])
-        self._core = Supervisor(specs, random.Random().random, [plan.rules(rules) for plan in plans], placer)
+        self._placer = Placer([self._base.here])
+        self._core = Supervisor(specs, random.Random().random, [plan.rules(rules) for plan in plans], self._placer)
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._starts = Starts()
@@ -372,7 +373,30 @@ class Agent:
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
             nodes=self.nodes(),
+            roles=list(self._core.counts),
         )
+
+    async def scale(self, kind: str, count: int) -> None:
+        """Give a role another number of slots.
+
+        Raises:
+            Refused: the config may not have it, the machines have no room for it, or see ScaleRequested.
+        """
+        counts = self._core.counts
+        if counts.get(kind, count) != count and kind in self._plans and self._core.can_scale(kind):
+            cores = sum(node.cores for node in self._placer.nodes)
+            await asyncio.to_thread(check_count, self.config, self._plans.values(), counts, kind, count, cores)
+        self.post(ScaleRequested(kind, count))
+
+    def restart(self, what: str) -> None:
+        """Restart a slot or a role, or open a drained node again.
+
+        Raises:
+            Refused: see RestartRequested; or the node leaves by its own wish.
+        """
+        if any(node.node == what and node.state == "leaving" for node in self.nodes()):
+            raise Refused(f"cannot restart {what!r}", why="the node is leaving", hint="let it join again")
+        self.post(RestartRequested(what))
 
     def inject(self, slot: str, fault: str, seconds: float, amount: float) -> None:
         """Have a role do itself harm.
@@ -388,7 +412,13 @@ class Agent:
 
     def nodes(self) -> list[NodeStatus]:
         """The nodes of the run."""
-        return self._fleet.status([view.slot for view in self._core.view() if view.pid])
+        found = self._fleet.status([view.slot for view in self._core.view() if view.pid])
+        return [self._as_drained(node) if self._placer.closed(node.node) else node for node in found]
+
+    def _as_drained(self, node: NodeStatus) -> NodeStatus:
+        if node.state != "alive":
+            return node
+        return msgspec.structs.replace(node, state="draining" if node.slots else "drained")
 
     def _slot_status(self, view: SlotView, now: float) -> SlotStatus:
         life = self._lives.get(view.slot) or _Life(now)
@@ -503,10 +533,10 @@ class _Desk:
         self._agent.kill(reason or "kill requested")
 
     async def restart(self, slot: str) -> None:
-        self._agent.post(RestartRequested(slot))
+        self._agent.restart(slot)
 
     async def scale(self, kind: str, count: int) -> None:
-        self._agent.post(ScaleRequested(kind, count))
+        await self._agent.scale(kind, count)
 
     async def drain(self, what: str) -> None:
         self._agent.post(DrainRequested(what))

@@ -87,6 +87,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         exit_code: once it has ended.
         diagnosis: the failure that ended it; first: the earliest one of that series, if another.
         nodes: the nodes of the run, the head's first.
+        roles: the kinds of role in start order, also those that have no slots now.
     """
 
     run_id: str
@@ -101,6 +102,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     diagnosis: Diagnosis | None = None
     first: Diagnosis | None = None
     nodes: list[NodeStatus] = []
+    roles: list[str] = []
 
     @property
     def ended(self) -> bool:
@@ -124,14 +126,16 @@ class AgentApi(Protocol):
         """End every role now. Returns at once."""
 
     async def restart(self, slot: str) -> None:
-        """Stop and start one slot (of a gang: the whole gang) or all slots of a role; not counted as a failure.
+        """Stop and start one slot (of a gang: the whole gang) or all slots of a role; not counted as a failure. Or open
+        a drained node again.
 
-        Refused for an unknown slot or role, or an ending run."""
+        Refused when there is no such slot, role or node, when there can be no room for it, or the run is ending."""
 
     async def scale(self, kind: str, count: int) -> None:
         """Change the number of a role's slots; the highest indices are drained first. Returns at once.
 
-        Refused for an unknown role, a gang, a system role or an ending run."""
+        Refused for an unknown role, a gang, a system role, a number that the config may not have or that the machines
+        cannot carry, or an ending run."""
 
     async def drain(self, what: str) -> None:
         """Stop a slot or a role in order: it stays down until scaled or restarted. Or empty a node: its slots stop and

@@ -92,7 +92,7 @@ def kill(run_dir: Path, reason: str = "relax-rt down --kill", wait_s: float = 0.
 
 
 def restart(run_dir: Path, slot: str) -> None:
-    """Stop and start one slot (of a gang: the whole gang), or all slots of a role.
+    """Stop and start one slot (of a gang: the whole gang), or all slots of a role; or open a drained node again.
 
     Raises:
         NoRun: no run lives there.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from relax_rt.nodes.placement import Node
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.supervision.lifecycle import Lifecycle
+from relax_rt.supervision.pacing import Pacing
 from relax_rt.supervision.protocol import Emit, NodeLost
 from relax_rt.supervision.slots import Slot
 from relax_rt.supervision.tree import RoleNode
@@ -16,21 +16,40 @@ MOST_SLOTS = 4096
 """Of one role, as in its settings."""
 
 
-class Requests(Lifecycle):
+class Requests(Pacing):
     """Each is refused with a reason or carried out; the ends of processes that it brings about are not failures."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of slots that each role is to have, in start order."""
+        return {role.kind: sum(not s.retired for s in role.slots) for role in self._tree.by_tier()}
+
+    def can_scale(self, kind: str) -> bool:
+        """Whether the number of its slots may change at all."""
+        role = self._tree.roles.get(kind)
+        return role is not None and not role.rules.gang and not role.template.system and self._ending is None
 
     def _on_restart_requested(self, name: str, reason: str) -> None:
         what = f"cannot restart {name!r}"
         s, role = self._tree.slots.get(name), self._tree.roles.get(name)
         if s is None and role is None:
+            if self._placer is not None and name in [node.name for node in self._placer.nodes]:
+                self._refuse_at_the_end(what)
+                self._open_node(name, what)
+                return
             known = ", ".join([*self._tree.roles, *self._tree.slots])
-            raise Refused(what, why="no such slot or role", hint=f"known: {known}")
+            raise Refused(what, why="no such slot, role or node", hint=f"known: {known}")
         self._refuse_at_the_end(what)
         if s is not None and s.retired:
             raise Refused(what, why="it is being scaled away", hint=f"`relax-rt scale {s.spec.kind}` brings it back")
         role = role or (s.role if s else None)
         assert role is not None
         chosen = [s] if s is not None else [o for o in role.slots if not o.retired]
+        if not chosen:
+            raise Refused(what, why="the role has no slots", hint=f"`relax-rt scale {role.kind} N` gives it some")
+        roomless = [why for slot in chosen if (why := self._no_room(slot))]
+        if len(roomless) == len(chosen):
+            raise Refused(what, why=f"it can have no room: {roomless[0]}")
         for slot in chosen:
             self._emit("slot_restart_requested", slot, reason=reason)
         if role.rules.gang:
@@ -38,6 +57,20 @@ class Requests(Lifecycle):
         else:
             for slot in chosen:
                 self._restart(slot)
+
+    def _no_room(self, s: Slot) -> str:
+        """Why a restart of it would only wait; empty when it need not."""
+        if s.state == "pending" and s.roomless:
+            return s.waiting
+        return self._placer.barred(s.name, s.spec.node) if self._placer is not None else ""
+
+    def _open_node(self, name: str, refusal: str) -> None:
+        assert self._placer is not None
+        if not self._placer.closed(name):
+            raise Refused(refusal, why="the node is not drained", hint="slots and roles on it are restarted by name")
+        self._placer.open(name)
+        self._out.append(Emit("node_opened", {"node": name}))
+        self._look_for_room_again()
 
     def _restart(self, s: Slot) -> None:
         if s.state in ("requested", "starting", "ready", "hung"):
@@ -122,7 +155,7 @@ class Requests(Lifecycle):
         for s in slots:
             if s.spec.system:
                 raise Refused(refusal, why=f"{s.name} runs there, and the run cannot do without it")
-        self._placer.close(name, "it is being drained")
+        self._placer.close(name, f"it is drained, and `relax-rt restart {name}` opens it again")
         self._out.append(Emit("node_draining", {"node": name, "slots": [s.name for s in slots]}))
         self._move(slots, f"node {name} is being drained")
 

@@ -247,6 +247,22 @@ def test_scale_drain_and_restart_of_a_living_run(toys: Toys) -> None:
     toys.call("restart", "aide/0")
     until("the aide is back", lambda: toys.states("aide") == {"aide/0": "ready"})
     assert toys.run("drain", "elsewhere").returncode == 2
+    toys.call("scale", "aide", "0")
+    assert toys.states("aide") == {} and "role aide  0 slots" in toys.call("ps")
+    assert "has no slots" in toys.run("restart", "aide").stderr
+    toys.call("scale", "aide", "1")
+    assert toys.states("aide") == {"aide/0": "ready"}
+    toys.call("down")
+
+
+@of("[roles.worker]")
+def test_what_a_run_refuses_is_bad_input_and_changes_nothing(toys: Toys) -> None:
+    toys.call("up", "--detach")
+    before = toys.slots()
+    for argv in (("scale", "registry", "2"), ("scale", "worker", "4000"), ("scale", "worker", "5000")):
+        toys.call(*argv, code=2)
+    toys.call("drain", "registry", code=2)
+    assert {name: slot["pid"] for name, slot in toys.slots().items()} == {n: s["pid"] for n, s in before.items()}
     toys.call("down")
 
 

@@ -13,12 +13,14 @@ Seconds = Annotated[float, Parameter(name="--wait", help="Seconds to wait until 
 
 @app.command(group=STEER)
 def restart(
-    what: Annotated[str, Parameter(help="A slot, as rollout/0, or a role, as rollout: all of its slots.")],
+    what: Annotated[
+        str, Parameter(help="A slot, as rollout/0; a role, as rollout: all of its slots; or a drained node.")
+    ],
     run: Run = None,
     *,
     json: Json = False,
 ) -> int:
-    """Stop and start slots; it is not counted as a failure."""
+    """Stop and start slots; it is not counted as a failure. A drained node takes slots again."""
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.steering import restart
 
@@ -35,7 +37,8 @@ def scale(
     wait: Seconds = 60.0,
     json: Json = False,
 ) -> int:
-    """Give a role another number of slots. The file is left as it is: a resumed run has its number again."""
+    """Give a role another number of slots, as the config might have it. The file is left as it is: a resumed run has
+    its number again."""
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.steering import scale
 
@@ -51,7 +54,8 @@ def drain(
     wait: Seconds = 60.0,
     json: Json = False,
 ) -> int:
-    """Stop slots in order; they stay down until they are restarted or their role is scaled."""
+    """Stop slots in order; they stay down until they are restarted or their role is scaled. A node is emptied, and
+    takes no slots until it is restarted."""
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.steering import drain
 

@@ -375,3 +375,46 @@ def test_memory_that_a_role_may_take_is_looked_at_when_its_slots_are_placed() ->
     b = Bench(*slots, placer=on_nodes(Node("n1", 8, 0, 1000), Node("n2", 1, 0, 1500)))
     b(RunStarted())
     assert [b.view(s.slot).node for s in slots] == ["n1", "n2", "n2"]
+
+
+def test_drained_node_takes_slots_again_once_it_is_restarted() -> None:
+    b = Bench(spec("p/0", node="n2"), spec("a/0"), placer=on_nodes(Node("n1", 1), Node("n2", 1)))
+    b(RunStarted()), b.up("p/0"), b.up("a/0")
+    with pytest.raises(Refused, match="not drained"):
+        b(RestartRequested("n2"))
+    b(DrainRequested("n2"))
+    b.dies("p/0", "clean"), b(Tick(), after=1)
+    assert b.state("p/0") == "pending" and "`relax-rt restart n2`" in b.view("p/0").waiting
+    for name in ("p", "p/0"):
+        with pytest.raises(Refused, match="no room: node 'n2': it is drained"):
+            b(RestartRequested(name))
+    b(RestartRequested("n2"))
+    assert b.starts == ["p/0"] and b.told("node_opened") == [{"node": "n2"}]
+
+
+def test_role_without_slots_is_known_and_says_so() -> None:
+    b = Bench(spec("r/0"), spec("w/0"))
+    b(RunStarted()), b.up("r/0"), b.up("w/0")
+    b(ScaleRequested("r", 0))
+    b.dies("r/0", "clean")
+    assert b.core.counts == {"r": 0, "w": 1} and b.core.can_scale("r")
+    with pytest.raises(Refused, match="no slots"):
+        b(RestartRequested("r"))
+
+
+def test_slots_of_a_role_start_as_many_at_a_time_as_there_are_cores() -> None:
+    b = Bench(spec("r/0"), spec("w/0"), placer=on_nodes(Node("n1", 3)))
+    b(RunStarted()), b.up("r/0"), b.up("w/0")
+    b(ScaleRequested("r", 9))
+    assert b.starts == ["r/1", "r/2", "r/3"]
+    assert b.state("r/8") == "pending" and "3 others of its role are starting" in b.view("r/8").waiting
+    b(ScaleRequested("w", 2))
+    assert b.starts == ["w/1"], "another role's starts are not held up"
+    b.up("r/2")
+    assert b.starts == ["r/4"] and b.view("r/4").waiting == ""
+    b.dies("r/0", "killed"), b(Tick(), after=2)
+    assert b.state("r/0") == "pending" and "starting" in b.view("r/0").waiting
+    b.up("r/1")
+    assert b.starts == ["r/0"], "the lowest comes first"
+    b(ScaleRequested("r", 4))
+    assert not [v.slot for v in b.core.view() if v.kind == "r" and v.state == "pending"]
