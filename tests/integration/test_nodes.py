@@ -16,6 +16,7 @@ from netns import Nodes, cut, mend
 
 from relax_rt.nodes.keys import make_key
 from relax_rt.supervision import control, procfs
+from relax_rt.transport.errors import Refused
 
 pytestmark = pytest.mark.integration
 
@@ -44,6 +45,25 @@ def test_slots_on_both_hosts_call_each_other_and_nothing_is_left(tmp_path: Path,
         assert run.ends() == 0 and far.ends() == 0
         assert run.left() == [] and far.left() == []
         assert any(e.get("by") == "echo/0#2" or e.get("node") == "b" for e in run.poll()), "events come to the head"
+
+
+def test_a_drained_node_says_so_and_takes_slots_again_once_it_is_restarted(tmp_path: Path, nodes: Nodes) -> None:
+    with two_hosts(tmp_path, nodes, APART) as (run, far):
+        run.event("echoed")
+
+        def state() -> str:
+            return next(n.state for n in control.nodes(run.run_dir) if n.node == "b")
+
+        control.drain(run.run_dir, "b")
+        until("it is empty", lambda: state() == "drained")
+        assert "restart b" in slots(run)["echo/0"].waiting
+        with pytest.raises(Refused, match="can have no room"):
+            control.restart(run.run_dir, "echo/0")
+        control.restart(run.run_dir, "b")
+        run.event("slot_ready", slot="echo/0", nth=1)
+        assert state() == "alive" and slots(run)["echo/0"].node == "b"
+        control.stop(run.run_dir, wait_s=20)
+        assert run.ends() == 0 and far.ends() == 0
 
 
 def test_the_other_way_round(tmp_path: Path, nodes: Nodes) -> None:
