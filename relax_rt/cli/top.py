@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +21,10 @@ from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 
 MAX_CHILDREN = 256
+ONCE_LOOKS = 10
+"""Looks that one frame takes at most, while a slot that works has not counted on since the first."""
+WIDTHS = {"threads": 100, "files": 100, "own": 90, "pid": 75, "rss": 60}
+"""Columns that narrower terminals leave out."""
 AGENT = "the node agent and its zygotes"
 
 
@@ -69,6 +75,39 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     now: str = ""
 
 
+class Paces:
+    """How fast counters go: over the time between two changes, however many looks lie between them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, int, int, float]] = {}
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def take(self, seen: Look) -> None:
+        """See how far the slots are."""
+        for slot in seen.status.slots:
+            pid, epoch, progress, at = self._known.get(slot.slot, (0, 0, 0, 0.0))
+            if not slot.pid or (pid, epoch) != (slot.pid, slot.epoch) or slot.progress < progress:
+                self._last.pop(slot.slot, None)
+            elif slot.progress > progress:
+                self._last[slot.slot] = slot.progress - progress, max(1e-6, seen.at - at)
+            else:
+                continue
+            self._known[slot.slot] = (slot.pid, slot.epoch, slot.progress, seen.at)
+
+    def rate(self, slot: str, now: float) -> float | None:
+        """Units a second; None until the counter has changed, and sinking when it has long not done so again."""
+        if slot not in self._last:
+            return None
+        units, took_s = self._last[slot]
+        since_s = now - self._known[slot][3]
+        return units / (took_s if since_s <= 2 * took_s else since_s)
+
+    def unknown(self, seen: Look) -> bool:
+        """Whether a slot that works has not counted on yet."""
+        at_work = [s for s in seen.status.slots if s.state == "ready" and s.pid and s.progress and not s.waiting]
+        return any(self.rate(slot.slot, seen.at) is None for slot in at_work)
+
+
 def look(run_dir: Path) -> Look:
     """Ask the agent, then look at the processes of this machine."""
     status = control.status(run_dir)
@@ -81,16 +120,13 @@ def look(run_dir: Path) -> Look:
     return Look(time.monotonic(), status, found)
 
 
-def rows(before: Look, after: Look) -> list[Row]:
-    """What happened between two looks."""
+def rows(before: Look, after: Look, paces: Paces) -> list[Row]:
+    """What happened between two looks; rates of progress as far as they are known of all looks."""
     passed = max(1e-6, after.at - before.at)
-    earlier = {slot.slot: slot for slot in before.status.slots}
     found = []
     for slot in after.status.slots:
-        was = earlier.get(slot.slot)
-        same = was is not None and was.epoch == slot.epoch and was.pid == slot.pid
-        rate = (slot.progress - was.progress) / passed if was is not None and same and slot.pid else None
         doing = waits(slot.waiting) if slot.waiting else slot.detail
+        rate = paces.rate(slot.slot, after.at)
         more = {"node": slot.node, "progress": slot.progress, "rate": rate, "now": doing}
         found.append(_row(slot.slot, slot.state, before, after, passed, more))
     if after.status.agent_pid:
@@ -99,25 +135,52 @@ def rows(before: Look, after: Look) -> list[Row]:
 
 
 def show_top(run_dir: Path, *, every_s: float, once: bool, as_json: bool) -> None:
-    """Print one frame, or show them until the run ends or Ctrl-C."""
-    before = look(run_dir)
+    """Print one frame, or show them until the run ends or Ctrl-C.
+
+    Raises:
+        NoRun: no run lives there.
+    """
+    paces = Paces()
+
+    def next_look() -> Look:
+        seen = look(run_dir)
+        paces.take(seen)
+        return seen
+
+    before = next_look()
+    if before.status.ended:
+        why = f"it is over: {before.status.status}" + (f", {before.status.reason}" if before.status.reason else "")
+        raise control.NoRun(f"no run lives in {run_dir}", why=why, hint="`relax-rt why` tells of its end")
     time.sleep(every_s)
-    after = look(run_dir)
-    if as_json:
-        show_json(rows(before, after))
-        return
+    after = next_look()
     console = console_for_output()
-    if once or not console.is_terminal:
-        console.print(_table(after.status, rows(before, after), console.width))
+    if once or as_json or not console.is_terminal:
+        for _ in range(ONCE_LOOKS - 2):
+            if after.status.ended or not paces.unknown(after):
+                break
+            time.sleep(every_s)
+            after = next_look()
+        found = rows(before, after, paces)
+        show_json(found) if as_json else print_table(console, _table(after.status, found, console.width))
         return
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while not after.status.ended:
-                live.update(_table(after.status, rows(before, after), console.width), refresh=True)
+                live.update(_table(after.status, rows(before, after, paces), console.width), refresh=True)
                 time.sleep(every_s)
-                before, after = after, look(run_dir)
+                before, after = after, next_look()
     except KeyboardInterrupt:
         pass
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print it; where nobody's terminal is filled with it, without blanks at the ends of lines."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _use(pid: int, roles: set[int]) -> Use | None:
@@ -165,12 +228,19 @@ def _table(status: RunStatus, found: Sequence[Row], width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", title=title, title_justify="left")
     for name in ("slot", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("pid", "cpu", "rss", "own", "threads", "files", "progress", "a second"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("pid", "cpu", "rss", "own", "threads", "files", "progress", "a second")
+    shown = [width >= WIDTHS.get(name, 0) for name in numbers]
+    for name, there in zip(numbers, shown, strict=True):
+        if there:
+            table.add_column(name, justify="right", no_wrap=True)
     table.add_column("now", no_wrap=True, overflow="ellipsis", ratio=1)
     table.width = min(width, 200)
     for row in found:
-        table.add_row(Text(row.slot), Text(row.state, STYLE.get(row.state, "bright_black")), *_cells(row))
+        table.add_row(
+            Text(row.slot),
+            Text(row.state, STYLE.get(row.state, "bright_black")),
+            *compress(_cells(row), [*shown, True]),
+        )
     return table
 
 

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from relax_rt.cli.export import export, prometheus
 from relax_rt.cli.figures import Figures
-from relax_rt.cli.top import Look, Use, look, rows
+from relax_rt.cli.top import Look, Paces, Use, look, print_table, rows, show_top
+from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import account
 from relax_rt.events import read_events
 from relax_rt.supervision.api import RunStatus, SlotStatus
+from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.rundir import write_json
 from relax_rt.transport.errors import RelaxError
@@ -109,16 +112,60 @@ def test_rates_between_two_looks() -> None:
         STATUS, slots=[msgspec.structs.replace(STATUS.slots[0], progress=150), STATUS.slots[1]]
     )
     before = Look(10.0, STATUS, {"rollout/0": use(1.0), "agent": use(0.0, 1)})
-    first, second, agent = rows(before, Look(12.0, later, {"rollout/0": use(4.0), "agent": use(0.5, 1)}))
+    after = Look(12.0, later, {"rollout/0": use(4.0), "agent": use(0.5, 1)})
+    paces = Paces()
+    paces.take(before)
+    paces.take(after)
+    first, second, agent = rows(before, after, paces)
     assert (first.cpu, first.rate, first.own, first.processes) == (1.5, 25.0, 60, 2)
     assert (second.cpu, second.rate, second.rss) == (None, None, None)
     assert agent.cpu is not None and math.isclose(agent.cpu, 0.25)
     # Another process in the slot: what it counts began anew.
     anew = msgspec.structs.replace(STATUS.slots[0], pid=6, epoch=10, progress=3)
-    (first, *_) = rows(before, Look(12.0, msgspec.structs.replace(STATUS, slots=[anew]), {"rollout/0": use(0.1, 6)}))
+    after = Look(12.0, msgspec.structs.replace(STATUS, slots=[anew]), {"rollout/0": use(0.1, 6)})
+    paces.take(after)
+    (first, *_) = rows(before, after, paces)
     assert (first.cpu, first.rate) == (None, None)
 
 
 def test_a_look_at_a_run_that_has_ended(tmp_path: Path) -> None:
     a_run(tmp_path)
     assert look(tmp_path).uses == {}
+
+
+def test_a_counter_that_stands_between_batches_has_the_rate_of_its_changes() -> None:
+    paces = Paces()
+
+    def at(t: float, progress: int) -> Look:
+        slot = msgspec.structs.replace(STATUS.slots[0], progress=progress)
+        seen = Look(t, msgspec.structs.replace(STATUS, slots=[slot]), {})
+        paces.take(seen)
+        return seen
+
+    name = STATUS.slots[0].slot
+    assert paces.unknown(at(0.0, 100)) and paces.rate(name, 0.0) is None
+    assert paces.unknown(at(1.0, 100))
+    assert not paces.unknown(at(4.0, 164))
+    for t in range(5, 8):
+        at(float(t), 164)
+        assert paces.rate(name, float(t)) == 16.0
+    at(8.0, 228)
+    assert paces.rate(name, 8.0) == 16.0
+    # It has stopped.
+    assert paces.rate(name, 72.0) == 1.0
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_top_fits_the_terminal(width: int) -> None:
+    out = io.StringIO()
+    seen = Look(1.0, STATUS, {})
+    print_table(Console(file=out, width=width), table_of(STATUS, rows(seen, seen, Paces()), width))
+    said = out.getvalue().splitlines()
+    assert all(len(line) <= width and line == line.rstrip() for line in said)
+    assert "…" not in said[1] and {"slot", "state", "cpu", "progress", "now"} <= set(said[1].split())
+
+
+def test_top_of_a_run_that_is_over_says_so(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    with pytest.raises(NoRun, match="it is over: "):
+        show_top(tmp_path, every_s=0.05, once=True, as_json=False)
