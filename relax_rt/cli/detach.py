@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from relax_rt.cli.app import FAILED, OK
 from relax_rt.events import CURRENT
 from relax_rt.observe.story import Starts
 from relax_rt.observe.tail import Tail
-from relax_rt.observe.text import clip, duration
+from relax_rt.observe.text import clip, duration, waits
 from relax_rt.supervision import control, launch
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -21,6 +22,8 @@ from relax_rt.transport.errors import RelaxError
 
 POLL_S = 0.1
 TELL_EVERY_S = 10.0
+LOOK_EVERY_S = 1.0
+MOST_REASONS = 8
 SHOWN_LINES = 12
 SCREEN = "relax_rt.cli.screen:plain"
 
@@ -54,7 +57,8 @@ def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> t
 
 def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, say: Say) -> int | None:
     """None when the run is ready, else its exit code."""
-    starts = Starts()
+    starts, reasons = Starts(), Reasons(say)
+    looked = 0.0
     began = told = time.monotonic()
     while True:
         # Asked before the files are read, so that the last lines of a run that ends are seen.
@@ -66,10 +70,33 @@ def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, s
             return code
         if (read_run(run_dir) or {}).get("status") == "running":
             return None
+        if time.monotonic() - looked > LOOK_EVERY_S:
+            looked = time.monotonic()
+            with suppress(RelaxError):
+                told = looked if reasons.take(control.status(run_dir)) else told
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
             say(f"{duration(told - began)}: {_who_is_awaited(run_dir)}")
         time.sleep(POLL_S)
+
+
+class Reasons:
+    """Tells what a slot that cannot start waits for, each time that it is another."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._told: dict[str, str] = {}
+
+    def take(self, status: RunStatus) -> bool:
+        """Whether something was told."""
+        now = {slot.slot: slot.waiting for slot in status.slots if slot.state != "ready" and slot.waiting}
+        new = {slot: reason for slot, reason in now.items() if self._told.get(slot) != reason}
+        self._told = now
+        for slot, reason in list(new.items())[:MOST_REASONS]:
+            self._say(clip(f"{slot} {waits(reason)}", 200))
+        if len(new) > MOST_REASONS:
+            self._say(f"{len(new) - MOST_REASONS} more slots wait")
+        return bool(new)
 
 
 def _who_is_awaited(run_dir: Path) -> str:
@@ -78,7 +105,9 @@ def _who_is_awaited(run_dir: Path) -> str:
     except RelaxError as error:
         return str(error)
     late = [slot for slot in status.slots if slot.state != "ready"]
-    told = ", ".join(f"{s.slot} {s.state}" + (f" ({s.detail})" if s.detail else "") for s in late[:4])
+    told = ", ".join(
+        f"{s.slot} {s.state}" + (f" ({s.waiting or s.detail})" if s.waiting or s.detail else "") for s in late[:4]
+    )
     return clip(f"{status.status}, waits for {told or 'the node agent'}", 200)
 
 
