@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from relax_rt.config.job import load_job
 from relax_rt.config.loader import config_digest, load_config, write_resolved
@@ -33,6 +34,9 @@ from relax_rt.supervision.rundir import (
 from relax_rt.transport.errors import RelaxError
 
 MIB = 1 << 20
+MOST_TOLD = 5
+NOT_ITS_OWN = ("config_dir", "run.dir", "supervision.nodes.listen")
+"""Keys that a run may have otherwise when it is resumed."""
 OUTPUT = "up"
 """Log of what a run prints that has no terminal."""
 
@@ -133,7 +137,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
     lock_fd = lock_run_dir(run_dir)
     try:
         digest = config_digest(config)
-        _check_same_config(run_dir, digest)
+        _check_same_config(run_dir, digest, config)
         clean_stale_runs()
         check_shared_memory(config)
         paths = RunPaths(secrets.token_hex(4), run_dir)
@@ -190,18 +194,50 @@ def lock_run_dir(run_dir: Path) -> int:
     return fd
 
 
-def _check_same_config(run_dir: Path, digest: str) -> None:
+def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
     run = read_run(run_dir)
     if run is None:
         if (run_dir / RUN_JSON).exists():
             raise RelaxError(f"{run_dir / RUN_JSON} cannot be read", hint="move the run directory away")
         return
     if run.get("config_digest", digest) != digest:
+        other = differences(run_dir / RESOLVED_CONFIG, config)
+        more = f", and {len(other) - MOST_TOLD} more" if len(other) > MOST_TOLD else ""
+        told = f": {'; '.join(other[:MOST_TOLD])}{more}" if other else ""
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} belongs to a run with another config",
-            why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings",
+            why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
             hint="choose another run.name or run.dir, or move the old directory away",
         )
+
+
+def differences(path: Path, config: RunConfig) -> list[str]:
+    """The keys that a resolved config has otherwise than this one, with its value and the present one; without those
+    that say where the run is. Empty if it cannot be read."""
+    try:
+        before = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    now = json.loads(json.dumps(config.model_dump(mode="json")))
+    return [
+        f"{key} was {_told(was)}, is {_told(have)}"
+        for key, was, have in _different(before, now)
+        if key not in NOT_ITS_OWN
+    ]
+
+
+def _different(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        if before != now:
+            yield at, before, now
+        return
+    for key in dict.fromkeys([*before, *now]):
+        yield from _different(before.get(key), now.get(key), f"{at}.{key}" if at else key)
+
+
+def _told(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def check_shared_memory(config: RunConfig) -> None:

@@ -1,0 +1,36 @@
+"""What a run directory of another config is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_rt.config.loader import config_digest, write_resolved
+from relax_rt.config.schema import RunConfig
+from relax_rt.supervision import launch
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
+from relax_rt.transport.errors import RelaxError
+
+
+def config(run_dir: Path, **queue: int) -> RunConfig:
+    return RunConfig.model_validate({"run": {"name": "x", "dir": str(run_dir)}, "queue": queue})
+
+
+def test_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None:
+    before = config(tmp_path / "moved", capacity_mib=64)
+    write_resolved(before, tmp_path / RESOLVED_CONFIG)
+    update_run(tmp_path, run_id="ab", config="roles.toml", config_digest=config_digest(before))
+    now = config(tmp_path, capacity_mib=32, slab_mib=2)
+    launch._check_same_config(tmp_path, config_digest(before), config(tmp_path, capacity_mib=64))
+    with pytest.raises(RelaxError) as caught:
+        launch._check_same_config(tmp_path, config_digest(now), now)
+    assert "queue.capacity_mib was 64, is 32; queue.slab_mib was " in caught.value.why
+    assert "run.dir" not in caught.value.why
+
+
+def test_five_keys_are_told_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "differences", lambda *_: [f"k{n}" for n in range(7)])
+    update_run(tmp_path, run_id="ab", config_digest="other")
+    with pytest.raises(RelaxError, match="k0; k1; k2; k3; k4, and 2 more"):
+        launch._check_same_config(tmp_path, "mine", config(tmp_path))
