@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, Token
 
 from relax_rt import __version__
 
@@ -39,6 +40,13 @@ Run = Annotated[
     Parameter(help="Run directory, or a name under ./runs; the living or newest run under ./runs if left out."),
 ]
 Json = Annotated[bool, Parameter(name="--json", help="Print JSON.")]
+
+
+def duration_of(_: Any, tokens: Sequence[Token]) -> float:
+    """A parameter's duration: seconds, or as 500ms, 5s, 30m, 1h."""
+    from relax_rt.chaos.faults import seconds
+
+    return seconds(tokens[0].value)
 
 
 def as_dict(value: Any) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
     for slot in status.slots:
         cells = _row(slot, figures.get(slot.slot, Figures()))
         table.add_row(*(cells[column.title] for column in shown))
-    console.print(table)
+    print_table(console, table)
     having = {slot.kind for slot in status.slots}
     for role in status.roles:
         if role not in having:
@@ -129,6 +129,16 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
         has = f"  {node.cores} cores, {node.gpus} GPUs, {len(node.slots)} slots{seen}"
         state = (node.state, STYLE.get(node.state, ""))
         console.print(Text.assemble("node ", (node.node, "bold"), f"  {node.host}  ", state, (has, "bright_black")))
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print it; where nobody's terminal is filled with it, without blanks at the ends of lines."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 class _Column(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from relax_rt.cli.app import duration_of
 from relax_rt.transport.errors import RelaxError
 
 JOINING = Group("As a further node of a run", sort_key=2)
@@ -25,7 +26,9 @@ class Joining:
     name: Annotated[str, Parameter(help="What this node is called; the host's name if left out.")] = ""
     dir: Annotated[Path | None, Parameter(help="For its logs and events; RUN/nodes/NAME if left out.")] = None
     host: Annotated[str, Parameter(help="Address of this machine for the others; the way to the head tells.")] = ""
-    wait: Annotated[float, Parameter(help="Seconds to try, each time that the head is not there.")] = 120.0
+    wait: Annotated[
+        float, Parameter(converter=duration_of, help="How long to try, as 5m, each time that the head is not there.")
+    ] = 120.0
 
 
 ALONE = Joining()

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relax_rt.cli.display import STYLE, console_for_output, show_json
+from relax_rt.cli.display import STYLE, console_for_output, print_table, show_json
 from relax_rt.cli.doctor.finding import size
 from relax_rt.observe.text import NOTHING, clip, count, duration, number, waits
 from relax_rt.supervision import control
@@ -171,16 +170,6 @@ def show_top(run_dir: Path, *, every_s: float, once: bool, as_json: bool) -> Non
                 before, after = after, next_look()
     except KeyboardInterrupt:
         pass
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Print it; where nobody's terminal is filled with it, without blanks at the ends of lines."""
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as captured:
-        console.print(table)
-    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _use(pid: int, roles: set[int]) -> Use | None:

@@ -55,6 +55,7 @@ def export(
         Path | None, Parameter(help="Where to write (.tar.gz); <name>.tar.gz in this folder if left out.")
     ] = None,
     most_mib: Annotated[int, Parameter(help="Newest MiB of the events, and of the metrics, that are taken.")] = 256,
+    force: Annotated[bool, Parameter(help="Overwrite what is there.")] = False,
     prometheus: Annotated[bool, Parameter(help="Print the present state in Prometheus' text format instead.")] = False,
     json: Json = False,
 ) -> int:
@@ -77,6 +78,8 @@ def export(
         say(as_prometheus(status, figures_of(status)).rstrip("\n"))
         return OK
     path = out or Path(f"{status.name or 'run'}.tar.gz")
+    if path.exists() and not force:
+        raise BadInput(f"{path} is there already", hint="give another --out, or --force to overwrite it")
     names = export(run_dir, path, account(read_events(run_dir), status), most_mib=most_mib)
     show_json({"out": str(path), "files": names}) if json else say(f"{path}: {', '.join(names)}")
     return OK

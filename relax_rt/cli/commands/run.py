@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict
+from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict, duration_of
 from relax_rt.cli.join import ALONE, Joining, join
 from relax_rt.transport.errors import RelaxError
 
@@ -38,6 +38,7 @@ def up(
         raise BadInput("--key, --name, --dir, --host or --wait without --join", hint="name the head: --join HOST:PORT")
     if json and not detach:
         raise BadInput("--json without --detach", why="a run that is watched prints lines, not one result")
+    _refuse_living(config, overrides or ())
     # The slow checks; `launch.up` makes the quick ones again before it starts anything.
     loaded = load_config(config, overrides or (), preflight=True)
     if not json:
@@ -53,15 +54,38 @@ def up(
         raise BadInput(error.what, why=error.why, hint=error.hint) from error
 
 
+def _refuse_living(config: Path, overrides: Sequence[str]) -> None:
+    """Before the slow checks: a config that is right and whose run lives is not to be started."""
+    from contextlib import suppress
+
+    from relax_rt.config.loader import load_config
+    from relax_rt.config.problems import BadInput, ConfigErrors
+    from relax_rt.supervision import control
+
+    with suppress(ConfigErrors, control.NoRun):
+        run_dir = Path(load_config(config, overrides).run.dir)
+        found = control.find_run(run_dir)
+        if found.alive:
+            raise BadInput(
+                f"run.dir = {str(run_dir)!r} belongs to a run that is alive",
+                why=f"run {found.paths.run_id}, status {found.record['status']}",
+                hint="`relax-rt attach` shows it; end it with `relax-rt down`, or choose another run.name or run.dir",
+            )
+
+
 def _detached(config: Path, overrides: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
     from relax_rt.cli.detach import detach
     from relax_rt.cli.display import say, show_json
+    from relax_rt.supervision.rundir import read_run
 
+    finished = (read_run(run_dir) or {}).get("status") == "finished"
     code, status = detach(config, overrides, run_dir, (lambda _: None) if as_json else say)
     if as_json:
         show_json({"ready": status.status == "running", "exit_code": status.exit_code, **as_dict(status)})
     elif status.status == "running":
         say(f"{status.name} is running in {run_dir}\n  relax-rt attach, ps, logs -f; relax-rt down ends it")
+    elif status.status == "finished" and finished:
+        say(f"{status.name} was at its target already, and nothing was left to do: {status.reason}")
     return code
 
 
@@ -83,7 +107,9 @@ def down(
     run: Run = None,
     *,
     kill: Annotated[bool, Parameter(help="End every role at once instead of letting it finish its work.")] = False,
-    wait: Annotated[float, Parameter(help="Seconds to wait for the end; 0 returns at once.")] = 60.0,
+    wait: Annotated[
+        float, Parameter(converter=duration_of, help="How long to wait for the end, as 60 or 5m; 0 returns at once.")
+    ] = 60.0,
     json: Json = False,
 ) -> int:
     """End a run in order: every role finishes the work in hand. `up` resumes it later."""
@@ -92,6 +118,11 @@ def down(
     from relax_rt.supervision import control
 
     run_dir = find_run_dir(run)
+    found = control.find_run(run_dir)
+    if not found.alive:
+        did = f"is over already: {control.status(run_dir).status}"
+        show_json({"run_dir": str(run_dir.absolute()), "did": "over"}) if json else say(f"{run_dir}: {did}")
+        return OK
     (control.kill if kill else control.stop)(run_dir, wait_s=wait)
     did = "ended" if wait > 0 else "ending"
     show_json({"run_dir": str(run_dir.absolute()), "did": did}) if json else say(f"{run_dir}: {did}")

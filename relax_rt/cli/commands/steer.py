@@ -6,9 +6,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from relax_rt.cli.app import OK, STEER, Json, Run, app
+from relax_rt.cli.app import OK, STEER, Json, Run, app, duration_of
 
-Seconds = Annotated[float, Parameter(name="--wait", help="Seconds to wait until it has come to pass; 0: do not wait.")]
+Seconds = Annotated[
+    float,
+    Parameter(
+        name="--wait",
+        converter=duration_of,
+        help="How long to wait until it has come to pass, as 60 or 5m; 0: do not wait.",
+    ),
+]
 
 
 @app.command(group=STEER)

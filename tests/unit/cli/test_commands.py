@@ -92,7 +92,6 @@ def test_validate_shows_every_problem_and_says_so_in_json(capsys: Capture) -> No
         ["ps", "--no-such-option"],
         ["up", "nothing.toml"],
         ["why", "rollout/0", "--run", "nowhere"],
-        ["down", "over"],
         ["logs", "rolout", "--run", "over"],
         ["logs", "rollout", "train*", "--run", "over"],
         ["restart", "rollout/0", "over"],
@@ -267,3 +266,18 @@ def test_version_and_help_exit_with_0(capsys: Capture) -> None:
         assert out
     # Errors of use go to stderr, so that a pipe gets output only.
     assert call(capsys)[0] == 0
+
+
+def test_down_of_a_run_that_is_over_is_done(capsys: Capture) -> None:
+    make_run("over")
+    for wait in ("5s", "1m", "3"):
+        assert call(capsys, "down", "over", "--wait", wait) == (0, "runs/over: is over already: finished\n", "")
+    code, _, err = call(capsys, "down", "over", "--wait", "soon")
+    assert code == 2 and "is no duration" in err
+
+
+def test_up_of_a_living_run_is_refused_before_its_data_is_read(capsys: Capture) -> None:
+    call(capsys, "init", ".")
+    make_run("mine", alive=True)
+    code, out, err = call(capsys, "up", "--set", "run.name=mine", "--set", "model.path=nowhere")
+    assert (code, out) == (2, "") and "belongs to a run that is alive" in err and "nowhere" not in err

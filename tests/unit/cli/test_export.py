@@ -13,9 +13,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from relax_rt.cli.display import print_table
 from relax_rt.cli.export import export, prometheus
 from relax_rt.cli.figures import Figures
-from relax_rt.cli.top import Look, Paces, Use, look, print_table, rows, show_top
+from relax_rt.cli.main import main
+from relax_rt.cli.top import Look, Paces, Use, look, rows, show_top
 from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import account
 from relax_rt.events import read_events
@@ -169,3 +171,9 @@ def test_top_of_a_run_that_is_over_says_so(tmp_path: Path) -> None:
     a_run(tmp_path)
     with pytest.raises(NoRun, match="it is over: "):
         show_top(tmp_path, every_s=0.05, once=True, as_json=False)
+
+
+def test_an_archive_is_not_overwritten_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("two"))
+    assert [main(["export", "two", *more]) for more in ([], [], ["--force"])] == [0, 2, 0]
