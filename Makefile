@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env up test lint check bench soak clean sglang-cpu-env peer-env
+.PHONY: help env up test test-long lint check bench soak clean sglang-cpu-env peer-env
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -25,7 +25,10 @@ up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minu
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
 test: $(STAMP)  ## unit and integration tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(STAMP)  ## whole runs under faults that take a minute each
+	$(BIN)/python -m pytest -m long
 
 lint: $(STAMP)  ## formatting, lints, types, layers
 	$(BIN)/ruff check .

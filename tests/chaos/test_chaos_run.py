@@ -112,6 +112,7 @@ def test_what_was_overtaken_while_it_was_stopped_writes_nothing_any_more(runs: l
         assert back[-1]["epoch"] > fenced["by_epoch"]
 
 
+@pytest.mark.long
 def test_what_is_stopped_beyond_its_deadline_is_replaced(runs: list[TinyRun], tmp_path: Path) -> None:
     settings = {"algorithm.steps": 100, "roles.rollout.hang_after_s": 2.0, "queue.lease_s": 2.0}
     run = TinyRun(tmp_path / "run", **settings)
@@ -125,6 +126,7 @@ def test_what_is_stopped_beyond_its_deadline_is_replaced(runs: list[TinyRun], tm
     assert verdict["ok"]
 
 
+@pytest.mark.long
 def test_a_killed_agent_at_random_moments_leaves_nothing_and_up_resumes(runs: list[TinyRun], tmp_path: Path) -> None:
     dice = random.Random(3)
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": 60, "checkpoint.every_steps": 5})

@@ -312,12 +312,10 @@ class Broker:
             self._apply(ev.Join(node, payloads, issued=True), self._identify())
 
     def _know(self, home: Home) -> None:
-        """Notice the end of a process that joined. Where a supervisor tells of ends, it alone is believed."""
-        if not self._node:
-            return
+        """Notice the end of a process that joined. Where a supervisor tells of ends, silence is none."""
         if home.node == self._node:
             self._watch.add(home)
-        else:
+        elif self._node:
             self._far[home.who] = self._clock()
 
     def _process_ended(self, who: Incarnation, reason: str) -> None:
