@@ -27,7 +27,7 @@ up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minu
 test: $(STAMP)  ## unit and integration tests
 	$(BIN)/python -m pytest -m "not long"
 
-test-long: $(STAMP)  ## whole runs under faults that take a minute each
+test-long: $(STAMP)  ## runs under faults that take their time
 	$(BIN)/python -m pytest -m long
 
 lint: $(STAMP)  ## formatting, lints, types, layers

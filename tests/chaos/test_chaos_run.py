@@ -93,6 +93,7 @@ def test_every_kind_of_role_is_killed_and_the_run_reaches_its_target(runs: list[
 CHAOS = ("--seed", "10", "--mean", "1.2s", "--for", "18s")
 
 
+@pytest.mark.long
 def test_what_was_overtaken_while_it_was_stopped_writes_nothing_any_more(runs: list[TinyRun], tmp_path: Path) -> None:
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": 60, "checkpoint.every_steps": 10, **PATIENT})
     runs.append(run.start())

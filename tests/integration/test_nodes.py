@@ -66,6 +66,7 @@ def test_a_drained_node_says_so_and_takes_slots_again_once_it_is_restarted(tmp_p
         assert run.ends() == 0 and far.ends() == 0
 
 
+@pytest.mark.long
 def test_the_other_way_round(tmp_path: Path, nodes: Nodes) -> None:
     with two_hosts(tmp_path, nodes, FILE_TOYS.format(echo='node = "head"', caller='node = "b"')) as (run, far):
         assert run.event("echoed")["answer"].endswith("on head: hello")
@@ -182,6 +183,7 @@ def test_a_partition_ends_the_roles_there_before_others_take_their_place(tmp_pat
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 
 
+@pytest.mark.long
 def test_a_node_whose_clock_stood_still_is_fenced_by_epochs(tmp_path: Path, nodes: Nodes) -> None:
     """Its agent is stopped, its roles go on: time does not fence them, the registry does."""
     tables = "[supervision]\nlease_s = 0.6\n"
@@ -201,6 +203,7 @@ def test_a_node_whose_clock_stood_still_is_fenced_by_epochs(tmp_path: Path, node
         assert run.ends() == 0 and far.ends() == 0
 
 
+@pytest.mark.long
 def test_waiting_for_a_lost_node_keeps_its_slots_for_it(tmp_path: Path, nodes: Nodes) -> None:
     with two_hosts(tmp_path, nodes, WORKERS, on_loss="wait") as (run, _):
         there = spread(run)
@@ -226,6 +229,7 @@ def test_a_node_that_is_asked_to_leave_moves_its_slots_in_order(tmp_path: Path, 
         assert far.left() == []
 
 
+@pytest.mark.long
 def test_a_killed_head_costs_the_roles_everywhere_and_its_nodes_join_the_next(tmp_path: Path, nodes: Nodes) -> None:
     with two_hosts(tmp_path, nodes, WORKERS) as (run, far):
         spread(run)
@@ -259,6 +263,7 @@ def test_another_key_gets_nothing_and_is_told_so(tmp_path: Path, nodes: Nodes) -
 
 
 @pytest.mark.skipif(CORES < 2, reason="one core each holds no gang of three")
+@pytest.mark.long
 def test_a_gang_over_both_hosts_meets_and_meets_again(tmp_path: Path, nodes: Nodes) -> None:
     # The registry takes one core of the head, so that there is room for one rank there, and for two on b.
     roles = f"[roles.ranks]\ncount = 3\nthreads = {CORES // 2}\n"
@@ -287,6 +292,7 @@ def at_queue(**nodes: str) -> str:
     )
 
 
+@pytest.mark.long
 def test_samples_are_judged_on_another_host_and_read_back_through_deaths(tmp_path: Path, nodes: Nodes) -> None:
     roles = at_queue(producer="head", judge="b", reader="head")
     tables = "[queue]\ncapacity_mib = 32\n[supervision.restart]\nbackoff_first_s = 0.05\n"
@@ -306,6 +312,7 @@ def test_samples_are_judged_on_another_host_and_read_back_through_deaths(tmp_pat
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 
 
+@pytest.mark.long
 def test_a_producer_on_another_host_is_lost_with_it_and_the_others_go_on(tmp_path: Path, nodes: Nodes) -> None:
     roles = at_queue(producer="b", judge="b", reader="head").replace('node = "b"', "threads = 9")
     tables = "[queue]\ncapacity_mib = 32\n"

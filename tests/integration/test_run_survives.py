@@ -114,6 +114,7 @@ def test_the_final_checkpoint_is_a_hugging_face_folder_that_generates(runs: list
     assert tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
+@pytest.mark.long
 def test_ctrl_c_drains_and_up_again_resumes(runs: list[TinyRun], tmp_path: Path) -> None:
     steps = 60
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": steps, "checkpoint.every_steps": 10})
