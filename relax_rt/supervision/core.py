@@ -114,6 +114,8 @@ class Supervisor(Requests):
                 pass
             case _:
                 self._on_slot_event(event)
+        # Before the deadlines, among which are starts: nothing starts once the work is over.
+        self._conclude()
         for s in self._tree:
             if s.deadline is not None and s.deadline <= self._now:
                 self._on_deadline(s)
@@ -306,18 +308,21 @@ class Supervisor(Requests):
     # The order of start and stop.
 
     def _advance(self) -> None:
+        self._conclude()
         if self._ending is None and self._started:
             self._advance_start()
         if self._ending is not None and self._done is None:
             self._advance_stop()
 
-    def _advance_start(self) -> None:
+    def _conclude(self) -> None:
+        """Begin the end of the run when no work is left."""
         work = [s for s in self._tree if not s.spec.system]
-        if work and all(s.state == "ended" and not s.drained for s in work):
+        if self._ending is None and self._started and work and all(s.state == "ended" and not s.drained for s in work):
             failed = [s.name for s in work if s.failed]
             reason = f"failed: {', '.join(failed)}" if failed else "all roles have finished"
             self._drain(Ending(int(bool(failed)), reason))
-            return
+
+    def _advance_start(self) -> None:
         for role in self._tree.by_tier():
             waiting = [s for s in role.slots if s.state == "pending" and not s.roomless]
             if waiting and self._tree.not_ready_below(role.tier):
