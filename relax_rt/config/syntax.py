@@ -139,9 +139,18 @@ def _offset(message: str, read: str) -> int | None:
 
 
 def _table_at(read: str, start: int) -> KeyPath:
-    """The table that a line belongs to."""
-    headers = list(_HEADER.finditer(read, 0, start))
-    return _header_keys(headers[-1][0]) if headers else ()
+    """The table that a line belongs to; of an array of tables with its index, as in the paths of what is read."""
+    indices: dict[KeyPath, int] = {}
+    path: KeyPath = ()
+    for header in _HEADER.finditer(read, 0, start):
+        keys = _header_keys(header[0])
+        if header[0].lstrip().startswith("[["):
+            indices[keys] = indices.get(keys, -1) + 1
+        path = ()
+        for n, key in enumerate(keys, 1):
+            index = indices.get(keys[:n])
+            path += (key,) if index is None else (key, index)
+    return path
 
 
 def _header_keys(line: str) -> KeyPath:

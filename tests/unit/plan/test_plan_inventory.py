@@ -90,6 +90,12 @@ def test_a_line_that_is_no_toml_hides_no_other_mistake(tmp_path: Path) -> None:
     assert [underlined(problem) for problem in refused(tmp_path, text)] == ["T", '"4"']
 
 
+def test_a_line_that_is_no_toml_hides_nothing_of_another_node(tmp_path: Path) -> None:
+    first, second = SOUND.split('[[nodes]]\nname = "b"')
+    text = first.replace("cores = 8", "cores = True") + '[[nodes]]\nname = "b"' + second.replace("cores = 8\n", "")
+    assert [problem.path for problem in refused(tmp_path, text)] == [("nodes", 0, "cores"), ("nodes", 1, "cores")]
+
+
 def test_no_nodes_and_no_file(tmp_path: Path) -> None:
     assert refused(tmp_path, "")[0].message.startswith("missing key 'nodes'")
     assert "at least 1" in refused(tmp_path, "nodes = []")[0].message
