@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 import xxhash
@@ -29,8 +30,17 @@ class Layout(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+Payload = Literal["full", "delta", "lora"]
+
+
 class Manifest(msgspec.Struct, frozen=True):
-    """A staged version: made by incarnation `epoch` of the trainer, lying in `file` beside the manifest."""
+    """A staged version: made by incarnation `epoch` of the trainer, lying in `file` beside the manifest.
+
+    Attributes:
+        layout, buckets, digest: of the whole version's weights, whatever the payload is.
+        payload: full: `file` holds the weights; delta: what changed since version `base`; lora: adapters only.
+        base: the version that must be there before a delta is applied to it; base_digest: that version's digest.
+    """
 
     version: int
     epoch: int
@@ -38,6 +48,9 @@ class Manifest(msgspec.Struct, frozen=True):
     layout: Layout
     buckets: tuple[str, ...]
     digest: str
+    payload: Payload = "full"
+    base: int = 0
+    base_digest: str = ""
 
 
 def layout_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Layout:

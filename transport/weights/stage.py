@@ -12,16 +12,20 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import xxhash
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
 
 MAX_BUFFERS = 4
 """One committed, one being written, and room for two slow readers."""
+PIECE_BYTES = 512 << 10
+"""Copied and digested at a time: fits into a core's own cache."""
 
 
 def _manifest_path(folder: Path, version: int) -> Path:
@@ -149,6 +153,82 @@ class WeightStage:
         return mapping
 
 
+@contextmanager
+def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
+    """A staged version's bytes, read-only; nobody uses their buffer again while a view of them is left in any process.
+
+    Raises:
+        Gone: the version was retired meanwhile; ask for the newest one.
+    """
+    what = f"weights of policy version {manifest.version}"
+    try:
+        descriptor = os.open(folder / manifest.file, os.O_RDONLY)
+    except FileNotFoundError:
+        raise Gone(what, why=f"{manifest.file} is not in {folder}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Gone(what, why="their buffer is being reused") from None
+        # The manifest is looked at again under the lock: from here on the buffer cannot be reused.
+        if read_manifest(folder, manifest.version) != manifest:
+            raise Gone(what, why="staged again by another incarnation")
+        if os.fstat(descriptor).st_size < manifest.layout.nbytes:
+            raise Corrupt(what, why=f"{manifest.file} is shorter than its {manifest.layout.nbytes} bytes")
+        mapping = mmap.mmap(descriptor, manifest.layout.nbytes, prot=mmap.PROT_READ)
+        view = memoryview(mapping)
+        try:
+            yield view
+        finally:
+            # A view that is still used keeps the mapping, whose duplicate of the descriptor keeps the lock: the pin
+            # lasts as long as the last view of it.
+            with suppress(BufferError):
+                view.release()
+                mapping.close()
+    finally:
+        os.close(descriptor)
+
+
+def copy_verified(manifest: Manifest, source: memoryview, into: memoryview) -> None:
+    """Copy a version's bytes and verify the copy, a piece that the processor's cache holds at a time.
+
+    Raises:
+        Corrupt: the copy does not match its digests; it must not be used.
+    """
+    # numpy and xxhash work without the interpreter's lock on pieces of this size: an engine in this process goes on.
+    to, fro = np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
+    try:
+        for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
+            hasher = xxhash.xxh3_128()
+            for at in range(part.start, part.stop, PIECE_BYTES):
+                piece = slice(at, min(at + PIECE_BYTES, part.stop))
+                np.copyto(to[piece], fro[piece])
+                hasher.update(into[piece])
+            _compare(manifest, part, hasher.hexdigest(), expected)
+    finally:
+        del to, fro  # or a traceback would keep them, and with them the pin
+
+
+def verify(manifest: Manifest, data: memoryview) -> None:
+    """Hold a version's bytes against its digests.
+
+    Raises:
+        Corrupt: they do not match.
+    """
+    for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
+        with data[part] as bucket:
+            found = bucket_digest(bucket)
+        _compare(manifest, part, found, expected)
+
+
+def _compare(manifest: Manifest, part: slice, found: str, expected: str) -> None:
+    if found != expected:
+        raise Corrupt(
+            f"weights of policy version {manifest.version}, bytes {part.start}-{part.stop}",
+            why="the copy does not match the digest taken at stage",
+        )
+
+
 def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
     """Copy a staged version into private memory and verify the copy, bucket by bucket.
 
@@ -156,22 +236,5 @@ def fetch(folder: Path, manifest: Manifest, into: memoryview) -> None:
         Gone: the version was retired meanwhile; ask for the newest one.
         Corrupt: the bytes do not match their digests; the copy must not be used.
     """
-    descriptor = os.open(folder / manifest.file, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Gone(f"weights of policy version {manifest.version}", why="their buffer is being reused") from None
-        # The manifest is looked at again under the lock: from here on the buffer cannot be reused.
-        if read_manifest(folder, manifest.version) != manifest:
-            raise Gone(f"weights of policy version {manifest.version}", why="staged again by another incarnation")
-        with mmap.mmap(descriptor, manifest.layout.nbytes, prot=mmap.PROT_READ) as source, memoryview(source) as view:
-            for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
-                into[part] = view[part]
-                if bucket_digest(into[part]) != expected:
-                    raise Corrupt(
-                        f"weights of policy version {manifest.version}, bytes {part.start}-{part.stop}",
-                        why="the copy does not match the digest taken at stage",
-                    )
-    finally:
-        os.close(descriptor)
+    with pinned(folder, manifest) as view:
+        copy_verified(manifest, view, into)
