@@ -138,7 +138,7 @@ class Client:
     @property
     def connected(self) -> bool:
         """A connection stands."""
-        return self._link is not None and not self._link.dead
+        return self._link is not None and self._link.usable
 
     async def connect(self, what: str, timeout_s: float) -> None:
         """See to it that a connection stands, for `what`.
@@ -171,7 +171,7 @@ class Client:
         for link in self.links:
             totals["bytes_in"] += link.channel.bytes_in
             totals["bytes_out"] += link.channel.bytes_out
-        alive = self._link is not None and not self._link.dead
+        alive = self._link is not None and self._link.usable
         return ClientStatistics(
             connected=alive,
             inflight=len(self._link.pending) if self._link else 0,
@@ -218,7 +218,7 @@ class Client:
         else:
             self.counters.calls += 1
         link = self._link
-        if link is None or link.dead or self._closed:
+        if link is None or not link.usable or self._closed:
             link = await self._connected(f"call of {method}", deadline, budget_s)
         if method.one_way:
             await link.tell(method, payload, deadline)
@@ -259,7 +259,7 @@ class Client:
             Lost: the connection ended meanwhile.
         """
         link = self._link
-        if link is None or link.dead or self._closed:
+        if link is None or not link.usable or self._closed:
             link = await self._connected(f"stream of {method}", deadline, timeout_s)
         inlet = await link.open(method, payload, deadline, timeout_s, window)
         self.counters.streams += 1
@@ -277,7 +277,7 @@ class Client:
             while True:
                 if self._closed:
                     raise Unreachable(f"{what} at {self.where}", why="this client was closed")
-                if self._link is not None and not self._link.dead:
+                if self._link is not None and self._link.usable:
                     return self._link
                 if self._dialing is None:
                     self._dialing = loop.create_task(self._dial_until_connected())

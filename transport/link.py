@@ -13,7 +13,7 @@ from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Unreachab
 from relax_rt.transport.faults import error_of
 from relax_rt.transport.interface import Method
 from relax_rt.transport.items import Inlet
-from relax_rt.transport.wire import Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Tell
+from relax_rt.transport.wire import Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Retire, Tell
 
 if TYPE_CHECKING:
     from relax_rt.transport.client import Client
@@ -30,6 +30,8 @@ class Link:
         self.address = address
         self.peer: HelloFrame | None = None
         self.dead = False
+        self.retired = False
+        """The server begins nothing more that comes on this connection."""
         self.pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self.streams: dict[int, Inlet] = {}
         self.greeted: asyncio.Future[None] = loop.create_future()
@@ -39,6 +41,11 @@ class Link:
         self._last_id = 0
         self._slots: asyncio.Semaphore
         self._max_message_bytes = client.max_message_bytes
+
+    @property
+    def usable(self) -> bool:
+        """New requests may go out on it."""
+        return not self.dead and not self.retired
 
     def name(self) -> str:
         return f"{self.peer.who} ({self.address})" if self.peer else self.address
@@ -129,6 +136,11 @@ class Link:
     def _answer(self, message: bytes) -> None:
         answer = codec.decode_from_server(message)
         self.client.proven()
+        if isinstance(answer, Retire):
+            self.retired = True
+            self._reason = "it is closing"
+            self._part()
+            return
         if isinstance(answer, Item):
             inlet = self.streams.get(answer.id)
             # Of a stream that was cancelled items may still be under way.
@@ -146,6 +158,12 @@ class Link:
         else:
             self.client.counters.faults += 1
             waiting.set_exception(error_of(answer))
+        self._part()
+
+    def _part(self) -> None:
+        """End a connection that the server has retired, once nothing is under way on it."""
+        if self.retired and not self.dead and not self.pending and not self.streams:
+            self.channel.close()
 
     def _ended(self, answer: End | Fault | Reply) -> None:
         inlet = self.streams.get(answer.id)
@@ -162,7 +180,7 @@ class Link:
         """Open a stream. It counts as a call of the connection until it ends."""
         await self._room(method, deadline)
         try:
-            if self.dead:
+            if not self.usable:
                 raise self._loss(self._reason, sent=False)
             self._last_id += 1
             number = self._last_id
@@ -184,6 +202,7 @@ class Link:
             self._slots.release()
             if cancel and not self.dead:
                 self.channel.send(codec.encode_message(Cancel(number)))
+            self._part()
 
     async def request(self, method: Method, payload: bytes, deadline: float, grace_s: float) -> msgspec.Raw:
         """Send a request and wait for its answer, for grace_s beyond the deadline at most.
@@ -192,7 +211,7 @@ class Link:
         """
         await self._room(method, deadline)
         try:
-            if self.dead:
+            if not self.usable:
                 raise self._loss(self._reason, sent=False)
             self._last_id += 1
             number, answer = self._last_id, self._loop.create_future()
@@ -214,7 +233,7 @@ class Link:
         """Write a one-way message; waits only for room in the write buffer."""
         if self.channel.congested:
             await self._uncongested(method, deadline)
-        if self.dead:
+        if not self.usable:
             raise self._loss(self._reason, sent=False)
         left_s = max(0.0, deadline - self._loop.time())
         self._write(method, Tell(method.api, method.name, left_s, msgspec.Raw(payload)))
@@ -266,3 +285,4 @@ class Link:
         """Give up on a request, and tell the server."""
         if self.pending.pop(number, None) is not None and not self.dead:
             self.channel.send(codec.encode_message(Cancel(number)))
+            self._part()

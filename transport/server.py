@@ -18,11 +18,11 @@ import msgspec
 from relax_rt.transport import codec, stream
 from relax_rt.transport.address import parse_address
 from relax_rt.transport.channel import Channel
-from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused
+from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, Retiring
 from relax_rt.transport.faults import fault_of
 from relax_rt.transport.identity import Hello
 from relax_rt.transport.interface import Method, check_implementation, did_you_mean, methods_of
-from relax_rt.transport.wire import Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Tell
+from relax_rt.transport.wire import Cancel, End, Fault, Grant, HelloFrame, Item, Open, Reply, Request, Retire, Tell
 from relax_rt.transport.zmq_keys import CurveKeys
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _caller: contextvars.ContextVar[Hello] = contextvars.ContextVar("relax_rpc_caller")
 
 _CANCEL_PATIENCE_S = 1.0
+_PARTING_S = 0.25
+"""For clients to end connections on which nothing is under way; one that is stopped or far behind is not waited for."""
 TOLD_BYTES = 1024 * 1024
 """One-way messages of one connection that are read though there is no room for them."""
 
@@ -195,13 +197,14 @@ class Server:
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, let handlers at work finish for grace_s, cancel the rest, end all connections.
 
-        Callers of cancelled handlers see the connection end: idempotent calls go to this server's successor.
+        Clients are told that nothing more is begun, so that they take new calls elsewhere and none is in doubt. Callers
+        of cancelled handlers see the connection end: idempotent calls go to this server's successor.
         """
         self.closing = True
         for listener in self._listeners:
             listener.stop()
-        for connection in self.connections:
-            connection.channel.pause()
+        for connection in list(self.connections):
+            connection.retire()
         current = asyncio.current_task()
         tasks = {call.task for call in self.calls if call.task is not current}
         if tasks:
@@ -212,8 +215,8 @@ class Server:
                 _, stuck = await asyncio.wait(late, timeout=_CANCEL_PATIENCE_S)
                 for task in stuck:
                     log.warning("%s: a handler ignores its cancellation: %s", self.hello.who, task)
-        for connection in list(self.held):
-            connection.drop_held(told=True)
+        if parting := [connection.ended for connection in self.connections if connection.peer is not None]:
+            await asyncio.wait(parting, timeout=_PARTING_S)
         for connection in list(self.connections):
             connection.channel.close()
         await self._connections_ended()
@@ -310,7 +313,7 @@ class _Connection:
     def lost(self, reason: str) -> None:
         self._hello_timer.cancel()
         self.server.connections.discard(self)
-        self.drop_held(told=False)
+        self._drop_held()
         self.server.counters.bytes_in += self.channel.bytes_in
         self.server.counters.bytes_out += self.channel.bytes_out
         # No one is left to take an answer. What was told stays told.
@@ -360,6 +363,7 @@ class _Connection:
             return
         server = self.server
         if server.closing:
+            self._turn_away(request)
             return
         if not isinstance(request, Tell) and (request.id in self.requests or request.id in self._held):
             raise ProtocolError(f"request {request.id} of {request.api}.{request.method}", why="its id is in use")
@@ -400,9 +404,22 @@ class _Connection:
             self._told_bytes -= held.size
         return held
 
-    def drop_held(self, *, told: bool) -> None:
-        """Carry out none of the requests that are held, and none of what was told."""
-        for key in [key for key, held in self._held.items() if told or not isinstance(held.request, Tell)]:
+    def retire(self) -> None:
+        """The server closes: nothing that is held, or comes from here on, is begun, and the peer is told so."""
+        for key in list(self._held):
+            self._turn_away(self._give_up(key).request)
+        if self.peer is not None:
+            self.channel.send(codec.encode_message(Retire()))
+
+    def _turn_away(self, request: Request | Tell | Open) -> None:
+        if not isinstance(request, Tell):
+            where = f"{self.server.hello.who} {request.api}.{request.method}"
+            error = Retiring(where, why="it is stopping and begins no more calls")
+            self.channel.send(codec.encode_message(fault_of(error, request.id, where)))
+
+    def _drop_held(self) -> None:
+        """Carry out none of the requests that are held; what was told stays told."""
+        for key in [key for key, held in self._held.items() if not isinstance(held.request, Tell)]:
             self._release(key)
         if not self._held:
             self.server.held.pop(self, None)
@@ -425,7 +442,7 @@ class _Connection:
             self.channel.send(codec.encode_message(fault_of(DeadlineExceeded(where, why=why), request.id, where)))
 
     def _read_on(self) -> None:
-        if self._paused and not self._full() and not self.server.closing and not self.ended.done():
+        if self._paused and not self._full() and not self.ended.done():
             self._paused = False
             self.channel.resume()
 

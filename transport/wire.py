@@ -1,9 +1,9 @@
 """The messages of the RPC layer, and how they are framed on a byte stream.
 
 A connection begins with one `HelloFrame` from each side, the client's first. After that a client sends
-`Request`, `Tell`, `Open`, `Grant` and `Cancel`, a server `Reply`, `Item`, `End` and `Fault`. Messages are msgpack; on a
-byte stream each is preceded by its length, four bytes, little-endian. The structs are positional: a change of any of
-them is a new PROTOCOL.
+`Request`, `Tell`, `Open`, `Grant` and `Cancel`, a server `Reply`, `Item`, `End`, `Fault` and, when it closes, `Retire`.
+Messages are msgpack; on a byte stream each is preceded by its length, four bytes, little-endian. The structs are
+positional: a change of any of them is a new PROTOCOL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from relax_rt.transport.errors import ProtocolError
 from relax_rt.transport.identity import Hello, Incarnation
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything on the wire; both ends must have the same."""
 
 HEADER = struct.Struct("<I")
@@ -106,6 +106,11 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
     id: int
 
 
+class Retire(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """The server closes: it begins no request that comes after this. The client ends the connection once it has the
+    answers that are still under way."""
+
+
 class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Request `id` failed.
 
@@ -130,7 +135,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 FromClient = Request | Tell | Cancel | Open | Grant
-FromServer = Reply | Fault | Item | End
+FromServer = Reply | Fault | Item | End | Retire
 
 
 def make_hello(run_id: str, who: Incarnation) -> Hello:

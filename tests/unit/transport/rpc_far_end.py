@@ -146,15 +146,17 @@ def hello(slot: str = "rollout/0", epoch: int = 7, *, run_id: str = "cafe0001", 
 
 
 @contextlib.asynccontextmanager
-async def serving(address: str, **options: object) -> AsyncIterator[tuple[Server, str, FarEndImpl]]:
+async def serving(
+    address: str, *, answers: bool = False, **options: object
+) -> AsyncIterator[tuple[Server, str, FarEndImpl]]:
     server = Server(hello("queue/0", 3), **options)  # type: ignore[arg-type]
-    implementation = FarEndImpl()
+    implementation = FarEndImpl(pid_only=answers)
     server.offer(FarEnd, implementation)
     real = await server.listen(address)
     try:
         yield server, real, implementation
     finally:
-        await server.close(grace_s=0.0)
+        await server.close(grace_s=5.0 if answers else 0.0)
 
 
 @contextlib.asynccontextmanager

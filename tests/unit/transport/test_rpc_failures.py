@@ -73,6 +73,53 @@ async def test_a_stopped_process_is_unreachable_not_slow(tmp_path: pathlib.Path)
         await process.wait()
 
 
+@pytest.mark.parametrize("carrier", ["unix", "tcp"])
+async def test_a_server_that_closes_leaves_no_call_in_doubt(carrier: str, tmp_path: pathlib.Path) -> None:
+    """Calls that must not be repeated go on through five servers, one after the other at the same address."""
+    address = f"unix://{tmp_path}/q.sock" if carrier == "unix" else "tcp://127.0.0.1:0"
+    done = 0
+    over = asyncio.Event()
+
+    async def caller(far: FarEnd) -> None:
+        nonlocal done
+        while not over.is_set():
+            await far.hold_once("k")
+            done += 1
+
+    async with contextlib.AsyncExitStack() as stack:
+        async with serving(address, answers=True) as (_, real, _impl):
+            client, far = await stack.enter_async_context(calling(real))
+            callers = [asyncio.create_task(caller(far)) for _ in range(8)]
+            await eventually(lambda: done > 100)
+        for _ in range(4):
+            before = done
+            async with serving(real, answers=True):
+                await eventually(lambda: done > before + 100)  # noqa: B023
+        over.set()
+        async with serving(real, answers=True):
+            await asyncio.gather(*callers)
+        assert client.reconnects == 5
+
+
+async def test_a_server_that_closes_answers_what_is_at_work_and_turns_away_the_rest(tmp_path: pathlib.Path) -> None:
+    address = f"unix://{tmp_path}/q.sock"
+    impl = FarEndImpl()
+    server = Server(hello("queue/0"), max_calls=1)
+    server.offer(FarEnd, impl)
+    await server.listen(address)
+    async with calling(address) as (_, far):
+        at_work, held = asyncio.create_task(far.hold_once("a")), asyncio.create_task(far.hold_once("b"))
+        await impl.until_working(1)
+        closing = asyncio.create_task(server.close(5.0))
+        await asyncio.sleep(0.1)
+        impl.release.set()
+        assert await at_work > 0
+        await closing
+        assert not held.done()
+        async with serving(address, answers=True):
+            assert await held > 0
+
+
 async def test_idempotent_calls_wait_for_a_server_that_is_not_there_yet(tmp_path: pathlib.Path) -> None:
     address = f"unix://{tmp_path}/q.sock"
     async with calling(address) as (client, far):

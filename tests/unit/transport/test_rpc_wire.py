@@ -19,7 +19,7 @@ from relax_rt.transport.errors import Corrupt, ProtocolError, Refused, RelaxErro
 from relax_rt.transport.faults import error_of, fault_of
 from relax_rt.transport.identity import Hello, Incarnation
 from relax_rt.transport.interface import methods_of
-from relax_rt.transport.wire import Cancel, Fault, FrameDecoder, HelloFrame, Reply, Request, Tell, encode_frame
+from relax_rt.transport.wire import Cancel, Fault, FrameDecoder, HelloFrame, Reply, Request, Retire, Tell, encode_frame
 
 numbers = st.integers(0, 2**63 - 1)
 raws = st.binary(max_size=300).map(lambda data: msgspec.Raw(msgspec.msgpack.encode(data)))
@@ -32,6 +32,7 @@ from_client = st.one_of(
 )
 from_server = st.one_of(
     st.builds(Reply, numbers, raws),
+    st.builds(Retire),
     st.builds(Fault, numbers, st.lists(text, max_size=3).map(tuple), text, text, text, text, text, text, text),
 )
 
