@@ -91,6 +91,9 @@ class QueueTable(Table):
     """disk: payloads lie in the run directory and outlive the node agent, so that what was not yet trained is kept."""
     max_sample_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 1024
     """A sample with more payload is refused."""
+    marks_mib: Annotated[int, Field(ge=0, le=65_536)] = 32
+    """Tokens of unfinished sequences that are kept for whoever goes on with them (8 bytes a token), in the queue's
+    journal; they count against capacity_mib. What finds no room is sampled anew when its rollout dies."""
     keep_steps: Annotated[int, Field(ge=1)] = 10_000
     """A roll-back can go back this many steps; what is older is kept as counts only."""
     lease_s: Seconds = 60.0

@@ -104,6 +104,8 @@ def _audit_open(core: Core) -> list[str]:
     """What is missing of a group is either being made by its holder or waits to be given out."""
     wrong: list[str] = []
     for group in core.state.groups.values():
+        if any(sample.mark is not None and (sample.generated or sample.left_out) for sample in group.samples):
+            wrong.append(f"group {group.id} keeps marks of members that are not to be made")
         if group.prompt is None:
             continue
         if (group.holder is not None) != bool(group.making):
@@ -158,6 +160,9 @@ def _audit_memory(core: Core) -> list[str]:
 
 def _audit_bytes(core: Core) -> list[str]:
     table, totals = core.state.blocks, {True: 0, False: 0}
+    marked = [sample.mark.nbytes for group in core.state.groups.values() for sample in group.samples if sample.mark]
+    if sum(marked) != core.state.marks_bytes:
+        return [f"marks of {sum(marked)} bytes, {core.state.marks_bytes} counted"]
     for block in table.blocks.values():
         extent = block.ref.extent
         if extent is not None and extent.nbytes != table.live[extent.slab][extent.offset].nbytes:

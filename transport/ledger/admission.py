@@ -6,6 +6,7 @@ from itertools import accumulate, repeat
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import marks
 from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
@@ -35,12 +36,13 @@ def surplus(core: Core) -> int:
 def crowded(core: Core, more: int = 1) -> str:
     """Why `more` samples do not fit into the queue; empty if something does."""
     state = core.state
-    used, limit = core.blocks.payload_bytes, state.limits.capacity_bytes
+    used, limit = core.used_bytes, state.limits.capacity_bytes
     if used >= limit:
         held = sum(group.size for group in state.trained.values())
         waits = f", {held} samples wait for a checkpoint" if held else ""
         spill = ", the disk for spilled payloads is full" if state.limits.spill_bytes else ""
-        return f"payloads fill the capacity: {used} of {limit} bytes{waits}{spill}"
+        marks = f", {state.marks_bytes} of them marks of unfinished samples" if state.marks_bytes else ""
+        return f"payloads fill the capacity: {used} of {limit} bytes{marks}{waits}{spill}"
     if core.held + more > state.limits.capacity_samples:
         return f"{core.held} samples are in the queue, {state.limits.capacity_samples} allowed"
     return ""
@@ -100,6 +102,7 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
         samples=[Sample() for _ in range(size)],
         holder=who,
         making=list(range(size)),
+        issue=1,
     )
     core.enter(group)
     state.issued += size
@@ -107,7 +110,7 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
     core.changed = True
     assert group.prompt is not None
     prompt = group.prompt
-    return Ticket(group.id, prompt.index, prompt.attempt, size, group.version, state.limits.lease_s)
+    return Ticket(group.id, prompt.index, prompt.attempt, size, group.version, state.limits.lease_s, issue=1)
 
 
 def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
@@ -115,6 +118,8 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
     assert group.prompt is not None and core.state.trainer_version is not None
     core.state.reopened.pop(group.id)
     group.holder, group.base, group.making = who, engine_version, group.missing()
+    group.issue += 1
+    marks.reissued(core, group)
     core.hold(group.id)
     core.changed = True
     return Ticket(
@@ -125,13 +130,16 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
         core.state.trainer_version,
         core.state.limits.lease_s,
         list(group.making),
+        group.issue,
+        marks.lengths(group),
     )
 
 
 def reopen(core: Core, group: Group, state: str) -> None:
     """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
 
-    Members that are there stay, so that a producer's death costs what it had in hand only.
+    Members that are there stay, and what was marked of the others, so that a producer's death costs at most what it
+    sampled since its last mark.
     """
     group.holder, group.making = None, []
     core.unhold(group.id)
@@ -139,11 +147,13 @@ def reopen(core: Core, group: Group, state: str) -> None:
     if not missing:
         core.refresh(group)
         return
-    if len(missing) == group.size or group.prompt is None or core.policy.on_failed_member == "drop":
+    begun = [member for member in missing if group.samples[member].mark is not None]
+    nothing = len(missing) == group.size and not begun
+    if nothing or group.prompt is None or core.policy.on_failed_member == "drop":
         core.end(group, state)
         return
-    core.ended(state, len(missing))
-    core.state.issued += len(missing)
+    core.ended(state, len(missing) - len(begun))
+    core.state.issued += len(missing) - len(begun)
     group.remade += 1
     group.prompt = group.prompt.again()
     core.state.reopened[group.id] = None
@@ -168,8 +178,10 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
         block = core.blocks.add(item, len(mine), core.state.callers.alive)
         for row in mine:
             group = core.state.groups[row.key.group]
+            core.drop_mark(group.samples[row.key.member])
             group.samples[row.key.member] = _sample(core, row, block)
             group.making.remove(row.key.member)
+            group.idle = 0
             touched[group.id] = group
     for group in touched.values():
         _after_put(core, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +45,8 @@ class Core:
         self.held = 0
         """Samples in groups that are not yet trained."""
         self.losses = Losses()
+        self.marks_refused: Counter[str] = Counter()
+        """Marks not kept since this broker started, by reason."""
         self._lags: dict[int, int] = {}
         self._tasks: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
         if state.policy is not None:
@@ -130,6 +132,7 @@ class Core:
         if self.policy.on_straggler == "mask":
             return max((self._unmasked(sample) for sample in samples if sample.spans), default=0)
         versions = {span.version for sample in samples for span in sample.spans}
+        versions.update(span.version for sample in samples if sample.mark is not None for span in sample.mark.spans)
         if group.prompt is not None and any(not sample.spans for sample in samples):
             versions.add(group.base)
         return max((self.lag(version) for version in versions), default=0)
@@ -164,6 +167,17 @@ class Core:
     def outdated(self, part: Part) -> bool:
         """Whether its columns were computed with other weights than the trainer's, and depend on them."""
         return part.version >= 0 and self.state.trainer_version is not None and self.lag(part.version) > 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts against the capacity: payloads in shared memory, and marks."""
+        return self.state.blocks.payload_bytes + self.state.marks_bytes
+
+    def drop_mark(self, sample: Sample) -> None:
+        """What was marked of the sample is needed no more."""
+        if sample.mark is not None:
+            self.state.marks_bytes -= sample.mark.nbytes
+            sample.mark = None
 
     def lapse_columns(self, group: Group) -> None:
         """Columns of other weights are not there any more, and the tasks that put them are to do it again.
@@ -300,6 +314,9 @@ class Core:
             if sample.generated:
                 self.losses.lost(sample.length, name)
             self.drop_parts(sample)
+            if sample.mark is not None:
+                self.tally("marked_tokens_dropped", sample.mark.length)
+                self.drop_mark(sample)
         if group.prompt is None:
             fate = "none"
         else:

@@ -6,7 +6,7 @@ import msgspec
 
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
-from relax_rt.transport.queue.api import Extent, Failure, Put, SampleKey, Want
+from relax_rt.transport.queue.api import Extent, Failure, Mark, Put, SampleKey, Want
 from relax_rt.transport.store.state import StoreEvent
 from relax_rt.transport.versions import VersionRecord
 
@@ -57,6 +57,10 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", gc=False):
 
 class PutColumns(msgspec.Struct, frozen=True, tag="put", gc=False):
     puts: list[Put]
+
+
+class MarkTokens(msgspec.Struct, frozen=True, tag="mark", gc=False):
+    marks: list[Mark]
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
@@ -141,6 +145,7 @@ Event = (
     | Admit
     | Offer
     | PutColumns
+    | MarkTokens
     | GiveBack
     | Take
     | Complete

@@ -8,7 +8,7 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import account, admission, consume, failures, keyed, spill, training
+from relax_rt.transport.ledger import account, admission, consume, failures, keyed, marks, spill, training
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
@@ -16,12 +16,12 @@ from relax_rt.transport.ledger.configure import configure
 from relax_rt.transport.ledger.core import ROOM, Core, Notice
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import State
-from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Offered
+from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Marked, Offered
 from relax_rt.transport.samplers import load_sampler
 from relax_rt.transport.slab_names import owner_key, owner_of, unfit_slot
 from relax_rt.transport.store.api import Fetched, Found, Stored
 
-Answer = Admission | Offered | Batch | Advice | list[Extent] | keyed.Answer | None
+Answer = Admission | Offered | Batch | Advice | Marked | list[Extent] | keyed.Answer | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ class Ledger:
         """
         core, who, event = self.core, entry.who, entry.event
         core.now, core.changed, core.notices, core.touched = entry.at, False, [], set()
-        full = core.blocks.payload_bytes >= core.state.limits.capacity_bytes
+        full = core.used_bytes >= core.state.limits.capacity_bytes
         answer: Answer = None
         if who is None:
             answer = self._own(event)
@@ -133,7 +133,7 @@ class Ledger:
                 self._keep(who, entry.seq, answer)
         if core.changed:
             core.state.n = entry.n
-        if full and core.blocks.payload_bytes < core.state.limits.capacity_bytes:
+        if full and core.used_bytes < core.state.limits.capacity_bytes:
             core.touched.add(ROOM)
         return Outcome(answer, core.changed, core.notices, event, frozenset(core.touched))
 
@@ -179,6 +179,8 @@ class Ledger:
                 return admission.offer(core, who, event)
             case ev.Admit():
                 return admission.admit(core, who, event)
+            case ev.MarkTokens():
+                return marks.mark(core, who, event)
             case ev.Complete():
                 return consume.complete(core, who, event)
             case ev.Trained():
@@ -223,6 +225,8 @@ class Ledger:
                 kept = Kept(offered=answer)
             case Advice():
                 kept = Kept(advice=answer)
+            case Marked():
+                kept = Kept(marked=answer)
             case list():
                 kept = Kept(freed=answer)
             case Stored() | Found() | Fetched():
@@ -239,6 +243,8 @@ class Ledger:
                 return kept.offered
             case ev.Trained():
                 return kept.advice
+            case ev.MarkTokens():
+                return kept.marked
             case ev.PutColumns() | ev.Complete() | ev.Unpin():
                 return kept.freed
             case ev.StoreCall(called):

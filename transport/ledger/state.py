@@ -28,6 +28,25 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = -1
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of an unfinished member, from the first one on (see Mark)."""
+
+    tokens: bytes
+    logprobs: bytes
+    spans: list[VersionSpan]
+    origin: bytes = b""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.tokens) // 4
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes, as far as it grows."""
+        return 2 * len(self.tokens) + 32 * len(self.spans) + 64
+
+
 class Sample(msgspec.Struct, array_like=True, gc=False):
     """One member of a group.
 
@@ -41,6 +60,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
         done: tasks that finished with it.
         deaths: consumers that died or lapsed on it, in a row.
         left_out: the group goes on without it (see LedgerPolicy.on_failed_member).
+        mark: what its producer has sampled of it so far.
     """
 
     generated: bool = False
@@ -52,6 +72,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     done: list[str] = []
     deaths: int = 0
     left_out: bool = False
+    mark: Held | None = None
 
 
 class Group(msgspec.Struct, array_like=True, gc=False):
@@ -64,6 +85,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         holder: who generates members of it. making: which ones.
         lease: lease of the step task that it is part of, or 0.
         remade: how often members of it were given out again (they count as attempts of its prompt).
+        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor a mark.
     """
 
     id: int
@@ -75,6 +97,8 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     making: list[int] = []
     lease: int = 0
     remade: int = 0
+    issue: int = 0
+    idle: int = 0
 
     @property
     def size(self) -> int:
@@ -170,6 +194,7 @@ class State(msgspec.Struct):
         folded_steps: the path up to this step is kept as the counts `folded` only.
         ended: samples by terminal state. issued: samples that were ever reserved or offered.
         tallies: counts of other events, for the account.
+        marks_bytes: of the marks of unfinished members.
     """
 
     policy: LedgerPolicy | None = None
@@ -201,3 +226,4 @@ class State(msgspec.Struct):
     ended: dict[str, int] = {}
     issued: int = 0
     tallies: dict[str, int] = {}
+    marks_bytes: int = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import marks
 from relax_rt.transport.ledger.admission import outstanding, reopen, surplus
 from relax_rt.transport.ledger.batch import refuse_stale
 from relax_rt.transport.ledger.consume import lapse
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Committed, Rollback, Trained
-from relax_rt.transport.ledger.state import Group, Lease, TrainedGroup
+from relax_rt.transport.ledger.state import Group, Lease, Sample, TrainedGroup
 from relax_rt.transport.queue.api import Advice
 
 
@@ -206,12 +207,30 @@ def lose_payloads(core: Core) -> None:
             sample.parts, sample.leases = [], {}
     core.note("payloads_lost", samples=sum(group.size for group in state.groups.values()))
     for group in list(state.groups.values()):
-        core.end(group, "lost")
+        if marks.any_held(group) and core.policy.on_failed_member != "drop":
+            _keep_marked(core, group)
+        else:
+            core.end(group, "lost")
+    if state.groups:
+        core.reindex()
     state.payloads_lost = sorted(state.trained)
     state.trainer_version, state.blocked_since, state.since_update = None, None, 0
     core.deadlines.clear()
     core.shared.clear()
     core.changed = True
+
+
+def _keep_marked(core: Core, group: Group) -> None:
+    """Only its marks are left, which lie in the journal: its finished members are made again, the others go on."""
+    if group.holder is not None:
+        reopen(core, group, "dropped(producer gone)")
+    finished = [member for member, sample in enumerate(group.samples) if sample.generated and not sample.left_out]
+    for member in finished:
+        core.losses.lost(group.samples[member].length, "lost")
+        group.samples[member] = Sample()
+    core.ended("lost", len(finished))
+    core.state.issued += len(finished)
+    core.state.reopened[group.id] = None
 
 
 def keep_payloads(core: Core) -> None:

@@ -19,6 +19,8 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """NaN has no order."""
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Inline = Annotated[bytes, msgspec.Meta(max_length=4096)]
+MarkBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
+Origin = Annotated[bytes, msgspec.Meta(max_length=16)]
 
 
 class SampleKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
@@ -116,6 +118,8 @@ class Ticket(msgspec.Struct, frozen=True):
         version: the newest policy version that the ledger knew when it admitted the group.
         lease_s: length of the lease; renew it while the group is worked on.
         members: those to generate, when others of the group are there already; empty: all.
+        issue: counts how often the group was given out, so that what was sampled under an earlier ticket is known.
+        partials: tokens that are kept of members that somebody else began, by member; `QueueApi.partials` has them.
     """
 
     group: int
@@ -125,10 +129,41 @@ class Ticket(msgspec.Struct, frozen=True):
     version: int
     lease_s: float
     members: list[int] = []
+    issue: int = 0
+    partials: dict[int, int] = {}
 
     def wanted(self) -> list[int]:
         """The members to generate."""
         return self.members or list(range(self.size))
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a producer has sampled of an unfinished member, from position `start` of its completion on.
+
+    Attributes:
+        issue: of the ticket that it works under.
+        start: the tokens before this one were marked before; those from here on are replaced.
+        tokens, logprobs: int32 and float32, little-endian, as many of one as of the other.
+        versions: of these tokens, in positions of the completion.
+        origin: digest of what else the tokens depend on (prompt, temperature), for whoever goes on with them.
+    """
+
+    key: SampleKey
+    issue: Count
+    start: Count
+    tokens: MarkBytes
+    logprobs: MarkBytes
+    versions: list[VersionSpan]
+    origin: Origin = b""
+
+
+class Marked(msgspec.Struct, frozen=True):
+    """Tokens that are kept of the member of each mark, in their order; -1: it is not the caller's to make (any more).
+
+    Fewer than were marked: there was no room, or marks before this one are missing. The next one begins there.
+    """
+
+    held: list[int]
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -326,6 +361,17 @@ class QueueApi(Protocol):
         """Put columns on samples of groups that the caller generates. Answers with its freed extents.
 
         short_bytes: what the caller cannot put, as its own memory is full: some of it may be spilled.
+        """
+
+    @idempotent
+    async def mark(self, seq: Count, marks: list[Mark]) -> Marked:
+        """Have tokens of unfinished members kept, until they are put or their group ends, for whoever makes them."""
+
+    @idempotent
+    async def partials(self, keys: list[SampleKey]) -> list[Mark]:
+        """What is kept of members that the caller makes, from their first token on; ask again for what is not there.
+
+        An answer has about 4 MiB at most, and those without tokens are left out.
         """
 
     @idempotent

@@ -20,6 +20,7 @@ from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home
 from relax_rt.transport.ledger.core import ROOM
 from relax_rt.transport.ledger.machine import Answer, load_samplers
+from relax_rt.transport.ledger.marks import partials as held_partials
 from relax_rt.transport.pauses import Pauses
 from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.queue.api import (
@@ -28,10 +29,13 @@ from relax_rt.transport.queue.api import (
     Batch,
     Extent,
     Failure,
+    Mark,
+    Marked,
     Membership,
     Offered,
     Put,
     QueueStats,
+    SampleKey,
     Want,
 )
 from relax_rt.transport.queue.disk import Disk, dead_slabs
@@ -340,6 +344,18 @@ class Broker:
             self._short[owner_key(self._identify())] = short_bytes
             self._tight.set()
         return self._extents(ev.PutColumns(puts), seq)
+
+    async def mark(self, seq: int, marks: list[Mark]) -> Marked:
+        """See QueueApi."""
+        who = self._identify()
+        return _expected(Marked, self._apply(ev.MarkTokens(marks), who, seq), who, seq)
+
+    async def partials(self, keys: list[SampleKey]) -> list[Mark]:
+        """See QueueApi."""
+        self._check_alive()
+        who = self._identify()
+        self._ledger.knows(who)
+        return held_partials(self._ledger.core, who, keys)
 
     async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
         """See QueueApi."""

@@ -33,6 +33,7 @@ from relax_rt.transport.queue.api import (
 )
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
 from relax_rt.transport.queue.calls import Calls
+from relax_rt.transport.queue.marking import Marks
 from relax_rt.transport.queue.offers import OFFER_WAIT_S, Offers
 from relax_rt.transport.queue.pins import Pins
 from relax_rt.transport.queue.reasons import Reasons
@@ -128,6 +129,7 @@ class QueueClient:
         self._space = Space(self.arena, self._collect, self._reasons, space_wait_s, length_field, max_sample_bytes)
         self._offers = Offers(self._offer, self._space, self._fields, self._reasons)
         self._pins = Pins(self._tell_unread)
+        self.marks = Marks(api, self._call)
         self._closing = False
         self._lease_s = 60.0
         self._renewal: asyncio.Task[None] | None = None

@@ -86,7 +86,9 @@ def _memory(core: Core) -> dict[str, Any]:
     return {
         "payload_bytes": table.payload_bytes,
         "capacity_bytes": limits.capacity_bytes,
-        "occupancy": table.payload_bytes / limits.capacity_bytes,
+        "occupancy": core.used_bytes / limits.capacity_bytes,
+        "marks_bytes": core.state.marks_bytes,
+        "marks_refused": dict(core.marks_refused),
         "spilled_bytes": table.spilled_bytes,
         "inline_bytes": table.inline_bytes,
         "deduplicated_bytes": table.deduplicated_bytes,

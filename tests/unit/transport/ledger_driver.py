@@ -25,6 +25,8 @@ from relax_rt.transport.queue.api import (
     BlockRef,
     Extent,
     Failure,
+    Mark,
+    Marked,
     Offered,
     Put,
     RowPut,
@@ -34,6 +36,7 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
+from relax_rt.transport.queue.marking import make_mark
 from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.versions import VersionRecord
 
@@ -66,6 +69,20 @@ def free_policy(**changes: object) -> LedgerPolicy:
 
 def spans(*versions: int) -> list[VersionSpan]:
     return [VersionSpan(i, i + 1, version, version) for i, version in enumerate(versions)]
+
+
+def a_mark(ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, int]]) -> Mark:
+    """Tokens with their versions, from `start` on; token n has the log-probability -n."""
+    versions = [VersionSpan(start + n, start + n + 1, version, version) for n, (_, version) in enumerate(tokens)]
+    runs = versions[:1]
+    for span in versions[1:]:
+        last = runs[-1]
+        if last.version == span.version:
+            runs[-1] = VersionSpan(last.start, span.end, span.version, span.kv_version)
+        else:
+            runs.append(span)
+    values = [token for token, _ in tokens]
+    return make_mark(ticket, member, start, values, [-float(token) for token in values], runs)
 
 
 def fields_of(batch: Batch, info: SampleInfo) -> set[str]:
@@ -189,6 +206,12 @@ class Driver:
         answer = self.call(who, ev.PutColumns(puts))
         assert isinstance(answer, list)
         return answer
+
+    def mark(self, who: Incarnation, ticket: Ticket, member: int, start: int, tokens: Sequence[tuple[int, int]]) -> int:
+        """Tokens with their versions, from `start` on; token n has the log-probability -n."""
+        answer = self.call(who, ev.MarkTokens([a_mark(ticket, member, start, tokens)]))
+        assert isinstance(answer, Marked)
+        return answer.held[0]
 
     def give_back(self, who: Incarnation, *groups: int) -> None:
         self.call(who, ev.GiveBack(list(groups), "test"))

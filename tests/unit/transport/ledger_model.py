@@ -7,6 +7,7 @@ memory, not the indices of ready work.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -42,6 +43,16 @@ class Sample:
     leases: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     deaths: int = 0
+    mark: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens marked, each with its version."""
+
+    def mark_bytes(self) -> int:
+        """8 a token, 32 a run of tokens of one version, 64 for itself."""
+        if not self.mark:
+            return 0
+        versions = [version for _, version in self.mark]
+        runs = 1 + sum(a != b for a, b in itertools.pairwise(versions))
+        return 8 * len(versions) + 32 * runs + 64
 
 
 @dataclass(eq=False)
@@ -55,6 +66,8 @@ class Group:
     holder: Incarnation | None
     making: set[int]
     lease: int = 0
+    issue: int = 1
+    idle: int = 0
 
     def alive(self) -> list[tuple[int, Sample]]:
         return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]
@@ -123,6 +136,7 @@ class Model:
         if self.policy.on_straggler == "mask":
             return max((self.unmasked(sample) for sample in members if sample.versions), default=0)
         versions = {version for sample in members for version in sample.versions}
+        versions |= {version for sample in members for _, version in sample.mark}
         if not all(sample.versions for sample in members):
             versions.add(group.base)
         return max(self.lag(version) for version in versions)
@@ -151,7 +165,10 @@ class Model:
             found.update(lease.pins)
         return found
 
-    def used_bytes(self) -> int:
+    def marks_bytes(self) -> int:
+        return sum(sample.mark_bytes() for sample in self.all_samples())
+
+    def payload_bytes(self) -> int:
         return sum(extent.nbytes for extent in self.references() if not extent.slab.startswith("spill"))
 
     def new_block(self, put: Put) -> Block:
@@ -177,6 +194,12 @@ class Model:
             group = self.groups[ticket.group]
             self.reopened.remove(group.id)
             group.holder, group.base, group.making = who, engine_version, group.missing()
+            group.issue, group.idle = group.issue + 1, group.idle + 1
+            if group.idle > 3:
+                for sample in group.samples:
+                    sample.mark = []
+            marked = {n: len(group.samples[n].mark) for n in group.making if group.samples[n].mark}
+            assert (ticket.issue, ticket.partials) == (group.issue, marked)
             assert (ticket.prompt, ticket.attempt, set(ticket.members)) == (group.prompt, group.attempt, group.making)
         size = self.policy.group_size
         surplus = self.policy.over_provision * size
@@ -194,7 +217,7 @@ class Model:
         assert len(tickets) == groups or not self._room(size, engine_version, surplus)
 
     def _room(self, size: int, engine_version: int, surplus: int) -> bool:
-        full = self.used_bytes() >= self.limits.capacity_bytes
+        full = self.payload_bytes() + self.marks_bytes() >= self.limits.capacity_bytes
         fresh = self.lag(engine_version) <= self.policy.max_staleness
         return fresh and not full and self.outstanding() + size <= self.bound(engine_version) + surplus
 
@@ -209,6 +232,7 @@ class Model:
                 versions = [span.version for span in row.versions]
                 group.samples[row.key.member] = Sample(True, False, [Part(block, row.row, "", -1)], versions)
                 group.making.remove(row.key.member)
+                group.idle = 0
                 touched[group.id] = group
         for group in touched.values():
             if not group.making:
@@ -217,6 +241,21 @@ class Model:
                     self.reopened.append(group.id)
             if self.staleness(group) > self.policy.max_staleness:
                 self.end(group, "refused(stale)")
+
+    def mark(self, who: Incarnation, issue: int, key: SampleKey, start: int, tokens: list[tuple[int, int]]) -> int:
+        """Tokens from `start` on; answers with how many are held."""
+        if not self._makes(who, key) or self.groups[key.group].issue != issue:
+            return -1
+        group = self.groups[key.group]
+        sample = group.samples[key.member]
+        old, room = sample.mark, self.limits.marks_bytes - self.marks_bytes() + sample.mark_bytes()
+        if start <= len(old):
+            sample.mark = [*old[:start], *tokens]
+            if sample.mark_bytes() > min(self.limits.mark_bytes, room):
+                sample.mark = old
+            else:
+                group.idle = 0
+        return len(sample.mark)
 
     def _makes(self, who: Incarnation, key: SampleKey) -> bool:
         group = self.groups.get(key.group)
@@ -227,11 +266,12 @@ class Model:
     def reopen(self, group: Group, state: str) -> None:
         group.holder, group.making = None, set()
         missing = group.missing()
-        if len(missing) == len(group.alive()) or (missing and self.policy.on_failed_member == "drop"):
+        anew = {n for n in missing if not group.samples[n].mark}
+        if len(anew) == len(group.alive()) or (missing and self.policy.on_failed_member == "drop"):
             self.end(group, state)
         elif missing:
-            self.ended[state] += len(missing)
-            self.issued += len(missing)
+            self.ended[state] += len(anew)
+            self.issued += len(anew)
             group.attempt += 1
             self.reopened.append(group.id)
 
@@ -578,6 +618,20 @@ class Model:
             sample.parts, sample.leases = [], {}
         for group in list(self.groups.values()):
             group.lease = 0
-            self.end(group, "lost")
+            if any(sample.mark for sample in group.samples) and self.policy.on_failed_member != "drop":
+                self._only_marks_left(group)
+            else:
+                self.end(group, "lost")
         self.lost_payloads = set(self.trained)
         self.trainer, self.blocked, self.since_update, self.next_index = None, None, 0, 0
+
+    def _only_marks_left(self, group: Group) -> None:
+        if group.holder is not None:
+            self.reopen(group, "dropped(producer gone)")
+        for member, sample in group.alive():
+            if sample.made:
+                group.samples[member] = Sample()
+                self.ended["lost"] += 1
+                self.issued += 1
+        if group.id not in self.reopened:
+            self.reopened.append(group.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 from collections import Counter
 from typing import Any
 
@@ -9,7 +11,7 @@ from ledger_model import Group as ModelGroup
 from ledger_model import Lease as ModelLease
 from ledger_model import Model
 
-from relax_rt.transport.ledger.state import Group, Lease, State
+from relax_rt.transport.ledger.state import Group, Held, Lease, State
 from relax_rt.transport.queue.api import Extent
 
 
@@ -25,6 +27,7 @@ def of_ledger(state: State) -> dict[str, Any]:
         "streams": max((stream.next_index for stream in state.streams.values()), default=0),
         "live": live,
         "payload_bytes": table.payload_bytes,
+        "marks_bytes": state.marks_bytes,
         "blobs": {digest: _at(blob.extent) for digest, blob in table.blobs.items()},
         "waiting": {prompt.index: (prompt.attempt, prompt.failures) for prompt in state.prompts.waiting},
         "prompts": (state.prompts.cursor, sorted(state.prompts.retired)),
@@ -49,7 +52,8 @@ def of_model(model: Model) -> dict[str, Any]:
         "lapsed": {id_: lease.holders for id_, lease in model.lapsed.items()},
         "streams": model.next_index,
         "live": {_at(extent): n for extent, n in references.items()},
-        "payload_bytes": model.used_bytes(),
+        "payload_bytes": model.payload_bytes(),
+        "marks_bytes": model.marks_bytes(),
         "blobs": {digest: _at(extent) for digest, extent in model.homes.items() if digest in named},
         "waiting": model.waiting,
         "prompts": (model.cursor, sorted(model.retired)),
@@ -84,10 +88,11 @@ def _group(state: State, group: Group) -> tuple[Any, ...]:
             sample.deaths,
             [span.version for span in sample.spans],
             sorted((_place(blocks[part.block].ref.extent), part.row, part.task, part.version) for part in sample.parts),
+            _held(sample.mark),
         )
         for sample in group.samples
     ]
-    place = (prompt.index, prompt.attempt, prompt.failures)
+    place = (prompt.index, prompt.attempt, prompt.failures, group.issue, group.idle)
     return (*place, group.holder, sorted(group.making), group.lease, samples)
 
 
@@ -102,11 +107,23 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
             sample.deaths,
             sample.versions,
             sorted((_place(part.block.extent), part.row, part.task, part.version) for part in sample.parts),
+            sample.mark,
         )
         for sample in group.samples
     ]
-    place = (group.prompt, group.attempt, group.failures)
+    place = (group.prompt, group.attempt, group.failures, group.issue, group.idle)
     return (*place, group.holder, sorted(group.making), group.lease, samples)
+
+
+def _held(mark: Held | None) -> list[tuple[int, int]]:
+    """Tokens, each with its version."""
+    if mark is None:
+        return []
+    tokens = struct.unpack(f"<{mark.length}i", mark.tokens)
+    assert struct.unpack(f"<{mark.length}f", mark.logprobs) == tuple(float(-token) for token in tokens)
+    versions = [span.version for span in mark.spans for _ in range(span.start, span.end)]
+    assert all(a.end == b.start for a, b in itertools.pairwise(mark.spans)) and mark.spans[0].start == 0
+    return list(zip(tokens, versions, strict=True))
 
 
 def _lease(state: State, lease: Lease) -> tuple[Any, ...]:

@@ -12,15 +12,29 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_driver import INLINE, Driver, policy, spans
+from ledger_driver import INLINE, Driver, a_mark, policy, spans
 from ledger_model import TRAIN, Model
+from msgspec import structs
 
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import QueueLimits
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.blocks import extents_in
-from relax_rt.transport.queue.api import Admission, Batch, BlockRef, Extent, Offered, Put, RowPut, SampleKey, Ticket
+from relax_rt.transport.ledger.marks import partials
+from relax_rt.transport.queue.api import (
+    Admission,
+    Batch,
+    BlockRef,
+    Extent,
+    Marked,
+    Offered,
+    Put,
+    RowPut,
+    SampleKey,
+    Ticket,
+)
+from relax_rt.transport.queue.marking import begun
 from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.versions import VersionRecord
 
@@ -47,7 +61,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(choices=CHOICES)
     def start(self, choices: dict[str, object]) -> None:
         self.policy = policy(tasks=TASKS, versioned=("values",), failures_per_prompt=3, **choices)
-        limits = QueueLimits(quarantine_after=4, capacity_bytes=40_000, high_water=0.3, spill_bytes=15_000)
+        limits = QueueLimits(
+            quarantine_after=4,
+            capacity_bytes=40_000,
+            high_water=0.3,
+            spill_bytes=15_000,
+            mark_bytes=250,
+            marks_bytes=900,
+        )
+        self.tokens = count(1)
         self.d, self.m = Driver(self.policy, limits), Model(self.policy, limits)
         self.epochs, self.worlds = count(10), count(2)
         self.dead: list[Incarnation] = []
@@ -257,6 +279,50 @@ class LedgerMachine(RuleBasedStateMachine):
         self.got(engine, freed, puts)
 
     @precondition(lambda self: self.tickets)
+    @rule(
+        pick=PICK,
+        members=st.integers(1, 3),
+        tokens=st.integers(1, 6),
+        back=st.sampled_from([0, 0, 0, 1, 3, -1]),
+        interrupted=st.booleans(),
+        late=st.sampled_from([False, False, False, True]),
+    )
+    def mark(self, pick: int, members: int, tokens: int, back: int, interrupted: bool, late: bool) -> None:
+        """More tokens of members of a ticket: from where the last mark ended, before it, or beyond it."""
+        id_ = sorted(self.tickets)[pick % len(self.tickets)]
+        engine, ticket, todo = self.tickets[id_]
+        ticket = structs.replace(ticket, issue=ticket.issue - late)
+        group = self.m.groups.get(id_)
+        base = group.base if group is not None else self.version
+        marks, expected = [], []
+        for member in todo[:members]:
+            have = len(group.samples[member].mark) if group is not None else 0
+            new = [(next(self.tokens), self.version if interrupted and n % 2 else base) for n in range(tokens)]
+            marks.append((member, max(0, have - back), new))
+        try:
+            held = self.d.call(engine, ev.MarkTokens([a_mark(ticket, *one) for one in marks]))
+        except StaleEpoch:
+            assert engine in self.dead
+            return
+        for member, start, new in marks:
+            expected.append(self.m.mark(engine, ticket.issue, SampleKey(id_, member), start, new))
+        assert held == Marked(expected)
+
+    @precondition(lambda self: self.tickets)
+    @rule(pick=PICK)
+    def fetch_partials(self, pick: int) -> None:
+        """Whoever holds the group gets what is kept, and nobody else."""
+        id_ = sorted(self.tickets)[pick % len(self.tickets)]
+        engine, _, todo = self.tickets[id_]
+        found = partials(self.d.ledger.core, engine, [SampleKey(id_, member) for member in todo])
+        group = self.m.groups.get(id_)
+        mine = group is not None and group.holder == engine
+        kept = {n: group.samples[n].mark for n in todo if n in group.making} if group is not None and mine else {}
+        assert {mark.key.member for mark in found} == {n for n, mark in kept.items() if mark}
+        for mark in found:
+            assert begun(mark).tokens == [token for token, _ in kept[mark.key.member]]
+
+    @precondition(lambda self: self.tickets)
     @rule(pick=PICK)
     def give_back(self, pick: int) -> None:
         id_ = sorted(self.tickets)[pick % len(self.tickets)]
@@ -394,7 +460,7 @@ class LedgerMachine(RuleBasedStateMachine):
         moves = self.d.ledger.to_spill()
         self.copied = [(id_, old, Extent(SPILLED, next(self.d.spilled_at), old.nbytes)) for id_, old in moves]
         assert all(references[old] == 1 and not old.slab.startswith("spill") for _, old, _ in self.copied)
-        assert not moves or self.m.used_bytes() > 12_000
+        assert not moves or self.m.payload_bytes() > 12_000
 
     @precondition(lambda self: self.copied)
     @rule()
@@ -455,6 +521,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def ledger_is_sound(self) -> None:
         assert self.d.ledger.audit() == []
+
+    @invariant()
+    def marks_are_bounded(self) -> None:
+        state = self.d.ledger.state
+        assert state.marks_bytes <= state.limits.marks_bytes
+        held = [sample.mark for group in state.groups.values() for sample in group.samples if sample.mark]
+        assert all(mark.nbytes <= state.limits.mark_bytes for mark in held)
 
     @invariant()
     def ledger_is_as_the_model(self) -> None:
@@ -533,6 +606,8 @@ def test_a_long_run_with_faults(seed: int) -> None:
     moves: list[tuple[float, Callable[[], bool], Callable[[], None]]] = [
         (6, lambda: True, lambda: m.admit(two(), few())),
         (9, lambda: bool(m.tickets), lambda: m.put(pick(), few(), rng.random() < 0.1, rng.choice(["", "cat"]), coin())),
+        (5, lambda: bool(m.tickets), lambda: m.mark(pick(), few(), few(), rng.choice([0, 0, 1, -1]), coin(), coin())),
+        (1, lambda: bool(m.tickets), lambda: m.fetch_partials(pick())),
         (6, lambda: True, lambda: m.take_reward(two(), few(), rng.random() < 0.2)),
         (7, lambda: bool(m.work), lambda: m.finish_reward(pick(), rng.choice(OUTCOMES))),
         (9, lambda: True, lambda: m.take_values(two(), few())),
@@ -563,5 +638,6 @@ def test_a_long_run_with_faults(seed: int) -> None:
         m.ledger_is_sound()
         m.ledger_is_as_the_model()
         m.memory_comes_back_once()
+        m.marks_are_bounded()
     m.nothing_is_trained_twice()
     m.teardown()
