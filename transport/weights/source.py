@@ -8,12 +8,13 @@ verified, or raises.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from relax_rt.transport.errors import Corrupt
+from relax_rt.transport.errors import Corrupt, Gone, Refused
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import copy_verified, pinned, read_manifest, verify
 
@@ -62,11 +63,7 @@ class StageSource:
         self.record = record
         self.manifest = read_manifest(folder, record.version)
         self._folder = folder
-        if record.digest and self.manifest.digest != record.digest:
-            raise Corrupt(
-                f"policy version {record.version}",
-                why=f"committed with digest {record.digest}, staged with {self.manifest.digest}",
-            )
+        _check_digest(record, self.manifest)
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""
@@ -79,3 +76,62 @@ class StageSource:
         with pinned(self._folder, self.manifest) as view:
             verify(self.manifest, view)
             yield view
+
+
+class DeltaSource:
+    """A version on the stage of this node as what changed since another one, which the receiver holds.
+
+    Raises:
+        Gone: there is no delta to it. Corrupt: as for StageSource.
+        Refused: it is a delta to another version than `holds`, or to other weights of that version.
+    """
+
+    def __init__(self, folder: Path, record: VersionRecord, holds: VersionRecord) -> None:
+        self.record = record
+        self.manifest = read_manifest(folder, record.version, delta=True)
+        self._folder = folder
+        _check_digest(record, self.manifest)
+        if (self.manifest.base, self.manifest.base_digest) != (holds.version, holds.digest):
+            raise Refused(
+                f"delta to policy version {record.version}",
+                why=f"its base is version {self.manifest.base} with digest {self.manifest.base_digest}; here is "
+                f"{holds.version} with {holds.digest or 'none'}",
+                hint="fetch the version in full",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the delta."""
+        return (self._folder / self.manifest.file).stat().st_size
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource."""
+        try:
+            blocks = (self._folder / self.manifest.file).read_bytes()
+        except FileNotFoundError:
+            raise Gone(f"delta to policy version {self.record.version}", why="retired meanwhile") from None
+        apply(memoryview(blocks), into, self.manifest)
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """See WeightSource."""
+        raise Refused(f"mapping a delta to policy version {self.record.version}", why="it is not the whole version")
+
+
+def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | None = None) -> WeightSource:
+    """A version on this node's stage: as a delta to what the receiver's buffer holds if there is one, else in full.
+
+    Raises:
+        Gone, Corrupt: as for StageSource.
+    """
+    if holds is not None and holds.version:
+        with suppress(Gone, Refused):
+            return DeltaSource(folder, record, holds)
+    return StageSource(folder, record)
+
+
+def _check_digest(record: VersionRecord, manifest: Manifest) -> None:
+    if record.digest and manifest.digest != record.digest:
+        raise Corrupt(
+            f"policy version {record.version}",
+            why=f"committed with digest {record.digest}, staged with {manifest.digest}",
+        )

@@ -20,28 +20,40 @@ import numpy as np
 import xxhash
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
+from relax_rt.transport.weights.delta import encode
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
 
 MAX_BUFFERS = 4
 """One committed, one being written, and room for two slow readers."""
+MAX_DELTA = 0.5
+"""A delta larger than this part of the whole is not worth the work of applying it."""
 PIECE_BYTES = 512 << 10
 """Copied and digested at a time: fits into a core's own cache."""
 
 
-def _manifest_path(folder: Path, version: int) -> Path:
-    return folder / f"v{version:08d}.json"
+def _manifest_path(folder: Path, version: int, kind: str = "v") -> Path:
+    return folder / f"{kind}{version:08d}.json"
 
 
-def read_manifest(folder: Path, version: int) -> Manifest:
-    """The manifest of a staged version.
+def _delta_file(version: int) -> str:
+    return f"d{version:08d}.bin"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem[1:])
+
+
+def read_manifest(folder: Path, version: int, *, delta: bool = False) -> Manifest:
+    """The manifest of a staged version, or that of the delta beside it.
 
     Raises:
-        Gone: the version is not on this stage (never staged, or retired).
+        Gone: it is not on this stage (never staged, or retired).
     """
     try:
-        return msgspec.json.decode(_manifest_path(folder, version).read_bytes(), type=Manifest)
+        return msgspec.json.decode(_manifest_path(folder, version, "d" if delta else "v").read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise Gone(f"weights of policy version {version}", why=f"not on the stage {folder}") from None
+        what = f"{'delta to' if delta else 'weights of'} policy version {version}"
+        raise Gone(what, why=f"not on the stage {folder}") from None
 
 
 class WeightStage:
@@ -71,13 +83,18 @@ class WeightStage:
             os.close(descriptor)
 
     @contextmanager
-    def writing(self, layout: Layout, keep: int) -> Iterator[tuple[str, memoryview]]:
+    def writing(self, layout: Layout, keep: int, *, evict: bool = False) -> Iterator[tuple[str, memoryview]]:
         """A free buffer of the layout's size, locked for writing; version `keep` is left alone.
+
+        With `evict` a new buffer takes the place of one that a reader does not let go: that reader keeps what it has,
+        outside the stage, until it ends.
 
         Raises:
             OutOfSpace: every buffer is pinned by readers or there is no room for another.
         """
         self._fence()
+        if evict:
+            self._evict(keep)
         name, descriptor = self._free_buffer(layout.nbytes, keep)
         try:
             view = memoryview(self._map(name, descriptor, layout.nbytes))
@@ -95,16 +112,77 @@ class WeightStage:
         self._fence()
         buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
         manifest = Manifest(version, self.epoch, file, layout, buckets, total_digest(buckets))
-        path = _manifest_path(self.folder, version)
+        self._put(_manifest_path(self.folder, version), manifest)
+        return manifest
+
+    def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest | None:
+        """Put what changed since version `base` beside the sealed version (call it inside `writing`).
+
+        None, and no delta: the base is not on the stage or is of another layout, or the delta would not be smaller than
+        MAX_DELTA of the whole. A reader then takes the version in full.
+        """
+        try:
+            before = read_manifest(self.folder, base)
+            if before.layout != manifest.layout:
+                return None
+            with pinned(self.folder, before) as old:
+                size = self._write_delta(manifest, old, data)
+        except Gone:
+            return None
+        if not size:
+            return None
+        delta = msgspec.structs.replace(
+            manifest, file=_delta_file(manifest.version), payload="delta", base=base, base_digest=before.digest
+        )
+        self._put(_manifest_path(self.folder, manifest.version, "d"), delta)
+        return delta
+
+    def _write_delta(self, manifest: Manifest, old: memoryview, new: memoryview) -> int:
+        """Write the delta's blocks; answers with their size, 0 if it grew too large and is not there."""
+        path, size = self.folder / _delta_file(manifest.version), 0
+        try:
+            with path.open("wb") as file:
+                for block in encode(old, new, manifest.layout):
+                    size += len(block)
+                    if size > MAX_DELTA * manifest.layout.nbytes:
+                        size = 0
+                        break
+                    file.write(block)
+        except OSError:
+            size = 0  # no room for it: the version itself is there
+        if not size:
+            path.unlink(missing_ok=True)
+        return size
+
+    def retire(self, committed: int) -> None:
+        """Remove the manifests of the versions before the committed one, and deltas to them; buffers may be reused."""
+        for path in [*self.folder.glob("v*.json"), *self.folder.glob("d*.json"), *self.folder.glob("d*.bin")]:
+            if _number(path) < committed:
+                path.unlink(missing_ok=True)
+
+    def _put(self, path: Path, manifest: Manifest) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(manifest))
         temporary.rename(path)
-        return manifest
 
-    def retire(self, committed: int) -> None:
-        """Remove the manifests of all versions before the committed one; their buffers may be reused."""
+    def _evict(self, keep: int) -> None:
+        """Take a pinned buffer's name away from it; readers that have it open keep it."""
+        kept = self._file_of(keep)
+        for number in range(MAX_BUFFERS):
+            name = f"w{number}.buf"
+            path = self.folder / name
+            if name == kept or not path.exists():
+                continue
+            self._forget(name)
+            path.unlink()
+            if (mapping := self._maps.pop(name, None)) is not None:
+                mapping.close()
+            return
+
+    def _forget(self, name: str) -> None:
+        """Remove the manifests of what a buffer held."""
         for path in self.folder.glob("v*.json"):
-            if int(path.stem[1:]) < committed:
+            if msgspec.json.decode(path.read_bytes(), type=Manifest).file == name:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -138,9 +216,7 @@ class WeightStage:
                 raise OutOfSpace(
                     f"{nbytes >> 20} MiB for weights in {self.folder}", why=str(error), hint="enlarge /dev/shm"
                 ) from error
-            for path in self.folder.glob("v*.json"):  # what the buffer held before is gone from here on
-                if msgspec.json.decode(path.read_bytes(), type=Manifest).file == name:
-                    path.unlink(missing_ok=True)
+            self._forget(name)  # what the buffer held before is gone from here on
             return name, descriptor
         raise OutOfSpace(
             f"a buffer for weights in {self.folder}", why=f"all {MAX_BUFFERS} are pinned by readers", hint="see `why`"
