@@ -1,0 +1,382 @@
+"""The router without input and output: events in, actions out. Engines, choice and the requests' lives put together.
+
+Of every request that `submit` gave a number exactly one End comes, and after it nothing more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from relax_rt.roles.generation import EngineReport, Order, Piece
+from relax_rt.roles.router.choice import Candidate, Lengths, Need, choose, prefix_key
+from relax_rt.roles.router.fleet import EngineNews, Fleet, Patience, Sign
+from relax_rt.roles.router.requests import Life, Outcome, Place, Wanted
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.versions import VersionRecord
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of a router.
+
+    Attributes:
+        requests: at hand at once, at most.
+        losses: engines that may be lost with one request before it is given up: it may be what kills them.
+        silent_s: an engine that says nothing for so long is taken to be lost.
+        full_s: an engine that turned a request away is not asked again for so long.
+        first_room: sequences that an engine is sent before it has said how many it takes.
+        patience: with engines.
+    """
+
+    requests: int = 8192
+    losses: int = 3
+    silent_s: float = 5.0
+    full_s: float = 0.25
+    first_room: int = 8
+    patience: Patience = msgspec.field(default_factory=Patience)
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Have an engine begin, or go on with, a sequence."""
+
+    number: int
+    place: Place
+    order: Order
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Leave a stream that is open: its engine is to end the sequence."""
+
+    number: int
+    place: Place
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Tokens of a request, in order; each is delivered once."""
+
+    number: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+
+
+class End(msgspec.Struct, frozen=True):
+    """The outcome of a request."""
+
+    number: int
+    outcome: Outcome
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Ask an engine how it does."""
+
+    slot: str
+    epoch: int
+
+
+Action = Open | Close | Deliver | End | Probe
+
+
+class RouterCore:
+    """See the module."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.fleet = Fleet(self.limits.patience)
+        self.lives: dict[int, Life] = {}
+        self.counts: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        """Sequences sent to each slot."""
+        self._waiting: dict[int, None] = {}
+        self._lengths = Lengths()
+        self._numbers = 0
+        self._actions: list[Action] = []
+
+    # --- events
+
+    def submit(self, now: float, wanted: Wanted) -> tuple[int, list[Action]]:
+        """A new request.
+
+        Raises:
+            Refused: it asks for nothing, or too many are at hand.
+        """
+        if not wanted.prompt or wanted.max_new_tokens < 1 or wanted.timeout_s <= 0 or wanted.lag < 0:
+            raise Refused(
+                f"a request for {wanted.max_new_tokens} tokens behind {len(wanted.prompt)} in {wanted.timeout_s:g} s",
+                why="a prompt, at least one token, some time and a lag that is not negative are needed",
+            )
+        if len(self.lives) >= self.limits.requests:
+            raise Refused(
+                "a request", why=f"{len(self.lives)} are at hand, the router's bound", hint="send fewer at a time"
+            )
+        self._numbers += 1
+        life = Life(self._numbers, wanted, now, self.limits.losses)
+        life.long = self._lengths.long(life.expected)
+        self.lives[life.number] = life
+        self._waiting[life.number] = None
+        self.counts["submitted"] += 1
+        return life.number, self._done(now)
+
+    def cancel(self, now: float, number: int) -> list[Action]:
+        """The owner of a request wants it no more; without effect if it has its outcome."""
+        if (life := self.lives.get(number)) is not None:
+            self._leave(life)
+            life.cancel()
+            self._end(life)
+        return self._done(now)
+
+    def news(self, now: float, members: Iterable[EngineNews], versions: Sequence[VersionRecord]) -> list[Action]:
+        """What the registry says: all engines, and the committed versions (at least those that are new)."""
+        self.fleet.commit(versions)
+        self.fleet.news(now, members)
+        self._take_away(now)
+        return self._done(now)
+
+    def piece(self, now: float, number: int, attempt: int, piece: Piece) -> list[Action]:
+        """An engine says something on the stream of an attempt."""
+        life = self.lives.get(number)
+        if life is None or life.place is None or not life.takes(attempt):
+            return []
+        place, before = life.place, len(life.tokens)
+        self.fleet.heard(now, place.slot, sign_of(piece.report))
+        if wrong := life.add(now, piece):
+            # Left too: the engine thinks that it still has the sequence.
+            self._lose(now, life, f"{place.slot}#{place.epoch}: {wrong}", close=True)
+            return self._done(now)
+        if piece.tokens:
+            self.counts["tokens"] += len(piece.tokens)
+            self._actions.append(Deliver(number, before, piece.tokens, piece.logprobs, piece.versions))
+        if life.outcome is not None:
+            self.fleet.left(place.slot, place.epoch)
+            self._end(life)
+        elif piece.turned_away or piece.finish_reason == "abort":
+            self._turned_away(now, life, place, piece)
+        return self._done(now)
+
+    def failed(self, now: float, number: int, attempt: int, why: str, *, never: bool = False) -> list[Action]:
+        """The stream of an attempt broke or ended; `never`: the engine says that no engine could do it."""
+        life = self.lives.get(number)
+        if life is None or life.place is None or not life.takes(attempt):
+            return []
+        place = life.place
+        if never:
+            self._release(life)
+            life.refuse(why)
+            self._end(life)
+        else:
+            self.fleet.lost(now, place.slot, place.epoch, why)
+            self._lose(now, life, f"{place.slot}#{place.epoch}: {why}")
+        return self._done(now)
+
+    def returned(self, now: float, number: int, attempt: int, why: str) -> list[Action]:
+        """The engine of an attempt is stopping in order and has not begun it."""
+        life = self.lives.get(number)
+        if life is not None and life.place is not None and life.takes(attempt):
+            self.counts["turned_away_stopping"] += 1
+            self.fleet.full(now, life.place.slot, self.limits.full_s)
+            self._release(life)
+            life.give_back(why)
+            self._waiting[number] = None
+        return self._done(now)
+
+    def report(self, now: float, slot: str, report: EngineReport) -> list[Action]:
+        """A probe was answered."""
+        self.fleet.heard(now, slot, sign_of(report))
+        return self._done(now)
+
+    def no_report(self, now: float, slot: str, epoch: int, why: str) -> list[Action]:
+        """A probe was not answered."""
+        self.fleet.lost(now, slot, epoch, why)
+        return self._done(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: to be called every now and then."""
+        self.fleet.tick(now)
+        for life in [life for life in self.lives.values() if now >= life.deadline]:
+            self._leave(life)
+            life.expire()
+            self._end(life)
+        for life in list(self.lives.values()):
+            if (place := life.place) is not None and now - life.heard_at > self.limits.silent_s:
+                why = f"silent for {now - life.heard_at:.1f} s"
+                self.fleet.lost(now, place.slot, place.epoch, why)
+                self._lose(now, life, f"{place.slot}#{place.epoch}: {why}", close=True)
+        self._take_away(now)
+        if self.lives:
+            self._actions += [Probe(engine.slot, engine.epoch) for engine in self.fleet.to_probe(now)]
+        return self._done(now)
+
+    # --- what is to be seen
+
+    def waiting_on(self) -> dict[str, int]:
+        """What requests wait for, in words, and how many for each."""
+        return dict(Counter(life.waiting_on for life in self.lives.values() if life.waiting_on))
+
+    def outstanding(self, slot: str, epoch: int) -> int:
+        """Tokens that an incarnation has to make for our requests, as expected."""
+        return sum(life.expected for life in self._at(slot, epoch))
+
+    # --- inside
+
+    def _done(self, now: float) -> list[Action]:
+        """Send what can be sent; the actions since the last time."""
+        self._send(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _send(self, now: float) -> None:
+        """Send requests that wait to engines that may have them, the oldest first."""
+        if not self._waiting:
+            return
+        loads = _Loads(self)
+        nowhere: dict[int, str] = {}
+        for number in list(self._waiting):
+            life, lag = self.lives[number], self.lives[number].wanted.lag
+            if lag not in nowhere:
+                candidates = loads.candidates(now, lag)
+                slot = choose(_need(life), candidates)
+                if slot:
+                    self._place(now, life, slot)
+                    loads.add(slot, life)
+                    continue
+                nowhere[lag] = self._why_nowhere(lag)
+            life.waiting_on = nowhere[lag]
+
+    def _place(self, now: float, life: Life, slot: str) -> None:
+        engine, wanted = self.fleet.engines[slot], life.wanted
+        place = life.send(now, slot, engine.epoch)
+        self._waiting.pop(life.number)
+        self.fleet.took(now, slot, engine.epoch)
+        self.sent[slot] += 1
+        self.counts["sent"] += 1
+        if life.tokens:
+            self.counts["continued"] += 1
+            self.counts["tokens_kept"] += len(life.tokens)
+        order = Order(
+            prompt=list(wanted.prompt),
+            seed=wanted.seed,
+            temperature=wanted.temperature,
+            max_new_tokens=wanted.max_new_tokens,
+            stop_ids=sorted(wanted.stop_ids),
+            tokens=list(life.tokens),
+            logprobs=list(life.logprobs),
+            versions=list(life.versions),
+            allowed=list(self.fleet.allowed(wanted.lag)),
+            chunk_tokens=wanted.chunk_tokens,
+            left_s=max(0.0, life.deadline - now),
+        )
+        self._actions.append(Open(life.number, place, order))
+
+    def _why_nowhere(self, lag: int) -> str:
+        if not self.fleet.engines:
+            return "an engine: none has entered the registry"
+        version = self.fleet.committed.version
+        if not version:
+            return "the first committed weights"
+        near = f" (or {lag} behind)" if lag else ""
+        states = ", ".join(self.fleet.why_not(slot, lag) for slot in sorted(self.fleet.engines)[:8])
+        return f"an engine at version {version}{near}: {states}"
+
+    def _turned_away(self, now: float, life: Life, place: Place, piece: Piece) -> None:
+        """Its engine did not begin it, or gives it up because it stops."""
+        reason = piece.turned_away or "aborted"
+        self.counts[f"turned_away_{reason}"] += 1
+        # Also if it is stale: what is known of it says so now, and if not, it is not asked without a pause.
+        self.fleet.full(now, place.slot, self.limits.full_s)
+        self._release(life)
+        life.give_back(f"{place.slot} turned it away: {reason}")
+        self._waiting[life.number] = None
+
+    def _take_away(self, now: float) -> None:
+        """Take sequences away from engines that will not make them."""
+        for life in list(self.lives.values()):
+            if (place := life.place) is not None and (why := self.fleet.stuck(place.slot, place.epoch)):
+                self._lose(now, life, f"{place.slot}#{place.epoch}: {why}", close=True)
+
+    def _lose(self, now: float, life: Life, why: str, *, close: bool = False) -> None:
+        self.counts["lost"] += 1
+        self._leave(life) if close else self._release(life)
+        life.lose(why)
+        if life.outcome is not None:
+            self._end(life)
+        else:
+            self._waiting[life.number] = None
+
+    def _leave(self, life: Life) -> None:
+        """Have the engine end it, if one has it."""
+        if life.place is not None:
+            self._actions.append(Close(life.number, life.place))
+            self._release(life)
+
+    def _release(self, life: Life) -> None:
+        if life.place is not None:
+            self.fleet.left(life.place.slot, life.place.epoch)
+            life.place = None
+
+    def _end(self, life: Life) -> None:
+        assert life.outcome is not None
+        del self.lives[life.number]
+        self._waiting.pop(life.number, None)
+        self.counts[life.outcome.kind] += 1
+        self._actions.append(End(life.number, life.outcome))
+
+    def _at(self, slot: str, epoch: int) -> list[Life]:
+        return [
+            life
+            for life in self.lives.values()
+            if life.place is not None and (life.place.slot, life.place.epoch) == (slot, epoch)
+        ]
+
+
+class _Loads:
+    """What each engine has to do, while requests are being sent out."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self._ours: Counter[str] = Counter()
+        self._longs: Counter[str] = Counter()
+        for life in core.lives.values():
+            if life.place is not None and core.fleet.engines[life.place.slot].epoch == life.place.epoch:
+                self.add(life.place.slot, life)
+
+    def add(self, slot: str, life: Life) -> None:
+        self._ours[slot] += life.expected
+        self._longs[slot] += life.long
+
+    def candidates(self, now: float, lag: int) -> list[Candidate]:
+        """Engines that a request with this lag may go to."""
+        fleet, first = self._core.fleet, self._core.limits.first_room
+        return [
+            Candidate(slot, self._outstanding(slot), self._longs[slot])
+            for slot in sorted(fleet.engines)
+            if fleet.routable(slot, lag) and fleet.room(now, slot, first) > 0
+        ]
+
+    def _outstanding(self, slot: str) -> int:
+        """Its own word counts also what others have sent there, but is as old as it is."""
+        sign = self._core.fleet.engines[slot].sign
+        return max(self._ours[slot], sign.outstanding_tokens if sign is not None else 0)
+
+
+def _need(life: Life) -> Need:
+    wanted = life.wanted
+    affinity = f"session {wanted.session}" if wanted.session else prefix_key(wanted.prompt) if wanted.prefix else ""
+    return Need(str(life.number), life.expected, affinity, life.long)
+
+
+def sign_of(report: EngineReport) -> Sign:
+    """An engine's report as the fleet takes it."""
+    return Sign(
+        epoch=report.epoch,
+        version=report.version,
+        generated=report.generated,
+        outstanding_tokens=report.outstanding_tokens,
+        room=report.room,
+        kv_used=report.kv_used,
+        waiting_on=report.waiting_on,
+        stopping=report.stopping,
+    )

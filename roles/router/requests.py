@@ -1,0 +1,202 @@
+"""The life of one request: it waits, an engine makes a part, another goes on, and it has exactly one outcome. Pure.
+
+Tokens that came are kept, whatever becomes of the engine that made them: the next one goes on behind them. A piece is
+believed only if it fits what is there, token by token, each with its version; an engine whose piece does not fit has
+lost the sequence, as if it had died. How often that may happen is bounded; being turned away is not counted, the
+deadline bounds it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from relax_rt.roles.engines.base import extend_spans
+from relax_rt.roles.generation import Piece
+from relax_rt.transport.queue.api import VersionSpan
+
+Kind = Literal["done", "cancelled", "late", "failed"]
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence that somebody wants.
+
+    Attributes:
+        prompt: token ids.
+        seed, temperature, stop_ids: as in GroupRequest.
+        max_new_tokens: length at most.
+        timeout_s: it ends by then, finished or not, seconds.
+        lag: publications that the engine's weights may be behind the committed ones when it is sent there.
+        session: requests of one session go to one engine as long as that is not overloaded.
+        prefix: the same for those whose prompts begin alike.
+        expected_tokens: length that it will probably have; 0: max_new_tokens.
+        chunk_tokens: tokens of a piece, about.
+    """
+
+    prompt: tuple[int, ...]
+    seed: int = 0
+    temperature: float = 1.0
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    timeout_s: float = 300.0
+    lag: int = 0
+    session: str = ""
+    prefix: bool = False
+    expected_tokens: int = 0
+    chunk_tokens: int = 8
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request; each has one.
+
+    Attributes:
+        kind: done; cancelled by its owner; late: its deadline came; failed: too many engines were lost with it.
+        finish_reason: stop or length, if it is done.
+        tokens, logprobs, versions: what was made, also if it is not done; versions over positions of the completion.
+        engines: incarnations that worked on it, in turn, as ``rollout/0#3``.
+        why: of an outcome that is not done.
+    """
+
+    kind: Kind
+    finish_reason: str = ""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[VersionSpan] = []
+    engines: list[str] = []
+    why: str = ""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a request is worked on; attempts are numbered from 1."""
+
+    attempt: int
+    slot: str
+    epoch: int
+
+
+class Life:
+    """See the module. `place`, `outcome` and the tokens are to be read, not set."""
+
+    def __init__(self, number: int, wanted: Wanted, now: float, most_losses: int) -> None:
+        self.number, self.wanted = number, wanted
+        self.deadline = now + wanted.timeout_s
+        self.began_at = now
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[VersionSpan] = []
+        self.place: Place | None = None
+        self.heard_at = now
+        self.outcome: Outcome | None = None
+        self.waiting_on = "its turn"
+        self.losses: list[str] = []
+        self.engines: list[str] = []
+        self.long = False
+        self._most_losses = most_losses
+        self._attempts = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.wanted.max_new_tokens - len(self.tokens)
+
+    @property
+    def expected(self) -> int:
+        """Tokens that will probably still come, at least one."""
+        length = min(self.wanted.expected_tokens or self.wanted.max_new_tokens, self.wanted.max_new_tokens)
+        return max(1, length - len(self.tokens))
+
+    def send(self, now: float, slot: str, epoch: int) -> Place:
+        """It is sent to an engine."""
+        assert self.outcome is None and self.place is None
+        self._attempts += 1
+        self.place = Place(self._attempts, slot, epoch)
+        self.heard_at, self.waiting_on = now, f"the first token of {slot}"
+        return self.place
+
+    def takes(self, attempt: int) -> bool:
+        """Whether what this attempt says still counts."""
+        return self.place is not None and self.place.attempt == attempt
+
+    def add(self, now: float, piece: Piece) -> str:
+        """Take a piece of the present attempt; says why it cannot be, and then has taken nothing."""
+        self.heard_at = now
+        if wrong := self.wrong(piece):
+            return wrong
+        assert self.place is not None
+        if piece.tokens:
+            who = f"{self.place.slot}#{self.place.epoch}"
+            if not self.engines or self.engines[-1] != who:
+                self.engines.append(who)
+            self.tokens += piece.tokens
+            self.logprobs += piece.logprobs
+            for span in piece.versions:
+                extend_spans(self.versions, span)
+            self.waiting_on = ""
+        if piece.report.waiting_on:
+            self.waiting_on = f"{self.place.slot}: {piece.report.waiting_on}"
+        if piece.finish_reason in ("stop", "length"):
+            self.place = None
+            self._end("done", finish_reason=piece.finish_reason)
+        return ""
+
+    def wrong(self, piece: Piece) -> str:
+        """Why a piece cannot be of this sequence."""
+        have, n = len(self.tokens), len(piece.tokens)
+        if n and piece.start != have:
+            return f"a piece begins at token {piece.start}, expected {have}"
+        if len(piece.logprobs) != n:
+            return f"{n} tokens with {len(piece.logprobs)} log-probabilities"
+        if n > self.left:
+            return f"{have + n} tokens, at most {self.wanted.max_new_tokens} were wanted"
+        at = have
+        for span in piece.versions:
+            if span.start != at or span.end <= at or not 1 <= span.kv_version <= span.version:
+                return f"versions {piece.versions} of tokens {have} to {have + n}"
+            at = span.end
+        if at != have + n:
+            return f"tokens {at} to {have + n} are of no known version"
+        last = piece.tokens[-1] if n else self.tokens[-1] if have else None
+        if piece.finish_reason == "stop" and last not in self.wanted.stop_ids:
+            return f"it ended with token {last}, which is none to stop at"
+        if piece.finish_reason == "length" and n != self.left:
+            return f"it ended at its length with {have + n} tokens of {self.wanted.max_new_tokens}"
+        return ""
+
+    def lose(self, why: str) -> None:
+        """The engine that had it was lost; too often, and it has failed."""
+        self.give_back(why)
+        self.losses.append(why)
+        if len(self.losses) >= self._most_losses:
+            self._end("failed", why=f"{len(self.losses)} engines were lost with it: " + "; ".join(self.losses))
+
+    def give_back(self, why: str) -> None:
+        """The engine that had it did not want it, or wants it no more: it waits again."""
+        self.place = None
+        self.waiting_on = why
+
+    def refuse(self, why: str) -> None:
+        """An engine says that it can never be done."""
+        self._end("failed", why=why)
+
+    def cancel(self) -> None:
+        """Its owner wants it no more."""
+        self._end("cancelled", why="cancelled by its caller")
+
+    def expire(self) -> None:
+        """Its deadline has come."""
+        last = f"; it waited for {self.waiting_on}" if self.waiting_on else ""
+        self._end("late", why=f"not finished in {self.wanted.timeout_s:g} s, {len(self.tokens)} tokens made{last}")
+
+    def _end(self, kind: Kind, *, finish_reason: str = "", why: str = "") -> None:
+        assert self.outcome is None
+        self.outcome = Outcome(
+            kind=kind,
+            finish_reason=finish_reason,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            engines=self.engines,
+            why=why,
+        )
+        self.waiting_on = ""
