@@ -26,7 +26,7 @@ from relax_rt.registry.api import RegistryApi
 from relax_rt.supervision import control, procfs
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.rpc import Client, make_hello
@@ -35,18 +35,28 @@ CHAOS_SLOT = "chaos/0"
 QUEUE = "queue/0"
 CALL_TIMEOUT_S = 5.0
 BEYOND_MIB = 64.0
+PASSING = (ProcessLookupError, Unreachable, DeadlineExceeded)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a strike: carried out, or withheld for a reason."""
+    """What became of a strike: carried out, or withheld for a reason.
+
+    Attributes:
+        passing: what it was withheld for passes by itself: it may fall a little later.
+    """
 
     strike: Strike
     withheld: str = ""
     pid: int = 0
+    passing: bool = False
 
 
 class Withheld(Exception):
-    """A strike that is not carried out; the reason is its text."""
+    """A strike that is not carried out; the reason is its text. passing: see Outcome."""
+
+    def __init__(self, why: str, *, passing: bool = False) -> None:
+        super().__init__(why)
+        self.passing = passing
 
 
 class _Undo(msgspec.Struct):
@@ -95,8 +105,12 @@ class Injector:
         """When something is to be undone (monotonic seconds); None: nothing lasts."""
         return min((one.due for one in self._undo), default=None)
 
-    def strike(self, strike: Strike) -> Outcome:
-        """Carry a strike out, unless the slot has no process, or no restart left."""
+    def strike(self, strike: Strike, *, put_off: bool = False) -> Outcome:
+        """Carry a strike out, unless the slot has no process, or no restart left.
+
+        Args:
+            put_off: if what hinders it passes, the caller will try again: nothing is told of it now.
+        """
         fault = FAULTS[strike.fault]
         self._announced = False
         try:
@@ -104,8 +118,10 @@ class Injector:
         except (Withheld, RelaxError, OSError) as error:
             # What was told of as injected and then failed is taken back by its number.
             kind = "fault_failed" if self._announced else "fault_withheld"
-            self._events.emit(kind, **self._told(strike, None), why=str(error))
-            return Outcome(strike, str(error) or type(error).__name__)
+            passing = not self._announced and _passes(error)
+            if not (passing and put_off):
+                self._events.emit(kind, **self._told(strike, None), why=str(error))
+            return Outcome(strike, str(error) or type(error).__name__, passing=passing)
         return Outcome(strike, pid=pid)
 
     def undo(self, now: float) -> None:
@@ -127,9 +143,11 @@ class Injector:
         if slot is None:
             raise Withheld("the run has no such slot now")
         if not slot.pid:
-            raise Withheld(f"no process lives in it now ({slot.state})")
+            raise Withheld(
+                f"no process lives in it now ({slot.state})", passing=slot.state != "ended" and not slot.given_up
+            )
         if any(one.slot is not None and one.slot.slot == slot.slot for one in self._undo):
-            raise Withheld("another fault still lasts there")
+            raise Withheld("another fault still lasts there", passing=True)
         self._check_intensity(slot.slot)
         if fault.means == "inside":
             self._inside(strike, fault, slot)
@@ -229,10 +247,15 @@ class Injector:
         self._guard.stdin.flush()
 
 
+def _passes(error: Exception) -> bool:
+    """Whether what hinders a strike is over soon, as the way of a slot from one process to the next."""
+    return error.passing if isinstance(error, Withheld) else isinstance(error, PASSING)
+
+
 def _check_ours(status: RunStatus, slot: SlotStatus) -> None:
     """The pid was told by the agent a moment ago; by now it may be another program's."""
     if not procfs.has_environment(slot.pid, f"RELAX_RUN_ID={status.run_id}"):
-        raise Withheld(f"process {slot.pid} is none of this run (any more)")
+        raise Withheld(f"process {slot.pid} is none of this run (any more)", passing=True)
 
 
 async def _overtake(status: RunStatus, slot: SlotStatus) -> int:

@@ -20,13 +20,16 @@ from relax_rt.transport.errors import RelaxError
 POLL_S = 0.02
 LOOK_S = 0.25
 QUIET_S = 0.5
+PUT_OFF_S, PATIENCE_S = 0.2, 30.0
+"""A strike by time that finds no process is tried again so often, for so long."""
 
 
 class Session(msgspec.Struct, kw_only=True):
     """What came of it.
 
     Attributes:
-        outcomes: of each strike that fell due. left: strikes that never did. deferred: how often one was put off.
+        outcomes: of each strike that fell due. left: strikes that never did.
+        deferred: strikes that were put off; by step: how often one was.
         over: the run ended meanwhile. recovered: every slot was ready or had ended, at the end.
         interrupted: somebody wanted it to stop.
     """
@@ -72,23 +75,30 @@ def play(
 
     Args:
         settle_s: how long the run may take to recover after the last strike.
-        defer: a strike by step that is withheld falls at the next step instead.
+        defer: a strike that finds no process falls as soon as there is one, within PATIENCE_S; one by step at the next
+            step. Slot and fault stay as they were drawn.
     """
     began = time.monotonic()
     session = Session()
     by_time = sorted((s for s in strikes if not s.at_step), key=lambda s: s.at_s)
     by_step = sorted((s for s in strikes if s.at_step), key=lambda s: s.at_step)
     steps = StepWatch(run_dir)
+    first_due: dict[int, float] = {}
     looked = 0.0
     try:
         while (by_time or by_step or injector.next_undo is not None) and not session.over:
             now = time.monotonic()
             injector.undo(now)
             while by_time and by_time[0].at_s <= now - began:
-                _strike(injector, by_time.pop(0), session, on_outcome)
+                strike = by_time.pop(0)
+                due_s = first_due.setdefault(strike.number, strike.at_s)
+                put_off = defer and now - began - due_s < PATIENCE_S
+                if _strike(injector, strike, session, on_outcome, put_off=put_off).passing and put_off:
+                    session.deferred += strike.at_s == due_s
+                    insort(by_time, replace(strike, at_s=now - began + PUT_OFF_S), key=lambda s: s.at_s)
             if by_step and by_step[0].at_step <= steps.look():
                 strike = by_step.pop(0)
-                if _strike(injector, strike, session, on_outcome).withheld and defer:
+                if _strike(injector, strike, session, on_outcome, put_off=defer).passing and defer:
                     session.deferred += 1
                     # Behind those of its new step: they were drawn for it.
                     insort(by_step, replace(strike, at_step=steps.step + 1), key=lambda s: s.at_step)
@@ -107,10 +117,18 @@ def play(
     return session
 
 
-def _strike(injector: Injector, strike: Strike, session: Session, on_outcome: Callable[[Outcome], None]) -> Outcome:
-    outcome = injector.strike(strike)
-    session.outcomes.append(outcome)
-    on_outcome(outcome)
+def _strike(
+    injector: Injector,
+    strike: Strike,
+    session: Session,
+    on_outcome: Callable[[Outcome], None],
+    *,
+    put_off: bool = False,
+) -> Outcome:
+    outcome = injector.strike(strike, put_off=put_off)
+    if not (outcome.passing and put_off):
+        session.outcomes.append(outcome)
+        on_outcome(outcome)
     return outcome
 
 

@@ -63,7 +63,7 @@ def chaos(
         return OK
     intensity = None if beyond_intensity else _intensity(run_dir)
     with Injector(run_dir, seed, intensity=intensity) as injector:
-        session = play(run_dir, injector, schedule, on_outcome=_tell)
+        session = play(run_dir, injector, schedule, defer=True, on_outcome=_tell)
     if wait_s and not session.interrupted:
         control.wait_ended(run_dir, wait_s)
     # Who interrupted it did not want the rest.

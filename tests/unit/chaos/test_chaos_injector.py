@@ -52,6 +52,18 @@ def test_a_process_of_somebody_else_is_left_alone(
     assert kinds(tmp_path) == [("fault_withheld", 1)]
 
 
+@pytest.mark.parametrize(("state", "passing"), [("backoff", True), ("ended", False)])
+def test_a_slot_between_two_processes_is_told_apart_from_one_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, passing: bool
+) -> None:
+    slot = SlotStatus(slot="trainer/0", kind="trainer", tier=40, state=state, epoch=3, pid=0)
+    monkeypatch.setattr(f"{CONTROL}.status", lambda run_dir: SimpleNamespace(run_id="ours", slots=[slot], nodes=[]))
+    with Injector(tmp_path, 1) as injector:
+        outcome = injector.strike(Strike(number=1, fault="kill", slot="trainer/0"), put_off=True)
+    assert outcome.withheld and outcome.passing is passing
+    assert kinds(tmp_path) == ([] if passing else [("fault_withheld", 1)]), "what is tried again is told once"
+
+
 def test_its_own_process_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes]
 ) -> None:

@@ -23,9 +23,10 @@ class Injector:
 
     def undo(self, now: float) -> None: ...
 
-    def strike(self, strike: Strike) -> Outcome:
+    def strike(self, strike: Strike, *, put_off: bool = False) -> Outcome:
         self.at.append((strike.number, self.watch.step))
-        return Outcome(strike, "no process lives in it now" if self.watch.step < 4 else "")
+        away = self.watch.step < 4
+        return Outcome(strike, "no process lives in it now" if away else "", passing=away)
 
 
 @pytest.mark.parametrize(("defer", "fell"), [(True, [(2, 4), (1, 4)]), (False, [])])
@@ -47,3 +48,44 @@ def test_what_is_withheld_falls_a_step_later(
     done = session.play(tmp_path, injector, strikes, defer=defer)
     assert {o.strike.number for o in done.outcomes if not o.withheld} == {n for n, _ in fell}
     assert done.left == 0 and (done.deferred > 0) == defer
+
+
+class Away:
+    """Its slots have no process for a while, or never again."""
+
+    next_undo = None
+
+    def __init__(self, tries: int, *, passing: bool = True) -> None:
+        self.tries, self.passing = tries, passing
+        self.told: list[tuple[str, str]] = []
+
+    def undo(self, now: float) -> None: ...
+
+    def strike(self, strike: Strike, *, put_off: bool = False) -> Outcome:
+        self.tries -= 1
+        away = self.tries >= 0
+        if not (away and self.passing and put_off):
+            self.told.append((strike.slot, "withheld" if away else "fell"))
+        return Outcome(strike, "away" if away else "", passing=away and self.passing)
+
+
+@pytest.mark.parametrize(
+    ("injector", "defer", "told", "deferred"),
+    [
+        (Away(3), True, "fell", 1),
+        (Away(3), False, "withheld", 0),
+        (Away(10_000), True, "withheld", 1),
+        (Away(3, passing=False), True, "withheld", 0),
+    ],
+)
+def test_a_strike_by_time_that_finds_no_process_falls_once_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, injector: Any, defer: bool, told: str, deferred: int
+) -> None:
+    monkeypatch.setattr(session, "settled", lambda run_dir, settle_s: True)
+    monkeypatch.setattr(session, "PUT_OFF_S", 0.01)
+    monkeypatch.setattr(session, "PATIENCE_S", 0.2)
+    monkeypatch.setattr("relax_rt.supervision.control.find_run", lambda run_dir: SimpleNamespace(alive=True))
+    done = session.play(tmp_path, injector, [Strike(number=1, fault="kill", slot="a/0", at_s=0.02)], defer=defer)
+    assert injector.told == [("a/0", told)]
+    assert [bool(o.withheld) for o in done.outcomes] == [told == "withheld"], "one outcome a strike"
+    assert (done.deferred, done.left) == (deferred, 0)
