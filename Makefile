@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+TEST_JOBS ?= 2
 
 .PHONY: help env up test test-long lint check bench soak clean sglang-cpu-env peer-env
 
@@ -24,8 +25,9 @@ $(STAMP): pyproject.toml Makefile
 up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minutes on two cores)
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
-test: $(STAMP)  ## unit and integration tests
-	$(BIN)/python -m pytest -m "not long"
+test: $(STAMP)  ## unit tests and simulations, TEST_JOBS at a time, then whole runs one after the other
+	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile tests/unit tests/golden tests/sim
+	$(BIN)/python -m pytest -m "not long" tests/integration tests/chaos tests/gpu
 
 test-long: $(STAMP)  ## runs under faults that take their time
 	$(BIN)/python -m pytest -m long
