@@ -1,0 +1,53 @@
+"""A rank over gloo that does itself harm at one point: in the folder RELAX_FAULTS lies, by member, where and what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from relax_rt.transport.weights.collective.communicator import Rendezvous, View
+from relax_rt.transport.weights.collective.gloo import GlooCommunicator
+
+
+def harm(where: str) -> None:
+    """Do what is wanted here, if anything is: kill, stop, hang (the library does not come back), corrupt."""
+    order = Path(os.environ["RELAX_FAULTS"]) / os.environ["RELAX_COLLECTIVE_MEMBER"]
+    if not order.exists():
+        return
+    place, what, again = order.read_text().split()
+    if place != where:
+        return
+    if again == "once":
+        order.unlink()
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "hang":
+        time.sleep(3600)
+    elif what == "fail":
+        raise MemoryError("no room for a bucket")
+
+
+class FaultyGloo(GlooCommunicator):
+    """See the module."""
+
+    def __init__(self) -> None:
+        harm("start")
+        super().__init__()
+        self._buckets = 0
+
+    def init(self, rank: int, world: int, rendezvous: Rendezvous, timeout_s: float) -> None:
+        harm("rendezvous")
+        super().init(rank, world, rendezvous, timeout_s)
+        self._buckets = 0
+        harm("joined")
+
+    def broadcast(self, view: View, root: int, timeout_s: float) -> None:
+        harm({0: "before", 8: "middle"}.get(self._buckets % 16, "between"))
+        super().broadcast(view, root, timeout_s)
+        self._buckets += 1
+        if self._buckets % 16 == 0:
+            harm("after")

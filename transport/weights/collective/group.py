@@ -1,0 +1,221 @@
+"""A group of ranks with its machine's decisions carried out: the part that an owner of weights holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused, RelaxError
+from relax_rt.transport.weights.collective import events as ev
+from relax_rt.transport.weights.collective.communicator import (
+    CollectiveFailed,
+    DuplicateDevice,
+    Memory,
+    PeerLost,
+    Rendezvous,
+    bucket_bounds,
+)
+from relax_rt.transport.weights.collective.machine import GroupMachine
+from relax_rt.transport.weights.collective.messages import (
+    AbortedSaid,
+    AbortOrder,
+    BroadcastOrder,
+    DoneSaid,
+    FailedSaid,
+    HeardSaid,
+    HelloSaid,
+    InitOrder,
+    JoinedSaid,
+    ProgressSaid,
+    Said,
+)
+from relax_rt.transport.weights.collective.ranks import Key, Ranks
+from relax_rt.transport.weights.manifest import BUCKET_BYTES
+
+GLOO = "relax_rt.transport.weights.collective.gloo:GlooCommunicator"
+NCCL = "relax_rt.transport.weights.collective.nccl:NcclCommunicator"
+
+
+class RankSpec(msgspec.Struct, frozen=True):
+    """A rank: its name, and what CUDA_VISIBLE_DEVICES of its process is to be (empty: nothing is set)."""
+
+    name: str
+    device: str = ""
+
+
+class Collective:
+    """Broadcasts from the first rank's memory to the others', in processes that may be lost without harm to this one.
+
+    Use it as an async context manager, on one event loop.
+
+    Args:
+        ranks: who may take part.
+        communicator: class of the communicator, ``module:Class``.
+        limits: how long each step may take.
+        address: where ranks meet; they all must reach it. gloo and NCCL neither encrypt nor authenticate.
+        bucket_bytes: what is broadcast at a time, and digested.
+        shared_devices: see GroupMachine.
+        environment: further variables of the ranks' processes.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankSpec],
+        communicator: str,
+        limits: ev.Limits | None = None,
+        *,
+        address: str = "127.0.0.1",
+        bucket_bytes: int = BUCKET_BYTES,
+        shared_devices: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.machine = GroupMachine(limits or ev.Limits(), shared_devices=shared_devices)
+        self._address, self._bucket_bytes = address, bucket_bytes
+        devices = {rank.name: rank.device for rank in ranks}
+        self.ranks = Ranks(communicator, devices, self._said, self._exited, environment)
+        self._known = set(devices)
+        self._transfers: dict[int, dict[str, Memory]] = {}
+        self._asking: dict[int, asyncio.Future[ev.Outcome]] = {}
+        self._asked = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._store: Any = None
+        self._serial = time.monotonic_ns()
+
+    async def __aenter__(self) -> Collective:
+        self._store = await asyncio.to_thread(_serve_store, self._address)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._step(ev.Closed())
+        await self.ranks.close()
+        self._store = None
+
+    async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> ev.Outcome:
+        """Bring what lies in the first rank's memory into all others'.
+
+        Args:
+            memories: by rank, the root first, all of one size.
+            digest: over the buckets' digests, see `worker.digest_of`; a rank that has another is lost as corrupt.
+
+        Returns:
+            Who has it, and who is lost for which reason (`error_of` makes it an exception).
+
+        Raises:
+            Refused: an unknown rank, or memories of different sizes.
+            CollectiveFailed: it was given up as a whole; attribute `outcome` says who has it all the same.
+        """
+        if unknown := [name for name in memories if name not in self._known]:
+            raise Refused(f"a broadcast to {', '.join(unknown)}", why="no rank of this group has that name")
+        sizes = {memory.nbytes for memory in memories.values()}
+        if len(sizes) != 1 or not min(sizes):
+            raise Refused(f"a broadcast of memories with {sorted(sizes)} bytes", why="they must have one size, not 0")
+        self._asked += 1
+        number = self._asked
+        self._transfers[number] = dict(memories)
+        self._asking[number] = asyncio.get_running_loop().create_future()
+        buckets = len(bucket_bounds(sizes.pop(), self._bucket_bytes))
+        try:
+            self._step(ev.Asked(number, tuple(memories), buckets, digest, timeout_s))
+            outcome = await self._asking[number]
+        finally:
+            self._asking.pop(number).cancel()
+            self._transfers.pop(number)
+        if outcome.error:
+            failure = CollectiveFailed(f"broadcast from {next(iter(memories))}", why=outcome.error)
+            failure.outcome = outcome
+            raise failure
+        return outcome
+
+    def _step(self, event: ev.Event) -> None:
+        """Let the machine decide, and do as it says."""
+        loop = asyncio.get_running_loop()
+        for action in self.machine.step(event, loop.time()):
+            self._carry_out(action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (deadline := self.machine.deadline) is not None:
+            self._timer = loop.call_at(deadline, self._step, ev.Tick())
+
+    def _carry_out(self, action: ev.Action) -> None:
+        if isinstance(action, ev.Report):
+            asking = self._asking.get(action.outcome.transfer)
+            if asking is not None and not asking.done():
+                asking.set_result(action.outcome)
+            return
+        key = (action.member, action.incarnation)
+        if isinstance(action, ev.Spawn):
+            self.ranks.spawn(key)
+        elif isinstance(action, ev.Kill):
+            self.ranks.kill(key)
+        elif isinstance(action, ev.Abort):
+            self.ranks.tell(key, AbortOrder(action.generation))
+        elif isinstance(action, ev.Init):
+            where = Rendezvous(self._address, self._store.port, f"{self._serial}/{action.generation}")
+            order = InitOrder(action.generation, action.rank, action.world, where, action.timeout_s)
+            self.ranks.tell(key, order)
+        else:
+            self._send_broadcast(key, action)
+
+    def _send_broadcast(self, key: Key, action: ev.Broadcast) -> None:
+        memories = self._transfers.get(action.transfer)
+        if memories is None:
+            return  # nobody waits for it any more: it ends by its deadline
+        self.ranks.tell(
+            key,
+            BroadcastOrder(
+                action.generation,
+                action.transfer,
+                memories[action.member],
+                self._bucket_bytes,
+                action.first,
+                action.member == next(iter(memories)),
+                action.stall_s,
+            ),
+        )
+
+    def _said(self, key: Key, said: Said) -> None:
+        name, incarnation = key
+        event: ev.Event
+        if isinstance(said, HelloSaid):
+            event = ev.Hello(name, incarnation, said.device)
+        elif isinstance(said, JoinedSaid):
+            event = ev.Joined(name, incarnation, said.generation)
+        elif isinstance(said, ProgressSaid):
+            event = ev.Progressed(name, incarnation, said.generation, said.buckets)
+        elif isinstance(said, DoneSaid):
+            event = ev.Done(name, incarnation, said.generation, said.transfer, said.digest)
+        elif isinstance(said, FailedSaid):
+            event = ev.Failed(name, incarnation, said.generation, said.own, said.error)
+        elif isinstance(said, HeardSaid):
+            event = ev.Heard(name, incarnation, said.generation)
+        else:
+            assert isinstance(said, AbortedSaid)
+            event = ev.Aborted(name, incarnation, said.generation)
+        self._step(event)
+
+    def _exited(self, key: Key, how: str) -> None:
+        self._step(ev.Died(*key, how))
+
+
+def error_of(lost: ev.Lost) -> RelaxError:
+    """The error of a rank that did not get a transfer."""
+    what = f"weights for {lost.member}"
+    kinds: dict[ev.Fate, type[RelaxError]] = {
+        "duplicate_device": DuplicateDevice,
+        "corrupt": Corrupt,
+        "failed": CollectiveFailed,
+        "late": DeadlineExceeded,
+    }
+    return kinds.get(lost.fate, PeerLost)(what, why=f"{lost.fate}: {lost.why}")
+
+
+def _serve_store(address: str) -> Any:
+    """The store in which ranks find each other. It lives here: no rank's end takes it away."""
+    from relax_rt.transport.weights.collective.meeting import dist  # imports torch
+
+    return dist.TCPStore(address, 0, None, True, wait_for_workers=False)

@@ -1,0 +1,267 @@
+"""The processes of a group's ranks, as their owner has them: started by a launcher, told by packets, surely killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+from relax_rt.transport.weights.collective.messages import (
+    MAX_PACKET_BYTES,
+    ExitedSaid,
+    ForkOrder,
+    Order,
+    Said,
+    decode_launcher_said,
+    decode_said,
+    encode,
+)
+
+PACKETS_A_TURN = 64
+GONE_WITHIN_S = 5.0
+LAUNCHER_ENDED = "the process that starts ranks has ended"
+Key = tuple[str, int]
+"""A member and its incarnation."""
+
+
+class Ranks:
+    """Processes by member and incarnation. Call it on the loop.
+
+    Args:
+        communicator: class of the communicator, ``module:Class``.
+        devices: what CUDA_VISIBLE_DEVICES of a member's process is to be; empty: as it is here.
+        on_said: takes what a rank says. on_exit: takes the end of its process, with what is known of it; once.
+        environment: further variables of the processes.
+    """
+
+    def __init__(
+        self,
+        communicator: str,
+        devices: Mapping[str, str],
+        on_said: Callable[[Key, Said], None],
+        on_exit: Callable[[Key, str], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._communicator, self._devices = communicator, devices
+        self._environment = dict(environment or {})
+        self._on_said, self._on_exit = on_said, on_exit
+        # The kernel kills a child when the thread that started it ends: this one lives as long as the group.
+        self._thread = ThreadPoolExecutor(1, "relax-launch")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._launcher: socket.socket | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._spoken = False
+        self._orders: list[tuple[Key, socket.socket]] = []
+        self._channels: dict[Key, socket.socket] = {}
+        self._pidfds: dict[Key, int] = {}
+        self._doomed: set[Key] = set()
+        self._pids: dict[int, Key] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Processes of the ranks that live."""
+        return {key[0]: pid for pid, key in self._pids.items()}
+
+    @property
+    def living(self) -> bool:
+        """Whether any process is left."""
+        return bool(self._pids) or (self._child is not None and self._child.poll() is None)
+
+    def spawn(self, key: Key) -> None:
+        """Start a rank's process; it says hello, or its exit is told."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._channels[key] = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._readable, key)
+        self._orders.append((key, theirs))
+        self._flush()
+
+    def tell(self, key: Key, order: Order) -> None:
+        """Send an order; one that is gone, or reads nothing any more, shows in its silence."""
+        if (channel := self._channels.get(key)) is not None:
+            with suppress(OSError):
+                channel.send(encode(order))
+
+    def kill(self, key: Key) -> None:
+        """End its process, also a stopped one, or one that is just being started."""
+        if (pidfd := self._pidfds.get(key)) is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        else:
+            self._doomed.add(key)
+            if self._spoken and key not in (waiting for waiting, _ in self._orders):
+                self._end_launcher()  # it has forked others, and not this one: it hangs
+        self._hang_up(key)
+
+    async def close(self) -> None:
+        """End everything, and see it gone."""
+        if self._starting is not None:
+            with suppress(OSError, asyncio.CancelledError):
+                await self._starting
+        self._spoken = False
+        for key in list(self._channels):
+            self.kill(key)
+        for _, theirs in self._orders:
+            theirs.close()
+        self._drop_launcher()
+        if (child := self._child) is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, _end, child)
+        for pidfd in self._pidfds.values():
+            await asyncio.to_thread(_wait_gone, pidfd)
+            os.close(pidfd)
+        self._pidfds.clear()
+        self._pids.clear()
+        self._thread.shutdown(wait=False)
+
+    def _flush(self) -> None:
+        """Have the launcher fork what waits; start it if there is none."""
+        if self._launcher is None:
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.get_running_loop().create_task(self._start_launcher())
+            return
+        orders, self._orders = self._orders, []
+        for key, theirs in orders:
+            order = encode(ForkOrder(key[0], key[1], self._devices.get(key[0], "")))
+            with theirs, suppress(OSError):  # a launcher that takes nothing shows in the rank's silence
+                socket.send_fds(self._launcher, [order], [theirs.fileno()])
+
+    async def _start_launcher(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        module = "relax_rt.transport.weights.collective.launcher"
+        argv = [sys.executable, "-m", module, self._communicator, str(theirs.fileno()), str(os.getpid())]
+        loop = asyncio.get_running_loop()
+        with theirs:
+            self._child = await loop.run_in_executor(
+                self._thread,
+                lambda: subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **self._environment},
+                ),
+            )
+        self._launcher = ours
+        loop.add_reader(ours.fileno(), self._launcher_readable)
+        self._flush()
+
+    def _launcher_readable(self) -> None:
+        assert self._launcher is not None
+        for _ in range(PACKETS_A_TURN):
+            try:
+                packet, fds, _, _ = socket.recv_fds(self._launcher, MAX_PACKET_BYTES, 1)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                packet, fds = b"", []
+            if not packet:
+                self._launcher_gone()
+                return
+            said = decode_launcher_said(packet)
+            if isinstance(said, ExitedSaid):
+                self._exited(said.pid, ending(said.status))
+            else:
+                self._forked((said.member, said.incarnation), said.pid, fds[0])
+
+    def _forked(self, key: Key, pid: int, pidfd: int) -> None:
+        self._spoken = True
+        self._pids[pid] = key
+        self._pidfds[key] = pidfd
+        if key in self._doomed:
+            self._doomed.discard(key)
+            self.kill(key)
+
+    def _exited(self, pid: int, how: str) -> None:
+        key = self._pids.pop(pid, None)
+        if key is None:
+            return
+        if (pidfd := self._pidfds.pop(key, None)) is not None:
+            os.close(pidfd)
+        if key in self._channels:
+            self._readable(key)  # its last words
+        self._hang_up(key)
+        self._on_exit(key, how)
+
+    def _launcher_gone(self) -> None:
+        """Its ranks end with it; the next spawn starts another."""
+        self._drop_launcher()
+        orders, self._orders = self._orders, []
+        for _, theirs in orders:
+            theirs.close()
+        self._doomed.clear()
+        unborn = self._channels.keys() - set(self._pids.values())
+        for pid in list(self._pids):
+            self._exited(pid, LAUNCHER_ENDED)
+        for key in unborn:
+            self._hang_up(key)
+            self._on_exit(key, LAUNCHER_ENDED)
+
+    def _end_launcher(self) -> None:
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                self._child.kill()
+
+    def _drop_launcher(self) -> None:
+        self._spoken = False
+        if self._launcher is not None:
+            asyncio.get_running_loop().remove_reader(self._launcher.fileno())
+            self._launcher.close()
+            self._launcher = None
+
+    def _readable(self, key: Key) -> None:
+        channel = self._channels[key]
+        for _ in range(PACKETS_A_TURN):
+            try:
+                packet = channel.recv(MAX_PACKET_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._hang_up(key)  # its exit is told by the launcher
+                return
+            try:
+                said = decode_said(packet)
+            except msgspec.DecodeError:
+                self.kill(key)
+                return
+            self._on_said(key, said)
+            if key not in self._channels:
+                return  # what it said has been its end
+
+    def _hang_up(self, key: Key) -> None:
+        if (channel := self._channels.pop(key, None)) is not None:
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+            channel.close()
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"its process ended with exit code {status}"
+    return f"its process was ended by {signal.Signals(-status).name}"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The launcher ends when its owner hangs up; one that does not is killed."""
+    try:
+        child.wait(GONE_WITHIN_S / 5)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def _wait_gone(pidfd: int) -> None:
+    """Wait until the process is no more: the kernel kills ranks with their launcher."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.poll(GONE_WITHIN_S * 1000)
