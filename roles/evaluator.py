@@ -18,8 +18,7 @@ from relax_rt.transport.versions import ROOT, VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.engines.base import Completion, GroupRequest
-    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.engines.base import Assembly, Chunk, Completion, Engine, GroupRequest
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.publication import EngineFailure, WeightFollower
 
@@ -64,7 +63,8 @@ class EvaluatorRole(Role):
         self._before: dict[str, Any] | None = None
         self._last_step = -1
         self._worked = False
-        self.engine: EmbeddedEngine
+        self.engine: Engine
+        self.assembly: Assembly
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
         self.failure: EngineFailure
@@ -75,14 +75,14 @@ class EvaluatorRole(Role):
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
-        loop = asyncio.get_running_loop()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
-        self.engine.start(lambda done: loop.call_soon_threadsafe(self._arrive, done), self.failure)
+        await self.engine.start(self._arrive, self.failure)
 
     def _load(self) -> None:
         from relax_rt.roles.data.source import PromptSource
-        from relax_rt.roles.engines.embedded import EmbeddedEngine
+        from relax_rt.roles.engines import make_engine
+        from relax_rt.roles.engines.base import Assembly
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
@@ -91,9 +91,8 @@ class EvaluatorRole(Role):
         self.source = PromptSource.load(
             self.config.data, self.tokenizer, seed=self.config.run.seed, config_dir=config_dir(self.ctx)
         )
-        self.engine = EmbeddedEngine(
-            folder, dtype=self.settings.dtype, max_sequences=self.settings.max_sequences, threads=self.settings.threads
-        )
+        self.assembly = Assembly()
+        self.engine = make_engine(self.ctx, folder, self.settings)
         self._read_back()
 
     def _read_back(self) -> None:
@@ -122,7 +121,7 @@ class EvaluatorRole(Role):
 
     async def teardown(self) -> None:
         if hasattr(self, "engine"):
-            await asyncio.to_thread(self.engine.close, 5.0)
+            await self.engine.close(5.0)
 
     async def _work(self) -> None:
         from relax_rt.roles.publication import committed_versions
@@ -203,7 +202,10 @@ class EvaluatorRole(Role):
         self._arrived.clear()
         self._all.clear()
         self._expected = len(items)
-        self.engine.submit([self._request(number, item) for number, item in enumerate(items)])
+        asked = [self._request(number, item) for number, item in enumerate(items)]
+        for request in asked:
+            self.assembly.expect(request)
+        self.engine.submit(asked)
         tokens = self.engine.load().tokens_generated
         while not self._all.is_set():
             with contextlib.suppress(TimeoutError):
@@ -225,7 +227,10 @@ class EvaluatorRole(Role):
             stop_ids=self.tokenizer.stop_ids,
         )
 
-    def _arrive(self, completion: Completion) -> None:
-        self._arrived[completion.request] = completion
+    def _arrive(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            completion = self.assembly.add(chunk)
+            if completion is not None:
+                self._arrived[completion.request] = completion
         if len(self._arrived) >= self._expected:
             self._all.set()

@@ -15,8 +15,7 @@ from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.engines.base import Completion, GroupRequest
-    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.engines.base import Assembly, Chunk, Completion, Engine, GroupRequest
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.publication import EngineFailure, WeightFollower
     from relax_rt.roles.sample import Sample
@@ -60,7 +59,8 @@ class RolloutRole(Role):
         self._room = asyncio.Event()
         self._complete = self._worked = False
         self._measured = (0, time.monotonic())
-        self.engine: EmbeddedEngine
+        self.engine: Engine
+        self.assembly: Assembly
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
         self.queue: QueueClient
@@ -87,25 +87,21 @@ class RolloutRole(Role):
         )
         await self.queue.__aenter__()
         await self.queue.warm()
-        loop = asyncio.get_running_loop()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
-        self.engine.start(lambda done: loop.call_soon_threadsafe(self._done.put_nowait, done), self.failure)
+        await self.engine.start(self._arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.engines.embedded import EmbeddedEngine
+        from relax_rt.roles.engines import make_engine
+        from relax_rt.roles.engines.base import Assembly
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         folder = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.source = self._prompts(config_dir(self.ctx))
-        self.engine = EmbeddedEngine(
-            folder,
-            dtype=self.settings.dtype,
-            max_sequences=max(self.settings.max_sequences, self.config.algorithm.group_size),
-            threads=self.settings.threads,
-        )
+        self.assembly = Assembly()
+        self.engine = make_engine(self.ctx, folder, self.settings)
 
     def _prompts(self, folder: Any) -> PromptSource:
         from relax_rt.roles.data.source import PromptSource
@@ -129,7 +125,7 @@ class RolloutRole(Role):
 
     async def teardown(self) -> None:
         if hasattr(self, "engine"):
-            await asyncio.to_thread(self.engine.close, 5.0)
+            await self.engine.close(5.0)
             self._measure()
         if hasattr(self, "queue"):
             if self._tickets:
@@ -162,7 +158,10 @@ class RolloutRole(Role):
             for number, ticket in requests:
                 self._tickets[number] = ticket
                 self._left[number] = len(ticket.wanted())
-            self.engine.submit([self._request(number, ticket) for number, ticket in requests])
+            asked = [self._request(number, ticket) for number, ticket in requests]
+            for request in asked:
+                self.assembly.expect(request)
+            self.engine.submit(asked)
 
     async def _wait_for_room(self) -> None:
         while (
@@ -185,6 +184,12 @@ class RolloutRole(Role):
             max_new_tokens=self.config.sampling.max_new_tokens,
             stop_ids=self.tokenizer.stop_ids,
         )
+
+    def _arrive(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            completion = self.assembly.add(chunk)
+            if completion is not None:
+                self._done.put_nowait(completion)
 
     async def _deliver(self) -> None:
         """Put finished samples on the queue, all that are there at once."""
@@ -212,6 +217,7 @@ class RolloutRole(Role):
         """The queue gave these groups to others (a lapsed lease) or wants them no more: stop working on them."""
         for number in [number for number, ticket in self._tickets.items() if ticket.group in groups]:
             del self._tickets[number], self._left[number]
+            self.assembly.forget(number)
             self.engine.abort(number)
         self.ctx.event("groups_lost", groups=groups)
         self._room.set()

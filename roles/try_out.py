@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from relax_rt.config.job import TriedSample
 from relax_rt.roles.checks import settings
 from relax_rt.roles.data.items import PromptItem, RawItem
 from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.engines.base import Completion
@@ -136,7 +135,7 @@ def _complete(
     folder: Path, config: RLConfig, asked: Sequence[Asked], stop_ids: frozenset[int], *, evaluating: bool
 ) -> list[Completion]:
     """One completion of each prompt."""
-    from relax_rt.roles.engines.base import GroupRequest
+    from relax_rt.roles.engines.base import GroupRequest, generate
     from relax_rt.roles.engines.embedded import EmbeddedEngine
 
     table: EvaluatorSettings | RolloutSettings = (
@@ -146,43 +145,25 @@ def _complete(
         engine = EmbeddedEngine(folder, dtype=table.dtype, max_sequences=table.max_sequences, threads=table.threads)
     except (OSError, ValueError) as error:
         raise RelaxError(f"the model {folder} cannot be loaded", why=str(error).splitlines()[0]) from error
-    arrived: dict[int, Completion] = {}
-    failures: list[BaseException] = []
-    over = threading.Event()
-
-    def arrive(completion: Completion) -> None:
-        arrived[completion.request] = completion
-        if len(arrived) == len(asked):
-            over.set()
-
-    def fail(error: BaseException) -> None:
-        failures.append(error)
-        over.set()
-
-    engine.start(arrive, fail)
-    try:
-        engine.submit(
-            [
-                GroupRequest(
-                    id=number,
-                    prompt=tuple(one.item.tokens),
-                    seeds=(one.seed,),
-                    temperature=one.temperature,
-                    max_new_tokens=config.sampling.max_new_tokens,
-                    stop_ids=stop_ids,
-                )
-                for number, one in enumerate(asked)
-            ]
+    requests = [
+        GroupRequest(
+            id=number,
+            prompt=tuple(one.item.tokens),
+            seeds=(one.seed,),
+            temperature=one.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop_ids=stop_ids,
         )
-        in_time = over.wait(TIMEOUT_S)
-    finally:
-        engine.close(5.0)
-    if failures:
-        raise RelaxError(f"sampling from {folder}", why=f"{type(failures[0]).__name__}: {failures[0]}")
-    if not in_time:
-        why = f"{len(arrived)} of {len(asked)} came in {TIMEOUT_S:.0f} s"
-        raise RelaxError(f"sampling from {folder}", why=why, hint="take a smaller -n, or sampling.max_new_tokens")
-    return [arrived[number] for number in range(len(asked))]
+        for number, one in enumerate(asked)
+    ]
+    try:
+        arrived = asyncio.run(generate(engine, requests, timeout_s=TIMEOUT_S))
+    except DeadlineExceeded as error:
+        hint = "take a smaller -n, or sampling.max_new_tokens"
+        raise RelaxError(f"sampling from {folder}", why=error.why, hint=hint) from None
+    except Exception as error:
+        raise RelaxError(f"sampling from {folder}", why=f"{type(error).__name__}: {error}") from error
+    return [arrived[number, 0] for number in range(len(asked))]
 
 
 def _score(

@@ -1,0 +1,22 @@
+"""Inference engines behind one narrow interface (`base`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relax_rt.role import RoleContext
+    from relax_rt.roles.engines.base import Engine
+    from relax_rt.roles.sections import EngineSettings
+
+
+def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Engine:
+    """The engine that `settings.engine` names, with the model of `folder`; blocks while a model is loaded here."""
+    if settings.engine == "sglang":
+        from relax_rt.roles.engines.sglang import make
+
+        return make(ctx, folder, settings)
+    from relax_rt.roles.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(folder, dtype=settings.dtype, max_sequences=settings.max_sequences, threads=settings.threads)

@@ -1,13 +1,36 @@
-"""The narrow interface between a rollout (or evaluator) and the engine that samples."""
+"""The narrow interface between the roles that sample and the engine that does it for them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from relax_rt.transport.errors import DeadlineExceeded, Refused
 from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.versions import VersionRecord
+
+if TYPE_CHECKING:
+    from relax_rt.transport.weights.source import WeightSource
+
+KvPolicy = Literal["keep", "recompute"]
+"""What becomes of the KV cache of sequences in flight at a swap: it stays (later tokens carry the older kv_version), or
+it is computed again under the new weights (kv_version equals version afterwards)."""
+
+
+class Partial(msgspec.Struct, frozen=True):
+    """What was sampled of a member before, here or elsewhere: generation goes on behind it.
+
+    Attributes:
+        tokens: sampled ids. logprobs: their behaviour log-probabilities.
+        versions: policy versions of the tokens, run-length coded over all of them.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,9 +39,14 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: the caller's name of the request, unique while it is in the engine.
         prompt: token ids.
-        seeds: one 64-bit seed a member; a member's tokens depend on its seed and the weights, not on its neighbours.
+        seeds: one 64-bit seed a member; a member's tokens depend on its seed, their position and the weights, not on
+            its neighbours or on where it was interrupted.
         temperature: 0 is greedy (then log-probabilities are those at temperature 1).
+        max_new_tokens: of the whole completion, tokens of a partial included.
         stop_ids: sampling one of these ends the completion; the token is part of it.
+        partials: what is there of each member already; empty: of none.
+        chunk_tokens: report a member every so many tokens; 0: only its end.
+        routing: wants the experts that each token was routed to, where the model has some.
     """
 
     id: int
@@ -27,10 +55,135 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     max_new_tokens: int
     stop_ids: frozenset[int]
+    partials: tuple[Partial | None, ...] = ()
+    chunk_tokens: int = 0
+    routing: bool = False
+
+    def partial(self, member: int) -> Partial | None:
+        """What is there of a member already."""
+        return self.partials[member] if self.partials else None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What a member has got since its last chunk; tokens of its partial are not told again.
+
+    Attributes:
+        start: position of the first of `tokens` in the completion.
+        versions: policy versions of `tokens`, in positions of the completion.
+        finish_reason: stop, length or abort in a member's last chunk, which may hold no token; else empty.
+        routing: experts of the tokens, int32 rows; empty where there are none.
+    """
+
+    request: int
+    member: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+    finish_reason: str = ""
+    routing: bytes = b""
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What an engine does right now; tokens and swaps count since it was created.
+
+    Attributes:
+        running, waiting: sequences that are decoded, and those that wait for room.
+        outstanding_tokens: an upper bound of the tokens still to come, of all members.
+        kv_used: taken part of the cache's room, 0 to 1.
+        paused: why nothing is generated; empty while it may be.
+    """
+
+    version: int
+    running: int
+    waiting: int
+    tokens_generated: int
+    swaps: int
+    outstanding_tokens: int
+    kv_used: float
+    paused: str
+
+
+class Swap(msgspec.Struct, frozen=True):
+    """New weights in place.
+
+    Attributes:
+        pause_s: how long sequences in flight got no token.
+        recomputed_tokens: positions whose keys and values were computed again.
+    """
+
+    version: int
+    pause_s: float
+    recomputed_tokens: int
+
+
+Sink = Callable[[list[Chunk]], None]
+OnFailure = Callable[[BaseException], None]
+
+
+class Engine(Protocol):
+    """Continuous batching with per-token log-probabilities and versions. All methods are called on the event loop.
+
+    Every member of an accepted request ends with exactly one chunk that has a finish_reason, unless the engine fails
+    or is closed before.
+    """
+
+    name: str
+
+    async def start(self, sink: Sink, on_failure: OnFailure) -> None:
+        """Begin to work. `sink` gets chunks and `on_failure` what ended the engine, both on the event loop."""
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue requests; returns at once.
+
+        Raises:
+            Refused: one of them does not fit the model or the engine, or the queue is full; none is taken then.
+        """
+
+    def abort(self, request: int) -> None:
+        """End a request's members at the next token boundary, tokens kept; unknown requests are ignored."""
+
+    async def pause(self, why: str) -> None:
+        """Returns at a token boundary; nothing is generated until resume(). Chunks of before have been delivered."""
+
+    async def resume(self) -> None:
+        """Go on; nothing happens where nothing was paused."""
+
+    async def prepare(self, source: WeightSource) -> None:
+        """Fetch a version into memory of the engine's own and verify it, while generation goes on.
+
+        Raises:
+            Gone: a newer version took its place. Corrupt: it is not what was committed.
+            Refused: it does not fit this engine's model.
+        """
+
+    async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
+        """Sample from the prepared version from the next token boundary on; sequences in flight keep their tokens.
+
+        Raises:
+            Refused: another version, or none, was prepared last.
+            Corrupt: the engine does not hold what it said it had loaded.
+        """
+
+    def load(self) -> EngineLoad:
+        """What it does now."""
+
+    async def release_memory(self) -> None:
+        """Give the memory of weights and cache back to the device.
+
+        Raises:
+            Refused: sequences are in flight.
+        """
+
+    async def resume_memory(self) -> None:
+        """Take the memory again; the weights of before are back when this returns."""
+
+    async def close(self, timeout_s: float) -> None:
+        """End at the next token boundary; what is in flight is dropped without a word."""
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One finished member.
+    """One finished member, tokens of its partial included.
 
     Attributes:
         tokens: sampled ids, the stop token included.
@@ -45,42 +198,154 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: list[float]
     versions: list[VersionSpan]
     finish_reason: str
+    routing: bytes = b""
 
 
-class EngineLoad(msgspec.Struct, frozen=True):
-    """What an engine does right now; tokens and swaps count since it was created."""
+class Assembly:
+    """Puts the chunks of members together. Bounded by the members in flight: one is forgotten when it is complete."""
 
-    version: int
-    running: int
-    waiting: int
-    tokens_generated: int
-    swaps: int
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], Completion] = {}
 
+    def expect(self, request: GroupRequest) -> None:
+        """Members of this request are to come."""
+        for member in range(len(request.seeds)):
+            had = request.partial(member) or Partial((), (), ())
+            self._open[request.id, member] = Completion(
+                request.id, member, list(had.tokens), list(had.logprobs), list(had.versions), ""
+            )
 
-OnCompletion = Callable[[Completion], object]
+    def forget(self, request: int) -> None:
+        """Chunks of this request are ignored from here on."""
+        for key in [key for key in self._open if key[0] == request]:
+            del self._open[key]
 
+    def had(self, request: int, member: int) -> Partial | None:
+        """What an unfinished member has got so far; None if it is not expected."""
+        one = self._open.get((request, member))
+        return None if one is None else Partial(tuple(one.tokens), tuple(one.logprobs), tuple(one.versions))
 
-class Engine(Protocol):
-    """Continuous batching with per-token log-probabilities and versions.
-
-    `submit`, `abort` and `swap` are thread-safe and return at once; completions arrive on the engine's thread.
-    """
-
-    def start(self, on_completion: OnCompletion, on_failure: Callable[[BaseException], None]) -> None:
-        """Begin to work in a thread of the engine's own."""
-
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue requests.
+    def add(self, chunk: Chunk) -> Completion | None:
+        """The member's completion, if this was its last chunk. Chunks of members not expected are ignored.
 
         Raises:
-            Refused: a prompt with its completion does not fit the model's context, or the queue is full.
+            Refused: the chunk does not begin where the member's last one ended.
         """
+        key = (chunk.request, chunk.member)
+        one = self._open.get(key)
+        if one is None:
+            return None
+        if chunk.start != len(one.tokens):
+            raise Refused(
+                f"a chunk of request {chunk.request}, member {chunk.member} that begins at token {chunk.start}",
+                why=f"the chunks before it end at token {len(one.tokens)}",
+                hint="the engine lost or repeated a chunk; it must be restarted",
+            )
+        one.tokens.extend(chunk.tokens)
+        one.logprobs.extend(chunk.logprobs)
+        for span in chunk.versions:
+            extend_spans(one.versions, span)
+        if chunk.routing or chunk.finish_reason:
+            one = msgspec.structs.replace(one, routing=one.routing + chunk.routing, finish_reason=chunk.finish_reason)
+            self._open[key] = one
+        if not chunk.finish_reason:
+            return None
+        del self._open[key]
+        return one
 
-    def abort(self, request: int) -> None:
-        """End a request's members where they are; each completes with finish_reason abort."""
 
-    def load(self) -> EngineLoad:
-        """What it does now."""
+async def generate(
+    engine: Engine, requests: Sequence[GroupRequest], *, timeout_s: float
+) -> dict[tuple[int, int], Completion]:
+    """Start an engine, have it complete these requests, and close it; completions by request and member.
 
-    def close(self, timeout_s: float) -> None:
-        """Stop the thread at the next token boundary."""
+    Raises:
+        DeadlineExceeded: not all came in time. Refused: see Engine.submit. Whatever ended the engine.
+    """
+    done: dict[tuple[int, int], Completion] = {}
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    assembly = Assembly()
+    count = sum(len(r.seeds) for r in requests)
+
+    def arrive(chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if (one := assembly.add(chunk)) is not None:
+                done[one.request, one.member] = one
+        if len(done) == count and not over.done():
+            over.set_result(None)
+
+    def fail(error: BaseException) -> None:
+        if not over.done():
+            over.set_exception(error)
+
+    for request in requests:
+        assembly.expect(request)
+    await engine.start(arrive, fail)
+    try:
+        engine.submit(requests)
+        await asyncio.wait_for(over, timeout_s)
+    except TimeoutError:
+        why = f"{len(done)} of {count} came in {timeout_s:.0f} s"
+        raise DeadlineExceeded(f"{count} completions", why=why) from None
+    finally:
+        await engine.close(5.0)
+    return done
+
+
+def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span; one that goes on where the last ended, with the same versions, makes that longer."""
+    last = spans[-1] if spans else None
+    if last is not None and (last.end, last.version, last.kv_version) == (span.start, span.version, span.kv_version):
+        spans[-1] = VersionSpan(last.start, span.end, span.version, span.kv_version)
+    else:
+        spans.append(span)
+
+
+def check_request(request: GroupRequest, *, context: int, vocabulary: int) -> None:
+    """What no engine takes.
+
+    Args:
+        context: positions that the model has.
+
+    Raises:
+        Refused: with the first thing that is wrong.
+    """
+    what = f"request {request.id}"
+    if not request.prompt or not request.seeds:
+        raise Refused(
+            f"{what}: {len(request.prompt)} prompt tokens, {len(request.seeds)} members", why="both are needed"
+        )
+    if request.max_new_tokens < 1:
+        raise Refused(f"{what}: max_new_tokens = {request.max_new_tokens}", why="at least one token is sampled")
+    if len(request.prompt) + request.max_new_tokens > context:
+        raise Refused(
+            f"{what}: {len(request.prompt)} prompt + {request.max_new_tokens} new tokens",
+            why=f"the model's context is {context} tokens",
+            hint="lower sampling.max_new_tokens or data.max_prompt_tokens",
+        )
+    if request.partials and len(request.partials) != len(request.seeds):
+        raise Refused(f"{what}: {len(request.partials)} partials of {len(request.seeds)} members")
+    worst = max(max(request.prompt), *(max(p.tokens, default=0) for p in request.partials if p), 0)
+    if worst >= vocabulary or min(request.prompt) < 0:
+        raise Refused(
+            f"{what}: token {worst}",
+            why=f"the model's vocabulary is {vocabulary} tokens",
+            hint="tokenizer and model must belong together",
+        )
+    for member, partial in enumerate(request.partials):
+        _check_partial(f"{what}, member {member}", partial, request)
+
+
+def _check_partial(what: str, partial: Partial | None, request: GroupRequest) -> None:
+    if partial is None:
+        return
+    count = len(partial.tokens)
+    if count > request.max_new_tokens:
+        raise Refused(f"{what}: a partial of {count} tokens", why=f"max_new_tokens is {request.max_new_tokens}")
+    if len(partial.logprobs) != count:
+        raise Refused(f"{what}: a partial of {count} tokens and {len(partial.logprobs)} log-probabilities")
+    ends = [0, *(span.end for span in partial.versions)]
+    if [span.start for span in partial.versions] != ends[:-1] or ends[-1] != count:
+        raise Refused(
+            f"{what}: a partial whose versions are {partial.versions}", why=f"they do not cover its {count} tokens"
+        )

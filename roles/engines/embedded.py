@@ -1,218 +1,250 @@
-"""An engine inside the rollout process: continuous batching over a transformers causal language model."""
+"""An engine inside the role's process: continuous batching over a transformers causal language model."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from relax_rt.roles.engines.base import Completion, EngineLoad, GroupRequest, OnCompletion
-from relax_rt.roles.engines.kv_cache import SlotCache
-from relax_rt.roles.engines.weights import FlatWeights
+from relax_rt.roles.engines.base import (
+    Chunk,
+    EngineLoad,
+    GroupRequest,
+    KvPolicy,
+    OnFailure,
+    Sink,
+    Swap,
+    check_request,
+)
+from relax_rt.roles.engines.decoder import Decoder
+from relax_rt.roles.engines.sequences import Sequence as Member
 from relax_rt.roles.numerics import denormals_flushed
-from relax_rt.transport.errors import Refused
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.errors import DeadlineExceeded, Refused
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.source import WeightSource
 
-MAX_WAITING = 4096
-"""Requests that may wait in the engine; callers bound themselves far below."""
-PREFILL_TOKENS = 2048
-"""Prompt tokens computed in one forward pass: bounds the memory of a prefill and the pause it makes in decoding."""
+MAX_MEMBERS = 1 << 16
+"""Sequences that may be in the engine, waiting ones included; callers bound themselves far below."""
+PREFIX_POSITIONS = 4096
+"""Positions of prompts whose keys and values are kept for prompts that begin alike."""
 IDLE_WAIT_S = 0.5
+BOUNDARY_TIMEOUT_S = 120.0
+"""A token boundary comes after one forward pass; a recomputation of the whole cache takes a few of them."""
 
-
-def _grouped_query_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Attention without repeating keys and values for the heads that share them.
-
-    In decode the query heads of one key head become query positions of one attention over that head, which reads the
-    cache once instead of heads/kv_heads times. Shapes: query [b, heads, q, d], key and value [b, kv_heads, k, d].
-    """
-    batch, heads, length, dim = query.shape
-    groups = heads // key.shape[1]
-    if length == 1:
-        grouped = query.reshape(batch, key.shape[1], groups, dim)
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-        return out.reshape(batch, 1, heads, dim), None
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    return out.transpose(1, 2), None
-
-
-ALL_ATTENTION_FUNCTIONS.register("relax_rt_gqa", _grouped_query_attention)
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One member of a group while it is generated."""
-
-    request: GroupRequest
-    member: int
-    uniforms: np.ndarray
-    kv_version: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    finish_reason: str = ""
-
-    @property
-    def position(self) -> int:
-        """Where the newest token stands in the whole sequence."""
-        return len(self.request.prompt) + len(self.tokens) - 1
-
-    def append(self, token: int, logprob: float, version: int) -> None:
-        at = len(self.tokens)
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        last = self.spans[-1] if self.spans else None
-        if last is not None and (last.version, last.kv_version) == (version, self.kv_version):
-            self.spans[-1] = VersionSpan(last.start, at + 1, version, self.kv_version)
-        else:
-            self.spans.append(VersionSpan(at, at + 1, version, self.kv_version))
-        if token in self.request.stop_ids:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.request.max_new_tokens:
-            self.finish_reason = "length"
-
-    def completion(self) -> Completion:
-        return Completion(
-            self.request.id, self.member, self.tokens, self.logprobs, self.spans, self.finish_reason or "abort"
-        )
-
-
-def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row by inverting the cumulative distribution at `uniforms`.
-
-    Args:
-        logits: [rows, vocabulary], any float dtype. temperatures, uniforms: float32 [rows]; temperature 0 is greedy.
-
-    Returns:
-        tokens int64 [rows] and their log-probability float32 [rows] under log-softmax(logits / temperature), the
-        distribution drawn from (greedy: at temperature 1).
-    """
-    greedy = temperatures == 0
-    scaled = logits.float() / torch.where(greedy, torch.ones_like(temperatures), temperatures)[:, None]
-    logprobs = torch.log_softmax(scaled, -1)
-    cumulative = logprobs.exp().cumsum(-1)
-    # Rounding leaves the last entry slightly off 1; scaling the draw to it keeps every index in range.
-    drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
-    drawn = drawn.clamp_(max=logits.shape[-1] - 1)
-    if bool(greedy.any()):
-        drawn = torch.where(greedy, scaled.argmax(-1), drawn)
-    return drawn, logprobs.gather(-1, drawn[:, None])[:, 0]
+T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """Samples from a model held in this process, on its own thread.
+    """Samples from a model held in this process, on its own thread. See `Engine` for what its methods promise.
 
-    A group's prompt is computed once for all its members. Weights are swapped between two forward passes: sequences in
-    flight keep their tokens and their KV cache, and later tokens carry the new version with the cache's older one.
+    Weights are swapped between two forward passes. The thread takes calls from an inbox at each token boundary; what it
+    reports goes to the event loop in order, so that a call's answer comes after the chunks of before it.
     """
 
-    def __init__(self, model_dir: Path, *, dtype: str, max_sequences: int, threads: int) -> None:
+    name = "embedded"
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        max_sequences: int,
+        threads: int,
+        device: str = "cpu",
+        prefix_positions: int = PREFIX_POSITIONS,
+    ) -> None:
         torch.set_num_threads(threads)
-        self._dtype: torch.dtype = getattr(torch, dtype)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=self._dtype, attn_implementation="relax_rt_gqa"
-        ).eval()
-        text = self._model.config.get_text_config()
-        self.context = int(text.max_position_embeddings)
-        self.vocabulary = int(text.vocab_size)
-        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        self._cache = SlotCache(int(text.num_hidden_layers), max_sequences, kv_heads, head_dim, self._dtype)
-        self.weights = FlatWeights(self._model, self._dtype)
-        self._slots = max_sequences
-        self._active: list[_Sequence] = []
-        self._waiting: deque[GroupRequest] = deque()
-        self._unstarted: list[GroupRequest] = []
-        self._inbox: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=MAX_WAITING)
+        self._decoder = Decoder(
+            model_dir, dtype=dtype, max_sequences=max_sequences, prefix_positions=prefix_positions, device=device
+        )
+        self.context, self.vocabulary = self._decoder.context, self._decoder.vocabulary
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._version = 0
-        self._tokens = self._swaps = 0
+        self._loop: asyncio.AbstractEventLoop
+        self._sink: Sink
+        self._on_failure: OnFailure
+        self._failure: BaseException | None = None
+        self._members: dict[int, int] = {}
+        """Unfinished members of the requests in the engine; kept on the event loop."""
+        self._asked = 0
+        self._calls: set[Future[Any]] = set()
+        self._prepared: VersionRecord | None = None
+        self._preparing = asyncio.Lock()
+        self._paused = ""
+        self._released = False
 
-    def start(self, on_completion: OnCompletion, on_failure: Callable[[BaseException], None]) -> None:
-        self._thread = threading.Thread(
-            target=self._loop, args=(on_completion, on_failure), name="relax-engine", daemon=True
-        )
+    async def start(self, sink: Sink, on_failure: OnFailure) -> None:
+        self._sink, self._on_failure = sink, on_failure
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name="relax-engine", daemon=True)
         self._thread.start()
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
+        count = sum(len(r.seeds) for r in requests)
+        ids = [r.id for r in requests]
+        if sum(self._members.values()) + count > MAX_MEMBERS:
+            raise Refused(f"{count} sequences", why=f"the engine holds at most {MAX_MEMBERS}", hint="submit fewer")
+        if self._released:
+            raise Refused(f"{count} sequences", why="the engine's memory is released", hint="resume_memory() first")
+        if len(set(ids)) < len(ids) or any(i in self._members for i in ids):
+            raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
         for request in requests:
-            need = len(request.prompt) + request.max_new_tokens
-            if need > self.context:
-                raise Refused(
-                    f"request {request.id}: {len(request.prompt)} prompt + {request.max_new_tokens} new tokens",
-                    why=f"the model's context is {self.context} tokens",
-                    hint="lower sampling.max_new_tokens or data.max_prompt_tokens",
-                )
-            if len(request.seeds) > self._slots:
-                raise Refused(
-                    f"request {request.id}: a group of {len(request.seeds)}",
-                    why=f"the engine decodes {self._slots} sequences at a time",
-                    hint="raise roles.rollout.max_sequences",
-                )
-        self._call(lambda: self._waiting.extend(requests))
+            check_request(request, context=self.context, vocabulary=self.vocabulary)
+        members = [Member(request, m) for request in requests for m in range(len(request.seeds))]
+        self._members.update((r.id, len(r.seeds)) for r in requests)
+        self._asked += sum(one.request.max_new_tokens - len(one.tokens) for one in members)
+        self._inbox.put(lambda: self._decoder.add(members))
 
     def abort(self, request: int) -> None:
-        self._call(lambda: self._abort(request))
+        self._inbox.put(lambda: self._decoder.abort(request))
 
-    def swap(self, version: int, done: Callable[[], object]) -> None:
-        """Make the weights in the standby buffer the ones sampled from, at the next token boundary; then call done."""
+    async def pause(self, why: str) -> None:
+        def stop() -> None:
+            self._paused = why or "paused"
+            self._tell(self._decoder.report(everything=True))
 
-        def apply() -> None:
-            self.weights.flip()
-            self._version = version
-            self._swaps += 1
-            done()
+        await self._at_boundary("pause", stop)
 
-        self._call(apply)
+    async def resume(self) -> None:
+        def go_on() -> None:
+            self._paused = ""
+
+        await self._at_boundary("resume", go_on)
+
+    async def prepare(self, source: WeightSource) -> None:
+        async with self._preparing:
+            self._prepared = None
+            if self._released:
+                raise Refused(f"policy version {source.record.version}", why="the engine's memory is released")
+            await asyncio.to_thread(self._fetch, source)
+            self._prepared = source.record
+
+    async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
+        async with self._preparing:
+            if self._prepared != record:
+                raise Refused(f"policy version {record.version}", why=f"what was prepared last is {self._prepared}")
+            self._prepared = None
+
+            def swap() -> Swap:
+                began = time.monotonic()
+                recomputed = self._decoder.swap(record.version, kv)
+                return Swap(record.version, time.monotonic() - began, recomputed)
+
+            return await self._at_boundary(f"swap to policy version {record.version}", swap)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(self._version, len(self._active), len(self._waiting), self._tokens, self._swaps)
+        decoder = self._decoder
+        running = len(decoder.active)
+        return EngineLoad(
+            version=decoder.version,
+            running=running,
+            waiting=max(0, sum(self._members.values()) - running),
+            tokens_generated=decoder.tokens,
+            swaps=decoder.swaps,
+            outstanding_tokens=self._asked - decoder.settled,
+            # Rows are the cache's unit: a sequence takes a whole one.
+            kv_used=running / decoder.slots,
+            paused=self._paused,
+        )
 
-    def close(self, timeout_s: float) -> None:
+    async def release_memory(self) -> None:
+        async with self._preparing:
+            if self._members:
+                raise Refused(
+                    "release of the engine's memory",
+                    why=f"{sum(self._members.values())} sequences are in flight",
+                    hint="pause() does not end them: wait for them, or abort them",
+                )
+            self._released, self._prepared = True, None
+            await self._at_boundary("release of memory", self._decoder.release)
+
+    async def resume_memory(self) -> None:
+        if self._released:
+            await self._at_boundary("resumption of memory", self._decoder.weights.resume)
+            self._released = False
+
+    async def close(self, timeout_s: float) -> None:
         self._closing.set()
+        self._inbox.put(lambda: None)
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        self._let_go("closed")
 
-    def _call(self, action: Callable[[], None]) -> None:
+    def _fetch(self, source: WeightSource) -> None:
+        """Blocking; only the standby buffer is touched, which the thread does not use."""
+        weights, manifest = self._decoder.weights, source.manifest
+        weights.check(manifest.layout)
+        delta = manifest.payload != "full"
+        if delta and manifest.base != self._decoder.version:
+            raise Refused(
+                f"policy version {manifest.version}",
+                why=f"its {manifest.payload} applies to version {manifest.base}, here is {self._decoder.version}",
+                hint="fetch it in full",
+            )
+        source.copy_into(weights.standby(base=delta))
+        weights.load()
+
+    async def _at_boundary(self, what: str, action: Callable[[], T]) -> T:
+        """Have the thread do something between two forward passes.
+
+        Raises:
+            DeadlineExceeded: no token boundary came. Refused: the engine does not run. Whatever `action` raises.
+        """
+        if self._failure is not None or self._thread is None or self._closing.is_set():
+            raise Refused(what, why=f"the engine does not run ({self._failure or 'not started, or closed'})")
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(action())
+            except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
+                answer.set_exception(error)
+
+        self._calls.add(answer)
+        self._inbox.put(run)
         try:
-            self._inbox.put_nowait(action)
-        except queue.Full:
-            raise Refused(f"the engine's inbox holds {MAX_WAITING} requests", hint="submit fewer at a time") from None
+            return await asyncio.wait_for(asyncio.wrap_future(answer), BOUNDARY_TIMEOUT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what}: no token boundary in {BOUNDARY_TIMEOUT_S:.0f} s",
+                why="the engine's thread is in one forward pass, or has ended",
+                hint="stacks are in the role's log after `relax-rt restart`",
+            ) from None
+        finally:
+            self._calls.discard(answer)
 
-    def _loop(self, on_completion: OnCompletion, on_failure: Callable[[BaseException], None]) -> None:
+    def _let_go(self, why: str) -> None:
+        """Nobody will answer the calls that are under way."""
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(Refused("a call to the engine", why=f"it ended meanwhile: {why}"))
+
+    def _fail(self, error: BaseException) -> None:
+        """On the event loop."""
+        self._failure = error
+        self._let_go(f"{type(error).__name__}: {error}")
+        self._on_failure(error)
+
+    def _work(self) -> None:
+        """The engine's thread."""
         try:
             with torch.inference_mode(), denormals_flushed():
                 while not self._closing.is_set():
-                    self._take_calls(block=not self._active and not self._waiting)
-                    self._admit()
-                    if self._active:
-                        self._decode()
-                    self._retire(on_completion)
+                    self._take_calls(block=bool(self._paused) or self._decoder.idle)
+                    if not self._paused and not self._decoder.idle:
+                        self._tell(self._decoder.turn())
         except BaseException as error:  # noqa: BLE001 - the thread's only way to tell its owner
-            on_failure(error)
+            self._on_loop(self._fail, error)
 
     def _take_calls(self, *, block: bool) -> None:
         try:
@@ -222,99 +254,24 @@ class EmbeddedEngine:
         except queue.Empty:
             return
 
-    def _abort(self, request: int) -> None:
-        for waiting in [r for r in self._waiting if r.id == request]:
-            self._waiting.remove(waiting)
-            self._unstarted.append(waiting)
-        for sequence in self._active:
-            if sequence.request.id == request:
-                sequence.finish_reason = sequence.finish_reason or "abort"
+    def _tell(self, chunks: list[Chunk]) -> None:
+        if chunks:
+            self._on_loop(self._deliver, chunks)
 
-    def _admit(self) -> None:
-        """Move waiting groups into free slots, as many as one prefill takes."""
-        groups: list[GroupRequest] = []
-        free, tokens = self._slots - len(self._active), 0
-        while self._waiting and len(self._waiting[0].seeds) <= free:
-            tokens += len(self._waiting[0].prompt)
-            if groups and tokens > PREFILL_TOKENS:
-                break
-            groups.append(self._waiting.popleft())
-            free -= len(groups[-1].seeds)
-        if groups:
-            self._prefill(groups)
+    def _on_loop(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._closing.set()
 
-    def _prefill(self, groups: list[GroupRequest]) -> None:
-        longest = max(len(g.prompt) for g in groups)
-        ids = torch.zeros(len(groups), longest, dtype=torch.long)
-        for row, group in enumerate(groups):
-            ids[row, : len(group.prompt)] = torch.tensor(group.prompt)
-        positions = torch.arange(longest)[None].expand(len(groups), -1)
-        self._cache.reserve(max(len(g.prompt) + g.max_new_tokens for g in groups))
-        self._cache.begin_prefill()
-        # Prompts are padded on the right and attention is causal, so no real token sees the padding.
-        hidden = self._forward(ids, positions, None)
-        ends = torch.tensor([len(g.prompt) - 1 for g in groups])
-        logits = self._head(hidden[torch.arange(len(groups)), ends])
-        new: list[_Sequence] = []
-        for row, group in enumerate(groups):
-            first = len(self._active) + len(new)
-            self._cache.adopt(row, len(group.prompt), slice(first, first + len(group.seeds)))
-            for member, seed in enumerate(group.seeds):
-                uniforms = np.random.Generator(np.random.Philox(seed)).random(group.max_new_tokens, dtype=np.float32)
-                new.append(_Sequence(group, member, uniforms, self._version))
-        self._cache.end_prefill()
-        rows = torch.tensor([row for row, g in enumerate(groups) for _ in g.seeds])
-        self._active += new
-        self._extend(new, logits[rows])
-
-    def _decode(self) -> None:
-        running = [s for s in self._active if not s.finish_reason]
-        if len(running) < len(self._active):
-            return  # finished rows leave first
-        positions = torch.tensor([s.position for s in running])
-        ids = torch.tensor([[s.tokens[-1]] for s in running])
-        self._cache.begin_decode(positions)
-        upto = int(positions.max()) + 1
-        visible = torch.arange(upto)[None] <= positions[:, None]
-        mask = torch.zeros(len(running), 1, 1, upto, dtype=self._dtype).masked_fill_(
-            ~visible[:, None, None], float("-inf")
-        )
-        hidden = self._forward(ids, positions[:, None], mask)
-        self._extend(running, self._head(hidden[:, 0]))
-
-    def _extend(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
-        temperatures = torch.tensor([s.request.temperature for s in sequences], dtype=torch.float32)
-        uniforms = torch.tensor([float(s.uniforms[len(s.tokens)]) for s in sequences], dtype=torch.float32)
-        tokens, logprobs = sample(logits, temperatures, uniforms)
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.append(token, logprob, self._version)
-        self._tokens += len(sequences)
-
-    def _retire(self, on_completion: OnCompletion) -> None:
-        """Report finished rows; the last active row moves into each gap."""
-        for request in self._unstarted:
-            for member in range(len(request.seeds)):
-                on_completion(_Sequence(request, member, np.empty(0), self._version).completion())
-        self._unstarted.clear()
-        row = 0
-        while row < len(self._active):
-            sequence = self._active[row]
-            if not sequence.finish_reason:
-                row += 1
-                continue
-            last = self._active.pop()
-            if last is not sequence:
-                self._active[row] = last
-                self._cache.move(len(self._active), row, last.position)
-            on_completion(sequence.completion())
-
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        out = self._model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self._cache, use_cache=True
-        )
-        hidden: torch.Tensor = out.last_hidden_state
-        return hidden
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
-        return logits
+    def _deliver(self, chunks: list[Chunk]) -> None:
+        """On the event loop."""
+        for chunk in chunks:
+            if chunk.finish_reason:
+                self._members[chunk.request] -= 1
+                if not self._members[chunk.request]:
+                    del self._members[chunk.request]
+        try:
+            self._sink(chunks)
+        except Exception as error:  # noqa: BLE001 - a chunk that nobody took is lost: its owner must know
+            self._fail(error)

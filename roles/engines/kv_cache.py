@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -11,77 +12,113 @@ LENGTH_QUANTUM = 64
 """Slots grow by this many positions, so that a longer prompt seldom moves memory."""
 
 
+class Fill(NamedTuple):
+    """Tokens to be computed into a row, from position `start` on; what is before it is there already."""
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of up to `slots` sequences, one row a sequence; active rows are kept at the front.
 
-    Each layer holds K and V as [slots, kv_heads, length, head_dim]. In prefill the model's new keys and values pass
-    through and are kept aside until `adopt` copies them into rows (once a group member: the prompt is computed once).
-    In decode each row's new key goes to its own position, and attention reads the rows' common prefix.
+    Each layer holds K and V as [slots, kv_heads, length, head_dim]. A forward pass is either a fill (several new tokens
+    of some rows, padded on the right) or a step of decoding (one new token of each of the first rows).
     """
 
-    def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(layers=[])
-        self.slots, self.kv_heads, self.head_dim, self.dtype = slots, kv_heads, head_dim, dtype
+        self.slots, self.kv_heads, self.head_dim, self.dtype, self.device = slots, kv_heads, head_dim, dtype, device
         self.length = 0
-        self._keys: list[torch.Tensor] = [torch.empty(0) for _ in range(layers)]
-        self._values: list[torch.Tensor] = [torch.empty(0) for _ in range(layers)]
-        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._prefill = False
-        self._rows = torch.empty(0, dtype=torch.long)
-        self._positions = torch.empty(0, dtype=torch.long)
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._layers_count = layers
+        self._fills: list[Fill] = []
         self._upto = 0
+        self._rows = self._positions = torch.empty(0, dtype=torch.long)
+        self.release()
 
     def reserve(self, length: int) -> None:
         """Make every slot at least `length` positions long, keeping what it holds."""
         if length <= self.length:
             return
         grown = -(-length // LENGTH_QUANTUM) * LENGTH_QUANTUM
+        shape = (self.slots, self.kv_heads, grown, self.head_dim)
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
-                new = torch.zeros(self.slots, self.kv_heads, grown, self.head_dim, dtype=self.dtype)
+                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 if old.numel():
                     new[:, :, : self.length] = old
                 store[layer] = new
         self.length = grown
 
-    def begin_prefill(self) -> None:
-        """The next forward pass is over whole prompts."""
-        self._prefill, self._fresh = True, []
+    def release(self) -> None:
+        """Let go of all memory; what the rows held is gone."""
+        self.length = 0
+        self._keys = [torch.empty(0) for _ in range(self._layers_count)]
+        self._values = [torch.empty(0) for _ in range(self._layers_count)]
 
-    def adopt(self, source: int, length: int, rows: slice) -> None:
-        """Copy prompt `source` of the last prefill, `length` positions, into the slots `rows`."""
-        for layer, (keys, values) in enumerate(self._fresh):
-            self._keys[layer][rows, :, :length] = keys[source, :, :length]
-            self._values[layer][rows, :, :length] = values[source, :, :length]
-
-    def end_prefill(self) -> None:
-        """Let go of the last prefill's keys and values."""
-        self._prefill, self._fresh = False, []
+    def begin_fill(self, fills: list[Fill]) -> None:
+        """The next forward pass computes these rows, in this order, padded on the right to the longest."""
+        self._fills = fills
+        self._upto = max(f.start + len(f.tokens) for f in fills)
 
     def begin_decode(self, positions: torch.Tensor) -> None:
         """The next forward pass adds one token at `positions` [rows] of the first rows."""
-        self._rows = torch.arange(len(positions))
+        self._fills = []
+        self._rows = torch.arange(len(positions), device=self.device)
         self._positions = positions
-        self._upto = int(positions.max()) + 1
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a row, to keep the active ones at the front."""
+        """Copy a row's first positions to another."""
         for store in (self._keys, self._values):
             for tensor in store:
                 tensor[target, :, :length] = tensor[source, :, :length]
+
+    def share(self, source: int, targets: slice, length: int) -> None:
+        """Copy a row's first positions to several others."""
+        for store in (self._keys, self._values):
+            for tensor in store:
+                tensor[targets, :, :length] = tensor[source, :, :length]
+
+    def exchange(self, one: int, other: int, length: int) -> None:
+        """Two rows change places; `length` is that of the longer one."""
+        for store in (self._keys, self._values):
+            for tensor in store:
+                kept = tensor[one, :, :length].clone()
+                tensor[one, :, :length] = tensor[other, :, :length]
+                tensor[other, :, :length] = kept
+
+    def copy_out(self, row: int, length: int) -> torch.Tensor:
+        """A row's first positions, [2, layers, kv_heads, length, head_dim]."""
+        return torch.stack([torch.stack([t[row, :, :length] for t in store]) for store in (self._keys, self._values)])
+
+    def copy_in(self, row: int, held: torch.Tensor, length: int) -> None:
+        """Put the first `length` positions of what copy_out gave into a row."""
+        for store, kept in zip((self._keys, self._values), held, strict=True):
+            for tensor, layer in zip(store, kept, strict=True):
+                tensor[row, :, :length] = layer[:, :length]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the model's attention with [rows, kv_heads, new, head_dim]."""
-        if self._prefill:
-            self._fresh.append((key_states, value_states))
-            return key_states, value_states
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[self._rows, :, self._positions] = key_states[:, :, 0]
-        values[self._rows, :, self._positions] = value_states[:, :, 0]
-        rows = len(self._rows)
-        return keys[:rows, :, : self._upto], values[:rows, :, : self._upto]
+        if not self._fills:
+            keys[self._rows, :, self._positions] = key_states[:, :, 0]
+            values[self._rows, :, self._positions] = value_states[:, :, 0]
+            rows = len(self._rows)
+            return keys[:rows], values[:rows]
+        for at, (row, start, tokens) in enumerate(self._fills):
+            keys[row, :, start : start + len(tokens)] = key_states[at, :, : len(tokens)]
+            values[row, :, start : start + len(tokens)] = value_states[at, :, : len(tokens)]
+        if not any(f.start for f in self._fills):
+            return key_states, value_states  # nothing lies before them
+        rows_of = [f.row for f in self._fills]
+        return keys[rows_of, :, : self._upto], values[rows_of, :, : self._upto]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always passed explicitly; the model needs no count from here."""

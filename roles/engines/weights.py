@@ -19,24 +19,35 @@ def model_layout(model: torch.nn.Module, dtype: torch.dtype) -> Layout:
 class FlatWeights:
     """Two flat buffers for a model's weights. Parameters point into the active one; a fetch fills the standby one.
 
-    A swap only moves pointers, so it costs no copy while sequences wait.
+    A swap only moves pointers, so it costs no copy while sequences wait. On another device than the CPU a third
+    buffer, in this process' memory, takes what is fetched (`load` brings it over).
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._dtype, self._device = model, dtype, device
         self.layout = model_layout(model, dtype)
-        self._buffers = [torch.zeros(self.layout.nbytes, dtype=torch.uint8) for _ in range(2)]
-        self._active = 0
+        self._active = self._new(device)
+        self._standby: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
         for entry, parameter in zip(self.layout.entries, model.parameters(), strict=True):
-            view = self._view(0, entry)
+            view = self._view(self._active, entry)
             view.copy_(parameter.data)
             parameter.data = view
             parameter.requires_grad_(False)
 
-    def standby(self) -> memoryview:
-        """The bytes of the buffer that is not in use, writable."""
-        array: NDArray[np.uint8] = self._buffers[1 - self._active].numpy()
+    def standby(self, *, base: bool = False) -> memoryview:
+        """The bytes that a fetch fills, writable; with `base` they hold the weights in use."""
+        target = self._target()
+        if base:
+            target.copy_(self._active)
+        array: NDArray[np.uint8] = target.numpy()
         return array.data
+
+    def load(self) -> None:
+        """What was fetched is complete: bring it to the device."""
+        if self._host is not None:
+            self._standby = self._standby if self._standby is not None else self._new(self._device)
+            self._standby.copy_(self._host)
 
     def check(self, layout: Layout) -> None:
         """Refuse a publication of another model before a byte of it is used.
@@ -56,10 +67,38 @@ class FlatWeights:
 
     def flip(self) -> None:
         """Point the parameters at the standby buffer."""
-        self._active = 1 - self._active
+        assert self._standby is not None
+        self._active, self._standby = self._standby, self._active
+        self._point()
+
+    def release(self) -> None:
+        """Let go of all memory on the device, and of what a fetch would fill; the weights in use stay in memory."""
+        self._standby = None
+        if self._device.type == "cpu":
+            return
+        self._host = self._active.cpu()
+        self._active = self._host
+        self._point()
+
+    def resume(self) -> None:
+        """The weights in use are on the device again."""
+        self._active = self._active.to(self._device)
+        self._point()
+
+    def _point(self) -> None:
         for entry, parameter in zip(self.layout.entries, self._model.parameters(), strict=True):
             parameter.data = self._view(self._active, entry)
 
-    def _view(self, buffer: int, entry: TensorEntry) -> torch.Tensor:
-        raw = self._buffers[buffer][entry.offset : entry.offset + entry.nbytes]
+    def _target(self) -> torch.Tensor:
+        if self._device.type == "cpu":
+            self._standby = self._standby if self._standby is not None else self._new(self._device)
+            return self._standby
+        self._host = self._host if self._host is not None else self._new(torch.device("cpu"))
+        return self._host
+
+    def _new(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
+
+    def _view(self, buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+        raw = buffer[entry.offset : entry.offset + entry.nbytes]
         return raw.view(self._dtype).view(entry.shape)
