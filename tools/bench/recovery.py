@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,10 @@ def ray_rows(kills: int) -> list[dict[str, Any]]:
     out = peer_env.run("ray_recovery.py", [str(kills), "torch"], timeout_s=RAY_TIMEOUT_S)
     if out is None:
         return []
-    told = json.loads(out.strip().splitlines()[-1])
+    told = last_object(out)
+    if told is None:
+        print(f"peers/ray_recovery.py told nothing that can be read: {out[-500:]!r}", file=sys.stderr)
+        return []
     found = [
         row("Ray: ray.init", None, peers={"ray": told["init_s"]}),
         row("Ray: eight trivial actors answer", None, peers={"ray": told["eight_actors_s"]}),
@@ -129,6 +132,18 @@ def ray_rows(kills: int) -> list[dict[str, Any]]:
         name = f"Ray: actor that imports {imports} answers again, {which}"
         found.append(row(name, None, peers={"ray": value}, p50=over(times).get("p50"), n=len(times)))
     return found
+
+
+def last_object(text: str) -> dict[str, Any] | None:
+    """The last line that is a JSON object: a peer's own words may come behind it."""
+    for line in reversed(text.splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
 
 
 def up_rows(folder: Path) -> list[dict[str, Any]]:
@@ -141,28 +156,33 @@ def up_rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """All that was asked for."""
-    parts, quick = options.only, options.quick
+def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """All that was asked for, and the parts that failed: an hour's measurements are not lost by one of them."""
+    quick = options.quick
     count = options.kills or (QUICK_KILLS if quick else KILLS)
+    steps, prompts = (40, 16) if quick else (options.steps, options.prompts)
+    parts: dict[str, Callable[[], Iterable[list[dict[str, Any]]]]] = {
+        "toys": lambda: (rows_of(s, k, "no model") for s, k in cases.toys(folder, count, options.seed).items()),
+        "tiny": lambda: (rows_of(s, k, "tiny") for s, k in cases.tiny(folder, count, options.seed, ROLES).items()),
+        "smollm": lambda: (
+            rows_of(s, k, "SmolLM2") for s, k in cases.smollm(folder, min(count, SMOLLM_KILLS), options.seed).items()
+        ),
+        "ettr": lambda: [ettr_rows(cases.trained_under_faults(folder, steps, prompts, 0.1, options.seed))],
+        "up": lambda: [up_rows(folder)],
+        "ray": lambda: [ray_rows(3 if quick else 20)],
+    }
     found: list[dict[str, Any]] = []
-    if "toys" in parts:
-        for slot, killed in cases.toys(folder, count, options.seed).items():
-            found += rows_of(slot, killed, "no model")
-    if "tiny" in parts:
-        for slot, killed in cases.tiny(folder, count, options.seed, ROLES).items():
-            found += rows_of(slot, killed, "tiny")
-    if "smollm" in parts:
-        for slot, killed in cases.smollm(folder, min(count, SMOLLM_KILLS), options.seed).items():
-            found += rows_of(slot, killed, "SmolLM2")
-    if "ettr" in parts:
-        steps, prompts = (40, 16) if quick else (options.steps, options.prompts)
-        found += ettr_rows(cases.trained_under_faults(folder, steps, prompts, 0.1, options.seed))
-    if "up" in parts:
-        found += up_rows(folder)
-    if "ray" in parts:
-        found += ray_rows(3 if quick else 20)
-    return found
+    failed: list[str] = []
+    for name in (part for part in PARTS if part in options.only):
+        try:
+            for rows in parts[name]():
+                found += rows
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                raise
+            failed.append(name)
+            print(f"part {name} failed: {error!r}", file=sys.stderr)
+    return found, failed
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -193,12 +213,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = Path(tempfile.mkdtemp(prefix="recovery-bench-"))
     try:
-        rows = measure(options, folder)
+        rows, failed = measure(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(rows)
     if options.json:
         print(json.dumps(rows))
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

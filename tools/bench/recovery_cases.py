@@ -30,7 +30,7 @@ from relax_rt.events import read_events
 from relax_rt.metrics import read_metrics
 from relax_rt.registry.api import RegistryApi
 from relax_rt.supervision.api import RunStatus
-from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, read_json, slot_file
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.queue.api import QueueApi, QueueStats
@@ -185,15 +185,19 @@ class Look(msgspec.Struct, frozen=True):
     full: bool
 
 
+def address_of(status: RunStatus, slot: str) -> str:
+    """Where a system role of this node answers, also while it is away: the socket's place follows from its name."""
+    return f"unix://{RunPaths(status.run_id, Path(status.run_dir)).socket_dir / slot_file(slot, '.sock')}"
+
+
 class Asking:
     """One connection to a system role that is asked again and again."""
 
     def __init__(self, status: RunStatus | None, slot: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._client: Client | None = None
-        address = next((s.address for s in status.slots if s.slot == slot), "") if status is not None else ""
-        if status is not None and address:
-            self._client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+        if status is not None:
+            self._client = Client(address_of(status, slot), make_hello(status.run_id, Incarnation("cli/0", 0)))
 
     def stats(self) -> QueueStats | None:
         """The queue's numbers; None when it does not answer."""
@@ -293,12 +297,9 @@ class Probe:
         return self._loop.run_until_complete(self._ask())
 
     async def _ask(self) -> bool:
-        address = next((s.address for s in self._status.slots if s.slot == self._slot), "") if self._status else ""
-        if not address:
-            # It was away when the run was asked; the socket's place follows from the slot's name.
+        if self._status is None:
             return False
-        assert self._status is not None
-        client = Client(address, make_hello(self._status.run_id, Incarnation("cli/0", 0)))
+        client = Client(address_of(self._status, self._slot), make_hello(self._status.run_id, Incarnation("cli/0", 0)))
         try:
             bound = client.bind(self.api, timeout_s=PROBE_TIMEOUT_S)
             await (bound.versions() if self._slot == "registry/0" else bound.stats())

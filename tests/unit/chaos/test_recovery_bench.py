@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ import recovery_cases as cases
 
 from relax_rt.chaos.ettr import Ettr
 from relax_rt.chaos.timeline import Recovery
+from relax_rt.supervision.api import RunStatus
 
 SLOTS = ("rollout/0", "rollout/1")
 
@@ -78,3 +80,24 @@ def test_detection_is_told_from_the_kill_too_and_may_be_negative() -> None:
     assert rows["exit seen after that, max"]["ours"] == -0.002
     assert rows["exit seen after the kill, max"]["ours"] == 0.010
     assert (rows["replacement ready, max"]["goal"], rows["replacement ready, max"]["holds"]) == (0.5, False)
+
+
+def test_a_system_role_is_found_while_it_is_away() -> None:
+    """After a kill the run knows no address of it until it is back: what was asked then must not be asked in vain."""
+    status = RunStatus(run_id="abc", name="a", run_dir="/runs/a", status="running", agent_pid=1, uptime_s=1.0, slots=[])
+    assert cases.address_of(status, "registry/0") == "unix:///tmp/relax-abc/registry-0.sock"
+
+
+def test_one_part_that_fails_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        recovery.cases, "eight", lambda folder: cases.Up(after_command=1, after_agent=1, after_zygote=1)
+    )
+    monkeypatch.setattr(recovery, "ray_rows", lambda kills: 1 / 0)
+    options = SimpleNamespace(only=["up", "ray"], quick=True, kills=0, steps=1, prompts=1, seed=1)
+    rows, failed = recovery.measure(options, tmp_path)  # type: ignore[arg-type]
+    assert len(rows) == 3 and failed == ["ray"]
+
+
+def test_the_peer_may_say_more_than_its_result() -> None:
+    assert recovery.last_object('[1]\n{"a": 1}\nbye\n3') == {"a": 1}
+    assert recovery.last_object("no") is None
