@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
@@ -106,6 +106,12 @@ class Generation(Protocol):
     @idempotent
     async def load(self) -> EngineReport:
         """How the engine does."""
+
+
+def admissible(version: int, allowed: Sequence[int]) -> bool:
+    """Whether an engine at this version may begin what is wanted of certain versions: the router's word is as old as
+    its news, and a new incarnation may have answered at the old one's address. Without weights it is at version 0."""
+    return version in allowed or version > max(allowed)
 
 
 class _Open:
@@ -224,8 +230,7 @@ class GenerationService:
             return "stopping"
         load = self._engine.load()
         self.intake.observe(time.monotonic(), load.kv_used, len(self._open))
-        # Without weights it is at version 0, and nobody allows that.
-        if load.version not in order.allowed and load.version <= max(order.allowed):
+        if not admissible(load.version, order.allowed):
             return "stale"
         return "" if self.intake.room(len(self._open)) else "full"
 

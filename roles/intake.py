@@ -2,7 +2,7 @@
 
 Above the high-water mark nothing is taken in, and the cap comes down to a share of what is in flight; nothing is taken
 in until the use has fallen to the low-water mark. From there on the cap rises again, by one at a time and only while
-it is what holds work back. Between the marks nothing changes, so that it does not swing with every sequence that ends.
+about as many are in flight. Between the marks nothing changes, so that it does not swing with every sequence that ends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
 
     most: int
     least: int = 1
-    high: float = 0.9
-    low: float = 0.7
+    high: float = 0.85
+    low: float = 0.6
     shrink: float = 0.75
-    every_s: float = 1.0
+    every_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not (1 <= self.least <= self.most and 0 <= self.low < self.high <= 1 and 0 < self.shrink < 1):
@@ -55,7 +55,8 @@ class Intake:
                 self._set(now, max(marks.least, int(min(self.cap, in_flight) * marks.shrink)))
         elif kv_used <= marks.low:
             self.shut = False
-            if self.cap < marks.most and in_flight >= self.cap and self._may_change(now):
+            # Near the cap, not at it: this may be looked at just after one has ended.
+            if self.cap < marks.most and in_flight > marks.shrink * self.cap and self._may_change(now):
                 self._set(now, self.cap + 1)
 
     def room(self, in_flight: int) -> int:

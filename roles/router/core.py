@@ -141,9 +141,10 @@ class RouterCore:
         life = self.lives.get(number)
         if life is None or life.place is None or not life.takes(attempt):
             return []
-        place, before = life.place, len(life.tokens)
-        self.fleet.heard(now, place.slot, sign_of(piece.report))
-        if wrong := life.add(now, piece):
+        self.fleet.heard(now, life.place.slot, sign_of(piece.report))
+        place, before = self._who_answers(now, life, piece.report.epoch), len(life.tokens)
+        older = f"an older incarnation, #{piece.report.epoch}, answers" if piece.report.epoch < place.epoch else ""
+        if wrong := older or life.add(now, piece):
             # Left too: the engine thinks that it still has the sequence.
             self._lose(now, life, f"{place.slot}#{place.epoch}: {wrong}", close=True)
             return self._done(now)
@@ -238,7 +239,9 @@ class RouterCore:
             life, lag = self.lives[number], self.lives[number].wanted.lag
             if lag not in nowhere:
                 candidates = loads.candidates(now, lag)
-                slot = choose(_need(life), candidates)
+                # Where it was lost once it goes only if there is nobody else.
+                others = [c for c in candidates if (c.slot, self.fleet.engines[c.slot].epoch) not in life.lost_with]
+                slot = choose(_need(life), others or candidates)
                 if slot:
                     self._place(now, life, slot)
                     loads.add(slot, life)
@@ -281,6 +284,16 @@ class RouterCore:
         states = ", ".join(self.fleet.why_not(slot, lag) for slot in sorted(self.fleet.engines)[:8])
         return f"an engine at version {version}{near}: {states}"
 
+    def _who_answers(self, now: float, life: Life, epoch: int) -> Place:
+        """Where the request is: a new incarnation may have taken the old one's address before the stream was opened."""
+        place = life.place
+        assert place is not None
+        if epoch > place.epoch:
+            self.fleet.left(place.slot, place.epoch)
+            place = life.place = Place(place.attempt, place.slot, epoch)
+            self.fleet.took(now, place.slot, epoch)
+        return place
+
     def _turned_away(self, now: float, life: Life, place: Place, piece: Piece) -> None:
         """Its engine did not begin it, or gives it up because it stops."""
         reason = piece.turned_away or "aborted"
@@ -299,7 +312,9 @@ class RouterCore:
 
     def _lose(self, now: float, life: Life, why: str, *, close: bool = False) -> None:
         self.counts["lost"] += 1
-        self._leave(life) if close else self._release(life)
+        if close and life.place is not None:
+            self._actions.append(Close(life.number, life.place))
+        self._unwork(life)
         life.lose(why)
         if life.outcome is not None:
             self._end(life)
@@ -313,9 +328,12 @@ class RouterCore:
             self._release(life)
 
     def _release(self, life: Life) -> None:
+        self._unwork(life)
+        life.place = None
+
+    def _unwork(self, life: Life) -> None:
         if life.place is not None:
             self.fleet.left(life.place.slot, life.place.epoch)
-            life.place = None
 
     def _end(self, life: Life) -> None:
         assert life.outcome is not None

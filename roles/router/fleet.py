@@ -94,6 +94,8 @@ class Engine:
     stuck_why: str = ""
     doubted_at: float = 0.0
     given_up: bool = False
+    on_trial: bool = False
+    """It was stuck, has nothing to do now, and gets one sequence to show that it works again."""
     sign: Sign | None = None
     working_then: int = 0
     """`working` at the time of the sign."""
@@ -137,7 +139,7 @@ class Fleet:
             engine.told = member.state
             engine.version = max(engine.version, member.version)
             if member.progress > engine.progress:
-                engine.progress = member.progress
+                engine.progress, engine.on_trial = member.progress, False
                 self._progressed(now, engine)
 
     def commit(self, records: Sequence[VersionRecord]) -> None:
@@ -171,7 +173,11 @@ class Fleet:
         moved, engine.generated = sign.generated > engine.generated, max(engine.generated, sign.generated)
         engine.sign, engine.working_then = sign, engine.working
         engine.lost_why, engine.given_up = "", engine.given_up and bool(engine.stuck_why)
-        if moved or not (sign.outstanding_tokens or engine.working):
+        if moved:
+            engine.on_trial = False
+            self._progressed(now, engine)
+        elif not (sign.outstanding_tokens or engine.working):
+            engine.on_trial = engine.on_trial or bool(engine.stuck_why)
             self._progressed(now, engine)
 
     def lost(self, now: float, slot: str, epoch: int, why: str) -> None:
@@ -270,6 +276,8 @@ class Fleet:
         engine = self.engines[slot]
         if now < engine.full_until:
             return 0
+        if engine.on_trial:
+            return 1 - engine.working
         if engine.sign is None:
             return first_room - engine.working
         return engine.sign.room - (engine.working - engine.working_then)

@@ -16,6 +16,9 @@ from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.generation import Piece
 from relax_rt.transport.queue.api import VersionSpan
 
+OF_ONE = 3
+"""How often each of as many engines as may be lost with a request may be lost: connections end without a death too."""
+
 Kind = Literal["done", "cancelled", "late", "failed"]
 
 
@@ -90,6 +93,8 @@ class Life:
         self.outcome: Outcome | None = None
         self.waiting_on = "its turn"
         self.losses: list[str] = []
+        self.lost_with: set[tuple[str, int]] = set()
+        """Incarnations that were lost while they had it."""
         self.engines: list[str] = []
         self.long = False
         self._most_losses = most_losses
@@ -164,11 +169,13 @@ class Life:
         return ""
 
     def lose(self, why: str) -> None:
-        """The engine that had it was lost; too often, and it has failed."""
+        """The engine that had it was lost; if that were too many, or it was too often, it has failed."""
+        assert self.place is not None
+        self.lost_with.add((self.place.slot, self.place.epoch))
         self.give_back(why)
         self.losses.append(why)
-        if len(self.losses) >= self._most_losses:
-            self._end("failed", why=f"{len(self.losses)} engines were lost with it: " + "; ".join(self.losses))
+        if len(self.lost_with) >= self._most_losses or len(self.losses) >= OF_ONE * self._most_losses:
+            self._end("failed", why=f"{len(self.lost_with)} engines were lost with it: " + "; ".join(self.losses))
 
     def give_back(self, why: str) -> None:
         """The engine that had it did not want it, or wants it no more: it waits again."""
