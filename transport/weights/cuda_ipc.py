@@ -1,0 +1,260 @@
+"""Weights for engines on the trainer's own device: shown to them by CUDA IPC, one copy on the device.
+
+The trainer's process owns the memory and says in a file of the node's stage folder where it lies, which version it is,
+and who it is itself. A reader holds a shared lock on the file's pin while it copies, so that the memory is not filled
+anew below it; the kernel drops a dead reader's lock. A dead *owner* takes its memory along: a reader looks before and
+after its copy whether the owner lives, and holds the copy against the digests in any case.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused
+from relax_rt.transport.process_stat import start_time
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights import device
+from relax_rt.transport.weights.collective.communicator import DeviceMemory
+from relax_rt.transport.weights.device import DeviceBuffer, DeviceFailed, DeviceView
+from relax_rt.transport.weights.manifest import Manifest, bucket_digest, bucket_slices
+
+SLOTS = 2
+"""One version that readers may be at, one that is being made."""
+COPY_TIMEOUT_S = 60.0
+
+
+class Export(msgspec.Struct, frozen=True):
+    """A version in device memory.
+
+    Attributes:
+        buckets: digests of the buckets as the device computes them.
+        pin: name of the file that readers lock.
+        pid, started: its owner's process.
+    """
+
+    version: int
+    digest: str
+    memory: DeviceMemory
+    buckets: tuple[str, ...]
+    pin: str
+    pid: int
+    started: int
+
+
+def _export_path(folder: Path, version: int) -> Path:
+    return folder / f"v{version:08d}.cuda"
+
+
+def read_export(folder: Path, version: int) -> Export:
+    """Where a version lies on the device.
+
+    Raises:
+        Gone: nobody shows it, or whoever did is dead.
+    """
+    what = f"weights of policy version {version} on the device"
+    try:
+        export = msgspec.msgpack.decode(_export_path(folder, version).read_bytes(), type=Export)
+    except FileNotFoundError:
+        raise Gone(what, why=f"not shown in {folder}") from None
+    check_owner(export)
+    return export
+
+
+def check_owner(export: Export) -> None:
+    """Raises Gone if the process that owns the memory has ended."""
+    if start_time(export.pid) != export.started:
+        raise Gone(
+            f"weights of policy version {export.version} on the device",
+            why=f"process {export.pid}, which owned their memory, has ended",
+            hint="take them from the node's stage in shared memory",
+        )
+
+
+class CudaStage:
+    """The trainer's side. Its memory is allocated once and filled again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._slots: dict[int, DeviceBuffer] = {}
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def publish(self, manifest: Manifest, fill: Callable[[DeviceView], None]) -> Export:
+        """Show a version to the engines on this device.
+
+        Args:
+            manifest: of the version, as it is staged.
+            fill: puts the weights into the view, as the manifest lays them out, and waits until they are there.
+
+        Raises:
+            OutOfSpace: every slot is pinned by readers. DeviceFailed: see there.
+        """
+        number, pin = self._free_slot()
+        try:
+            buffer = self._buffer(number, manifest.layout.nbytes)
+            view = buffer.view.part(0, manifest.layout.nbytes)
+            fill(view)
+            with device.diagnosed("digests of weights on the device"):
+                buckets = tuple(view.part(s.start, s.stop).digest() for s in bucket_slices(view.nbytes))
+            memory = msgspec.structs.replace(buffer.export(), nbytes=view.nbytes)
+            mine = os.getpid()
+            export = Export(
+                manifest.version, manifest.digest, memory, buckets, f"cuda{number}.pin", mine, start_time(mine)
+            )
+            path = _export_path(self._folder, manifest.version)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(msgspec.msgpack.encode(export))
+            temporary.rename(path)
+            return export
+        finally:
+            os.close(pin)
+
+    def retire(self, committed: int) -> None:
+        """Show no version before the committed one any more."""
+        for path in self._folder.glob("v*.cuda"):
+            if int(path.stem[1:]) < committed:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the memory back. Readers that are at it keep what they have copied, and find the version gone."""
+        self.retire(1 << 62)
+        for buffer in self._slots.values():
+            buffer.free()
+        self._slots.clear()
+
+    def _free_slot(self) -> tuple[int, int]:
+        """A slot that no reader is at, its pin locked; what it held is shown no more. The newest is left alone."""
+        shown = {path: _decoded(path) for path in sorted(self._folder.glob("v*.cuda"))}
+        newest = max((e.version for e in shown.values()), default=0)
+        for number in range(SLOTS):
+            name = f"cuda{number}.pin"
+            holds = {path for path, export in shown.items() if export.pin == name}
+            if any(shown[path].version == newest and shown[path].pid == os.getpid() for path in holds):
+                continue
+            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            for path in holds:
+                path.unlink(missing_ok=True)
+            return number, descriptor
+        raise OutOfSpace("device memory for a version", why="readers hold every slot", hint="see `why`")
+
+    def _buffer(self, number: int, nbytes: int) -> DeviceBuffer:
+        buffer = self._slots.get(number)
+        if buffer is None or buffer.nbytes < nbytes:
+            if buffer is not None:
+                buffer.free()
+            buffer = self._slots[number] = DeviceBuffer(nbytes)
+        return buffer
+
+
+def _decoded(path: Path) -> Export:
+    return msgspec.msgpack.decode(path.read_bytes(), type=Export)
+
+
+class CudaIpcSource:
+    """A committed version in the trainer's device memory, for an engine on the same device. See WeightSource.
+
+    Raises:
+        Gone: the trainer shows it no more, or is dead. Corrupt: another content was committed under its number.
+    """
+
+    def __init__(self, folder: Path, record: VersionRecord, manifest: Manifest) -> None:
+        self.record, self.manifest, self._folder = record, manifest, folder
+        self._export = read_export(folder, record.version)
+        if self._export.digest != record.digest and record.digest:
+            raise Corrupt(
+                f"policy version {record.version}",
+                why=f"committed with digest {record.digest}, shown with {self._export.digest}",
+            )
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource."""
+        with self._pinned() as view:
+            for part, expected in zip(bucket_slices(view.nbytes), self.manifest.buckets, strict=True):
+                device.copy_to_host(into[part], view.part(part.start, part.stop))
+                if bucket_digest(into[part]) != expected:
+                    self._differs(part)
+
+    def copy_to_device(self, into: DeviceView, timeout_s: float = COPY_TIMEOUT_S) -> None:
+        """Fill device memory of this process, and verify what lies there then.
+
+        Raises:
+            Gone, Corrupt: as for copy_into. DeadlineExceeded: the device did not get it done.
+            DeviceFailed: this process's context is lost; nothing on the device may be used.
+        """
+        with self._pinned() as view:
+            device.copy(into.part(0, view.nbytes), view, timeout_s)
+            for part, expected in zip(bucket_slices(view.nbytes), self._export.buckets, strict=True):
+                if into.part(part.start, part.stop).digest() != expected:
+                    self._differs(part)
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """See WeightSource."""
+        raise Refused(f"mapping policy version {self.record.version}", why="it lies in device memory")
+
+    @contextmanager
+    def _pinned(self) -> Iterator[DeviceView]:
+        descriptor = os.open(self._folder / self._export.pin, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Gone(f"policy version {self.record.version}", why="its memory is being filled anew") from None
+            if read_export(self._folder, self.record.version) != self._export:
+                raise Gone(f"policy version {self.record.version}", why="shown again by another incarnation")
+            with device.opened(self._export.memory) as view:
+                yield view
+        except DeviceFailed:
+            # A dead owner is the better answer than the error that its death made.
+            check_owner(self._export)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _differs(self, part: slice) -> None:
+        check_owner(self._export)
+        raise Corrupt(
+            f"weights of policy version {self.record.version}, bytes {part.start}-{part.stop}",
+            why="the copy does not match the digest taken when they were shown",
+        )
+
+
+def sglang_tensors(manifest: Manifest, weights: DeviceView) -> Any:
+    """The version as torch's own tensors on the device, by name, for `sglang_payload`. One copy on the device.
+
+    torch shares only memory that its allocator has made, hence the copy; it must live until the server has loaded it.
+    """
+    import torch
+
+    flat = torch.empty(manifest.layout.nbytes, dtype=torch.uint8, device="cuda")
+    flat.copy_(torch.as_tensor(weights.array(), device="cuda"))
+    torch.cuda.synchronize()
+    return {
+        e.name: flat[e.offset : e.offset + e.nbytes].view(getattr(torch, e.dtype)).view(e.shape)
+        for e in manifest.layout.entries
+    }
+
+
+def sglang_payload(tensors: dict[str, Any]) -> str:
+    """One entry of `serialized_named_tensors` of SGLang's ``/update_weights_from_tensor``: IPC handles, no bytes.
+
+    The receiver opens them on the device of the same *index*: both processes must see the same devices.
+    """
+    import torch.multiprocessing  # noqa: F401 - teaches the pickler below to send handles
+
+    packed = io.BytesIO()
+    ForkingPickler(packed).dump(list(tensors.items()))
+    return base64.b64encode(packed.getvalue()).decode()
