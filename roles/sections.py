@@ -125,6 +125,29 @@ class EvaluationTable(Table):
 Parallel = Annotated[int, Field(ge=1, le=4096)]
 
 
+class SglangTable(Table):
+    """The SGLang server of a slot, where its role has engine = "sglang"."""
+
+    python: str | None = None
+    """Interpreter that has sglang; relative to the config file. Unset: the role's own."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """cpu: for tests and for trying a config out, no faster than embedded. auto: cuda where the machine has a GPU."""
+    arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Further options of `sglang.launch_server`, without the dashes: { "attention-backend" = "fa3" }. They win over
+    ours, save those that the engine rests on."""
+    deterministic: bool = False
+    """Sample each sequence by its own seed, whatever runs beside it: runs can be repeated, at some cost in speed.
+    Otherwise seeds have no effect."""
+    weights: Literal["file", "tensor"] = "file"
+    """How new weights reach the server: a safetensors file in shared memory, or in the requests themselves."""
+    boot_timeout_s: Seconds = 300.0
+    """From the server's start to its first token."""
+    update_timeout_s: Seconds = 120.0
+    """For each step of a weight update; a server that takes longer is given up."""
+    stall_timeout_s: Seconds = 90.0
+    """A server that has sequences and yields no token for this long is given up."""
+
+
 class EngineSettings(RoleSettings):
     """What every role with an inference engine has. `gpus` of a slot, unless given: tensor_parallel x data_parallel
     for sglang, none for embedded."""
@@ -144,6 +167,8 @@ class EngineSettings(RoleSettings):
     """Part of a GPU's memory for weights and KV cache together; the rest is for all else (sglang)."""
     prefill_tokens: Annotated[int, Field(ge=64, le=1 << 20)] = 8192
     """Prompt tokens that one forward pass takes at most (sglang)."""
+    sglang: SglangTable = SglangTable()
+    """The server, with engine = "sglang"."""
 
 
 class RolloutSettings(EngineSettings):
@@ -152,6 +177,12 @@ class RolloutSettings(EngineSettings):
     count: Annotated[int, Field(ge=1, le=4096)] = 1
     groups_in_flight: Annotated[int, Field(ge=1, le=4096)] = 8
     """Groups that one engine works on at the same time."""
+    journal_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 256
+    """Tokens of an unfinished sequence after which they are kept in the queue: when the rollout dies, another goes on
+    behind them. 0: only when it stops in order."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """The KV cache of sequences in flight at a weight update: keep it (later tokens are marked with the older version
+    of the cache), or compute it again under the new weights."""
 
 
 class RewardSettings(RoleSettings):

@@ -1,0 +1,166 @@
+"""Requests to the server, each with a deadline, and the streams of tokens that it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+
+from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_EVENT_BYTES = 64 << 20
+"""One event of a stream: tokens and log-probabilities of some steps of one sequence, routed experts at its end."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """How a sequence ended: stop, length, or abort with a message."""
+
+    type: str
+    message: str = ""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Tokens from `start` to `end` of a request were sampled from this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """What the server says of a request, as far as it is looked at.
+
+    Attributes:
+        id: the request's name.
+        completion_tokens: sampled so far, those of this event included.
+        cached_tokens: positions of the input whose keys and values were there already.
+        output_token_logprobs: (log-probability, token, text).
+        weight_versions: of all sampled tokens; there at the end.
+    """
+
+    id: str
+    finish_reason: Finish | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    weight_versions: list[Span] = []
+    routed_experts: str | None = None
+
+
+class StreamError(msgspec.Struct, frozen=True):
+    """An error that came in the stream."""
+
+    message: str = ""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A piece of one sequence."""
+
+    output_ids: list[int] = []
+    meta_info: Meta | None = None
+    error: StreamError | None = None
+
+
+class ServerRefused(RelaxError):
+    """The server answered, and did not do what it was asked."""
+
+
+_events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+class Client:
+    """One server's endpoints.
+
+    Args:
+        key: the bearer token of this server.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            # Streams are bounded by the sequences that the engine lets run.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),
+            trust_env=False,
+        )
+        self.url = url
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+        """POST (GET without a body) and answer with the decoded object, empty where there was none.
+
+        Raises:
+            ServerRefused: another status than 200, or "success": false.
+            Unreachable, DeadlineExceeded: no answer.
+        """
+        try:
+            data = None if body is None else msgspec.json.encode(body)
+            answer = await self._http.request(
+                "GET" if data is None else "POST",
+                path,
+                content=data,
+                headers={"Content-Type": "application/json"},
+                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            )
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{path} of the SGLang server", why=f"no answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{path} of the SGLang server", why=str(error) or type(error).__name__) from error
+        decoded = _object(answer.content)
+        if answer.status_code != 200 or decoded.get("success") is False:
+            why = str(decoded.get("message") or decoded.get("error") or answer.text[:300])
+            raise ServerRefused(f"{path} of the SGLang server", why=f"{answer.status_code}: {why}")
+        return decoded
+
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[Event]:
+        """Pieces of the sequences of one request as they come; the iteration ends with the last of them.
+
+        Nothing is waited for here beyond the connection: whoever reads judges by progress.
+
+        Raises:
+            ServerRefused: the request is not to its liking.
+            Unreachable: the connection broke before the end.
+        """
+        try:
+            async with self._http.stream("POST", "/generate", json=body) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread())[:500].decode(errors="replace")
+                    raise ServerRefused("/generate of the SGLang server", why=f"{answer.status_code}: {text}")
+                async for event in _decoded(answer):
+                    if event.error is not None:
+                        raise ServerRefused("/generate of the SGLang server", why=event.error.message)
+                    yield event
+        except httpx.HTTPError as error:
+            raise Unreachable("/generate of the SGLang server", why=str(error) or type(error).__name__) from error
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._http.aclose()
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        decoded = msgspec.json.decode(content) if content.strip() else {}
+    except msgspec.DecodeError:
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
+
+
+async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
+    """Server-sent events: lines `data: {…}`, the last one `data: [DONE]`."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > MAX_EVENT_BYTES:
+            raise ProtocolError("the stream of the SGLang server", why=f"a line is longer than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            try:
+                event = _events.decode(line[6:])
+            except msgspec.DecodeError as error:
+                raise ProtocolError("the stream of the SGLang server", why=f"{error}: {line[:200]!r}") from error
+            yield event

@@ -1,0 +1,204 @@
+"""The state of a group's members while they are sampled in pieces. Pure: no I/O, no clock.
+
+A member is sampled in **segments**, each one request of the server, none of which reaches over a change of weights: at
+a swap or a pause running segments end at the next token and go on as new ones behind the tokens they have. So each
+token's version is that of its segment, known while it arrives and not only at the end.
+
+Keys and values survive between segments in the server's prefix cache, which is divided by a salt: a member keeps the
+salt under which its cache was begun, and gets that of the new version where the cache is to be made anew.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from relax_rt.roles.engines.base import Chunk, GroupRequest, extend_spans
+from relax_rt.roles.engines.sglang.client import Event, Meta
+from relax_rt.transport.errors import Corrupt, ProtocolError
+from relax_rt.transport.queue.api import VersionSpan
+
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+
+
+@dataclass(slots=True)
+class Member:
+    """One completion.
+
+    Attributes:
+        order: of its request among all that were submitted.
+        start: tokens of the partial, which are not told again.
+        reported: tokens that chunks have told, those of the partial included.
+        salt: version under which its cache was begun; None before its first segment.
+        kv_version: oldest weights among its keys and values.
+        rid: the running segment's name; empty while there is none.
+        base: tokens that were there when the running segment began.
+        fresh: the running segment has not yielded a token yet.
+    """
+
+    request: GroupRequest
+    index: int
+    order: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    start: int = 0
+    reported: int = 0
+    salt: int | None = None
+    kv_version: int = 0
+    rid: str = ""
+    base: int = 0
+    fresh: bool = True
+    aborted: bool = False
+    finish: str = ""
+    routing: bytes = b""
+
+    @staticmethod
+    def of(request: GroupRequest, index: int, order: int) -> Member:
+        """A member as it is submitted, with the tokens of its partial."""
+        member = Member(request, index, order)
+        if (had := request.partial(index)) is not None:
+            member.tokens, member.logprobs = list(had.tokens), list(had.logprobs)
+            member.spans = list(had.versions)
+            member.start = member.reported = len(had.tokens)
+            member._judge()
+        return member
+
+    @property
+    def left(self) -> int:
+        """Tokens still to come at most."""
+        return max(0, self.request.max_new_tokens - len(self.tokens))
+
+    def begin(self, rid: str, version: int) -> None:
+        """A segment begins under `version`."""
+        if self.salt is None:
+            self.salt = self.kv_version = version
+        self.rid, self.base, self.fresh = rid, len(self.tokens), True
+
+    def renew(self, version: int) -> int:
+        """Its keys and values are computed again under `version`; how many positions that are."""
+        if self.salt is None:
+            return 0
+        self.salt = self.kv_version = version
+        return len(self.request.prompt) + len(self.tokens)
+
+    def take(self, event: Event, version: int) -> int:
+        """Append what an event of the running segment brings; the number of new tokens.
+
+        Raises:
+            ProtocolError: tokens are missing, or come without their log-probabilities.
+            Corrupt: the server sampled them from another version.
+        """
+        meta = event.meta_info
+        assert meta is not None
+        # An aborted segment repeats its last token: what counts is where the event's tokens stand.
+        first = self.base + meta.completion_tokens - len(event.output_ids)
+        if first > len(self.tokens):
+            raise ProtocolError(f"segment {self.rid}", why=f"tokens {len(self.tokens)} to {first} never came")
+        new = event.output_ids[len(self.tokens) - first :]
+        told = meta.output_token_logprobs[-len(new) :] if new else []
+        if [token for _, token, _ in told] != new or any(logprob is None for logprob, _, _ in told):
+            raise ProtocolError(f"segment {self.rid}", why=f"{len(new)} tokens with log-probabilities of {told[:4]}")
+        if odd := [span for span in meta.weight_versions if span.version != str(version) and span.end > span.start]:
+            raise Corrupt(
+                f"segment {self.rid}", why=f"sampled from version {odd[0].version}, and {version} is in place"
+            )
+        if self.fresh and new:
+            self.fresh = False
+            if not meta.cached_tokens:
+                # Nothing of its cache was left: all of it is of these weights.
+                self.kv_version = version
+        for token, (logprob, _, _) in zip(new, told, strict=True):
+            self._append(token, float(logprob or 0.0), version)
+        return len(new)
+
+    def _append(self, token: int, logprob: float, version: int) -> None:
+        at = len(self.tokens)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        extend_spans(self.spans, VersionSpan(at, at + 1, version, self.kv_version))
+
+    def end_segment(self) -> None:
+        """The running segment is over; `finish` says whether the member is, too."""
+        self.rid = ""
+        self._judge()
+        if self.aborted and not self.finish:
+            self.finish = ABORT
+
+    def _judge(self) -> None:
+        if self.tokens and self.tokens[-1] in self.request.stop_ids:
+            self.finish = STOP
+        elif len(self.tokens) >= self.request.max_new_tokens:
+            self.finish = LENGTH
+
+    def chunk(self, *, all_of_it: bool = False) -> Chunk | None:
+        """What is to be told now: at the end all that is untold, before it once it is as much as the request wants."""
+        untold, every = len(self.tokens) - self.reported, self.request.chunk_tokens
+        if not self.finish and not (untold if all_of_it else every and untold >= every):
+            return None
+        at, self.reported = self.reported, len(self.tokens)
+        spans = [VersionSpan(max(s.start, at), s.end, s.version, s.kv_version) for s in self.spans if s.end > at]
+        routing = self.routing if self.finish else b""
+        return Chunk(self.request.id, self.index, at, self.tokens[at:], self.logprobs[at:], spans, self.finish, routing)
+
+
+class Batch:
+    """Members of one request whose segments the server samples in one call."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = {member.rid: member for member in members}
+
+    def of(self, meta: Meta) -> Member:
+        """Whose event it is.
+
+        Raises:
+            ProtocolError: nobody's.
+        """
+        member = self.members.get(meta.id)
+        if member is None or member.rid != meta.id:
+            raise ProtocolError(f"an event of segment {meta.id!r}", why="no such segment is running")
+        return member
+
+    @property
+    def running(self) -> list[Member]:
+        """Those whose segments have not ended."""
+        return [member for rid, member in self.members.items() if member.rid == rid]
+
+
+class Line:
+    """Members that wait for their next segment, in the order of their requests: so interrupted ones go first."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members)
+
+    def add(self, members: Iterable[Member]) -> None:
+        """New ones, or ones that were interrupted."""
+        for member in members:
+            insort(self._members, member, key=_place)
+
+    def take(self, room: int) -> list[Member]:
+        """The next members of one request, at most `room` of them."""
+        if not self._members or room < 1:
+            return []
+        order = self._members[0].order
+        taken = list(takewhile(lambda member: member.order == order, self._members[:room]))
+        del self._members[: len(taken)]
+        return taken
+
+    def drop(self, request: int) -> list[Member]:
+        """Take a request's members out."""
+        out = [member for member in self._members if member.request.id == request]
+        self._members = [member for member in self._members if member.request.id != request]
+        return out
+
+
+def _place(member: Member) -> tuple[int, int]:
+    return member.order, member.index

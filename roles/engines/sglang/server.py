@@ -1,0 +1,220 @@
+"""The server as a supervised child: started on a port of its own, probed, watched, ended with all that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.roles.engines.sglang.client import Client, ServerRefused
+from relax_rt.roles.engines.sglang.options import Boot, Option, as_arguments
+from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
+
+PORT_TRIES = 3
+PROBE_EVERY_S = 0.1
+PROBE_TIMEOUT_S = 5.0
+LOG_MIB = 8
+TAIL_LINES = 12
+TAIL_BYTES = 16 << 10
+PORT_TAKEN = ("address already in use", "port is not available", "is occupied", "port is already in use")
+
+
+class ServerDied(RelaxError):
+    """The server's process ended, or it never came up."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a server lives on this machine.
+
+    Attributes:
+        python: the interpreter that has sglang.
+        folder: private to it, on a short path: sockets, temporary files.
+        log: its output; rotated.
+    """
+
+    python: str
+    folder: Path
+    log: Path
+    environment: dict[str, str]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def read_tail(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log that say something, on one line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(said[-lines:])
+
+
+class Server:
+    """One server process and the client that talks to it.
+
+    Args:
+        options: of `sglang.launch_server`, for what differs from start to start.
+        on_exit: called on the loop when it ends without having been asked to.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        model: Path,
+        options: Callable[[Boot], dict[str, Option]],
+        on_exit: Callable[[RelaxError], None],
+    ) -> None:
+        self._place, self._model, self._options, self._on_exit = place, model, options, on_exit
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._pidfd = self._lifeline = -1
+        self._booting = False
+        self._died = asyncio.Event()
+        self.client: Client
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, whose descendant the server is; 0 when there is none."""
+        return self._guard.pid if self._guard is not None else 0
+
+    async def start(self, timeout_s: float) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            ServerDied: it ended, with its last lines.
+            DeadlineExceeded: it does not answer in time, with its last lines.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._booting = True
+        for attempt in range(PORT_TRIES):
+            try:
+                await self._start_once(deadline, timeout_s)
+                break
+            except ServerDied as error:
+                await self.stop()
+                # Between our look for a free port and its bind another may have taken it.
+                if attempt + 1 == PORT_TRIES or not any(sign in str(error).lower() for sign in PORT_TAKEN):
+                    raise
+            except BaseException:
+                await self.stop()
+                raise
+        self._booting = False
+
+    async def _start_once(self, deadline: float, timeout_s: float) -> None:
+        self._place.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._place.log.parent.mkdir(parents=True, exist_ok=True)
+        key, port = secrets.token_urlsafe(24), free_port()
+        boot = Boot(model=self._model, port=port, name=secrets.token_hex(8), secrets=self._place.folder / "key.yaml")
+        self._write_key(boot.secrets, key)
+        self.client = Client(f"http://127.0.0.1:{port}", key)
+        self._spawn([self._place.python, "-m", "sglang.launch_server", *as_arguments(self._options(boot))])
+        while True:
+            if self._died.is_set():
+                raise self._diagnosis()
+            try:
+                answer = await self.client.call("/model_info", timeout_s=PROBE_TIMEOUT_S)
+            except (Unreachable, DeadlineExceeded, ServerRefused):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        "the start of the SGLang server",
+                        why=f"no answer within {timeout_s:g} s; its last lines: {read_tail(self._place.log)}",
+                        hint=f"see {self._place.log}, or raise sglang.boot_timeout_s",
+                    ) from None
+                await asyncio.sleep(PROBE_EVERY_S)
+                continue
+            if answer.get("served_model_name") != boot.name:
+                raise ProtocolError(f"another server answers at port {port}", why="it took the port before ours did")
+            return
+
+    @staticmethod
+    def _write_key(path: Path, key: str) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f'api-key: "{key}"\n')
+
+    def _spawn(self, command: list[str]) -> None:
+        reading, self._lifeline = os.pipe()
+        try:
+            guard = [sys.executable, "-m", "relax_rt.roles.engines.sglang.guard", "--lifeline", str(reading)]
+            self._guard = subprocess.Popen(
+                [*guard, "--log", str(self._place.log), "--log-mib", str(LOG_MIB), *self._changes(), "--", *command],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(reading,),
+                # Out of the role's group: the guard outlives the role by the moment that it takes to clean up.
+                start_new_session=True,
+            )
+        finally:
+            os.close(reading)
+        self._died.clear()
+        self._pidfd = os.pidfd_open(self._guard.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+
+    def _changes(self) -> list[str]:
+        """How the server's environment differs from ours; the guard runs in ours."""
+        theirs = self._place.environment
+        changed = [f"--set={name}={value}" for name, value in theirs.items() if os.environ.get(name) != value]
+        return [*changed, *(f"--unset={name}" for name in os.environ if name not in theirs)]
+
+    def _exited(self) -> None:
+        self._forget_pidfd()
+        self._died.set()
+        if not self._booting:
+            self._on_exit(self._diagnosis())
+
+    def _forget_pidfd(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _diagnosis(self) -> ServerDied:
+        status = self._guard.wait() if self._guard is not None else 0
+        how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
+        return ServerDied(
+            "the SGLang server ended",
+            why=f"{how}; its last lines: {read_tail(self._place.log) or 'none'}",
+            hint=f"see {self._place.log}",
+        )
+
+    def describe(self) -> str:
+        """Where it is and what it said last, for errors about it."""
+        return f"{self.client.url}, log {self._place.log}, last lines: {read_tail(self._place.log, 3) or 'none'}"
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """End it and all its processes; its folder is removed."""
+        if hasattr(self, "client"):
+            await self.client.close()
+        if self._guard is not None:
+            self._forget_pidfd()
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+            await asyncio.to_thread(self._reap, self._guard, timeout_s)
+            self._guard = None
+        await asyncio.to_thread(shutil.rmtree, self._place.folder, True)
+
+    @staticmethod
+    def _reap(guard: subprocess.Popen[bytes], timeout_s: float) -> None:
+        try:
+            guard.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            # The server dies with the guard, its processes with it.
+            guard.kill()
+            guard.wait()

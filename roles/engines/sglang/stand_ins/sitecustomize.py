@@ -1,0 +1,74 @@
+"""Loaded by each Python process of the server before anything else: what CPU runs need changed in what they import."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+EMPTY = ("torchvision._meta_registrations",)
+"""Modules that want the compiled operators of a package that is installed without them."""
+
+
+def _no_pinning(module: Any) -> None:
+    module._cuda_host_register = lambda *_, **__: None
+
+
+def _cpu_attention_repeats(module: Any) -> None:
+    """torch's own attention sums in the same order for a sequence, whatever runs beside it."""
+    module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    module.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
+
+
+def _nothing_to_replace(module: Any) -> None:
+    """Operators that do not depend on the batch are Triton kernels."""
+    module.enable_batch_invariant_mode = lambda *_, **__: None
+
+
+CHANGED: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": _no_pinning,
+    "sglang.srt.arg_groups.choices": _cpu_attention_repeats,
+    "sglang.srt.batch_invariant_ops.batch_invariant_ops": _nothing_to_replace,
+}
+
+
+class _Changes(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in EMPTY:
+            return importlib.machinery.ModuleSpec(fullname, self)
+        if fullname not in CHANGED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Changed(spec.loader, CHANGED[fullname])
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Changed(importlib.abc.Loader):
+    """A module's own loader, and a change when it is done."""
+
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        self._loader, self._change = loader, change
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        module: types.ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+
+sys.meta_path.insert(0, _Changes())
