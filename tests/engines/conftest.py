@@ -1,0 +1,17 @@
+"""Fixtures of the engines' conformance suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("harness", "conformance")
+
+
+@pytest.fixture(scope="session")
+def conformance_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random model that every engine loads in float32."""
+    from harness import build_model
+
+    return build_model(tmp_path_factory.mktemp("conformance"))
