@@ -1,0 +1,355 @@
+"""The rollout role: asks for groups, has the engine sample them, puts them on the queue, follows the weights.
+
+What the engine has sampled of unfinished sequences is marked in the queue every so many tokens. A rollout that stops
+hands them over, and one that dies loses what it sampled since its last marks: whoever gets the group goes on behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.locations import MODEL_CODE
+from relax_rt.roles.sections import RLConfig, RolloutSettings
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.queue.api import Ticket
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.engines.base import Chunk, Engine, GroupRequest
+    from relax_rt.roles.generation import GenerationService
+    from relax_rt.roles.intake import Intake
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.publication import EngineFailure, WeightFollower
+    from relax_rt.roles.rollout.samples import SampleMaker
+    from relax_rt.roles.rollout.work import Due, Job, Work
+    from relax_rt.transport.queue.client import QueueClient
+    from relax_rt.transport.queue.marking import Begun
+
+ADMIT_WAIT_S = 0.25
+"""Short, because a wait is judged by the engine's version at its start, and a swap makes room at once."""
+METRICS_EVERY_S = 2.0
+LOAD_ALLOWANCE_S = 120.0
+MARKS_EVERY_S = 0.1
+"""Marks that come due within this time go out together."""
+HAND_OVER_S = 8.0
+"""A stopping rollout waits so long for the engine's next token boundary and the queue; [supervision] stop_timeout_s
+is longer."""
+LAST_WORD_S = 4.0
+
+
+class RolloutRole(Role):
+    """One engine. It generates whole groups within the staleness bound and serves nothing before it has the
+    committed weights; when it dies, its tickets lapse and other rollouts go on with the groups."""
+
+    kind: ClassVar[str] = "rollout"
+    tier: ClassVar[int] = 40
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "transformers",
+        "relax_rt.roles.engines.embedded",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.publication",
+        "relax_rt.roles.data.source",
+        "relax_rt.roles.rollout.samples",
+        "relax_rt.roles.generation",
+        "reasoning_gym",
+        "relax_rt.transport.queue.client",
+        *MODEL_CODE,
+    )
+    Settings: ClassVar[type[RoleSettings]] = RolloutSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RolloutSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self._requests = itertools.count(1)
+        self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._complete = self._worked = False
+        self._measured = (0, time.monotonic())
+        self.engine: Engine
+        self.intake: Intake | None = None
+        self.work: Work
+        self.maker: SampleMaker
+        self.tokenizer: ChatTokenizer
+        self.source: PromptSource
+        self.queue: QueueClient
+        self.failure: EngineFailure
+        self.follower: WeightFollower
+        self.generation: GenerationService
+
+    async def setup(self) -> None:
+        from relax_rt.roles.generation import serve_generation
+        from relax_rt.roles.publication import EngineFailure, WeightFollower
+        from relax_rt.transport.queue.client import QueueClient
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load)
+        self.queue = QueueClient(
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
+            slab_bytes=self.config.queue.slab_mib << 20,
+            capacity_bytes=self.config.queue.capacity_mib << 20,
+            length_field="tokens",
+            on_lost=self._lost,
+            fetcher=self.ctx.fetcher,
+            on_wait=self.ctx.progress.waiting,
+        )
+        await self.queue.__aenter__()
+        await self.queue.warm()
+        self.failure = EngineFailure()
+        self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
+        self.generation = serve_generation(self.ctx, self.engine)
+        await self.engine.start(self._arrive, self.failure)
+
+    def _load(self) -> None:
+        from relax_rt.roles.engines import make_engine
+        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+        from relax_rt.roles.rollout.samples import SampleMaker
+        from relax_rt.roles.rollout.work import Work
+
+        folder, sampling = model_folder(self.ctx), self.config.sampling
+        self.tokenizer = load_tokenizer(folder)
+        self.source = self._prompts(config_dir(self.ctx))
+        self.work = Work(self.settings.journal_every_tokens)
+        self.maker = SampleMaker(
+            self.source,
+            self.tokenizer,
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            engine=str(self.ctx.who),
+        )
+        size = self.config.algorithm.group_size
+        slots = max(self.settings.max_sequences, size)
+        self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
+        if self.engine.name != "embedded":
+            # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
+            from relax_rt.roles.intake import Intake, Marks
+
+            self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
+
+    def _prompts(self, folder: Any) -> PromptSource:
+        from relax_rt.roles.data.source import PromptSource
+
+        return PromptSource.load(self.config.data, self.tokenizer, seed=self.config.run.seed, config_dir=folder)
+
+    async def run(self) -> None:
+        ask = asyncio.create_task(self._ask())
+        jobs = [
+            asyncio.create_task(job)
+            for job in (self._follow(), self._deliver(), self._journal(), self._report(), self.failure.wait())
+        ]
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        over: list[asyncio.Task[None]] = []
+        try:
+            finished, _ = await asyncio.wait([stop, ask, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+            ask.cancel()
+            over.append(asyncio.create_task(self._hand_over()))
+            finished, _ = await asyncio.wait([*over, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+        finally:
+            for task in (stop, ask, *jobs, *over):
+                task.cancel()
+            await asyncio.gather(stop, ask, *jobs, *over, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            await self.engine.close(5.0)
+            self._measure()
+        if hasattr(self, "queue"):
+            # The queue may be gone as well: then the tickets lapse.
+            with suppress(RelaxError, TimeoutError):
+                async with asyncio.timeout(LAST_WORD_S):
+                    await self._keep(self.work.take_all())
+                    if self.queue.groups:
+                        await self.queue.give_back(list(self.queue.groups), "the rollout stops")
+            await self.queue.close()
+
+    async def _follow(self) -> None:
+        from relax_rt.roles.publication import committed_versions
+
+        self.ctx.progress.waiting("the first committed weights")
+        async for record in committed_versions(self.ctx):
+            if await self.follower.follow(record):
+                self._complete = record.step >= self.config.algorithm.steps
+                self._room.set()
+
+    # --- groups
+
+    async def _ask(self) -> None:
+        """Keep up to `groups_in_flight` groups in the engine."""
+        while True:
+            await self._wait_for_room()
+            if not self.work.jobs:
+                self.ctx.progress.waiting("admission by the staleness bound")
+            answer = await self.queue.admit(self.follower.record.version, self._free(), wait_s=ADMIT_WAIT_S)
+            if not answer.tickets:
+                if not self.work.jobs:
+                    self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
+                continue
+            self.ctx.progress.waiting("")
+            await self._begin(answer.tickets)
+
+    def _free(self) -> int:
+        """Groups that may be begun now."""
+        free = self.settings.groups_in_flight - len(self.work)
+        if self.intake is None:
+            return free
+        return min(free, -(-self.intake.room(self.work.sequences) // self.config.algorithm.group_size))
+
+    async def _wait_for_room(self) -> None:
+        while self._complete or not self.follower.record.version or self._free() <= 0:
+            if self._complete and not self.work.jobs:
+                self.ctx.progress.waiting("the end of the run: the last step is done")
+            self._room.clear()
+            await self._room.wait()
+
+    async def _begin(self, tickets: list[Ticket]) -> None:
+        begun = [ticket for ticket in tickets if ticket.partials]
+        found = await self.queue.marks.of(begun) if begun else {}
+        requests: list[GroupRequest] = []
+        for ticket in tickets:
+            if ticket.group not in self.queue.groups:
+                continue  # lost meanwhile
+            number, origin = next(self._requests), self.maker.origin(ticket.prompt)
+            request = self._request(number, ticket, origin, found)
+            self.work.begin(number, ticket, request, origin)
+            requests.append(request)
+            if request.partials:
+                had = [len(one.tokens) if one else 0 for one in request.partials]
+                self.ctx.event("group_gone_on_with", group=ticket.group, members=ticket.wanted(), tokens=had)
+        self.engine.submit(requests)
+
+    def _request(self, number: int, ticket: Ticket, origin: bytes, found: dict[Any, Begun]) -> GroupRequest:
+        from relax_rt.roles.engines.base import GroupRequest
+        from relax_rt.roles.rollout.work import partials_of
+
+        sampling, stop_ids = self.config.sampling, self.tokenizer.stop_ids
+        return GroupRequest(
+            id=number,
+            prompt=tuple(self.source.prompt(ticket.prompt).tokens),
+            seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in ticket.wanted()),
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_ids=stop_ids,
+            partials=partials_of(ticket, found, origin, sampling.max_new_tokens, stop_ids),
+            chunk_tokens=self.settings.journal_every_tokens,
+        )
+
+    def _arrive(self, chunks: list[Chunk]) -> None:
+        self.work.arrive(self.generation.sift(chunks))
+        for job in self.work.interrupted():
+            self._give_up([job], "the engine stopped it")
+        self._news.set()
+        self._changed.set()
+
+    def _lost(self, groups: list[int]) -> None:
+        """The queue gave these groups to others (a lapsed lease) or wants them no more: stop working on them."""
+        for number in self.work.lost(groups):
+            self.engine.abort(number)
+        self.ctx.event("groups_lost", groups=groups)
+        self._room.set()
+        self._changed.set()
+
+    # --- what was sampled
+
+    async def _deliver(self) -> None:
+        """Put finished samples on the queue, all that are there at once."""
+        from relax_rt.roles.rollout.samples import as_put, made_record
+
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            finished = self.work.take_finished()
+            if not finished:
+                continue
+            made = [(job, completion, self.maker.make(job, completion)) for job, completion in finished]
+            self.ctx.metrics(made_record(self.ctx.who.slot, made))
+            await self.queue.put_samples([as_put(sample) for _, _, sample in made])
+            if not self._worked:
+                self._worked = True
+                self.ctx.event("first_work", what=f"{len(made)} samples")
+            self.work.put(finished)
+            self._room.set()
+            self._changed.set()
+
+    async def _journal(self) -> None:
+        """Mark what has grown; give back what was handed over, once its tokens are marked."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._keep(self.work.take_due())
+            if over := self.work.take_handed_over():
+                await self.queue.give_back([job.ticket.group for job in over], over[0].ending)
+                self._room.set()
+                self._changed.set()
+            if not self.ctx.stopping.is_set():
+                await asyncio.sleep(MARKS_EVERY_S)
+
+    async def _keep(self, due: Sequence[Due]) -> None:
+        if due:
+            self.work.marked(due, await self.queue.marks.keep([one.mark for one in due]))
+
+    # --- the end
+
+    def _give_up(self, jobs: Sequence[Job], why: str) -> None:
+        for number in self.work.hand_over([job.number for job in jobs], why):
+            self.engine.abort(number)
+        self._changed.set()
+
+    async def _hand_over(self) -> None:
+        """Stop at the next token boundary; what is not finished goes to others, with its tokens."""
+        handed = list(self.work.jobs.values())
+        self.ctx.progress.extend(HAND_OVER_S, "handing sequences over")
+        self._give_up(handed, "the rollout stops")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_S):
+                while self.work.jobs:
+                    self._room.clear()
+                    await self._room.wait()
+        if handed:
+            left = len(self.work.jobs)
+            self.ctx.event("groups_handed_over", groups=len(handed), late=left)
+
+    # --- figures
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_EVERY_S)
+            self._measure()
+
+    def _measure(self) -> None:
+        """One metrics record, of the time since the last one."""
+        load, now = self.engine.load(), time.monotonic()
+        tokens, then = self._measured
+        if self.intake is not None:
+            self.intake.observe(now, load.kv_used, self.work.sequences)
+            self._room.set()
+        # Tokens, not completions: a long sequence is progress before it ends.
+        self.ctx.progress.advance(load.tokens_generated - tokens, f"version {load.version}, {load.running} sequences")
+        self.ctx.metrics(
+            {
+                "kind": "rollout",
+                "slot": self.ctx.who.slot,
+                "version": load.version,
+                "tokens": load.tokens_generated,
+                "tokens_per_s": (load.tokens_generated - tokens) / (now - then),
+                "running": load.running,
+                "waiting": load.waiting,
+                "marked_tokens": self.work.tokens_marked,
+                "gone_on_with_tokens": self.work.tokens_gone_on_with,
+            }
+        )
+        self._measured = (load.tokens_generated, now)

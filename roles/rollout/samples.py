@@ -1,0 +1,103 @@
+"""From what an engine sampled to what the queue gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from relax_rt.roles.columns import generated_columns
+from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.engines.base import Completion
+from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.rollout.work import Job
+from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.queue.client import NewSample
+
+
+class SampleMaker:
+    """Makes the samples of one rollout.
+
+    Args:
+        engine: slot and epoch, for the sample's meta.
+    """
+
+    def __init__(
+        self, source: PromptSource, tokenizer: ChatTokenizer, *, temperature: float, max_new_tokens: int, engine: str
+    ) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self._temperature, self._max_new_tokens, self._engine = temperature, max_new_tokens, engine
+
+    def origin(self, prompt: int) -> bytes:
+        """What a completion of this prompt depends on besides weights and seed: see Mark."""
+        digest = xxhash.xxh3_128(np.array(self._source.prompt(prompt).tokens, np.int32).tobytes())
+        digest.update(f"{self._temperature!r} {self._tokenizer.tokenizer_digest}".encode())
+        return digest.digest()
+
+    def make(self, job: Job, completion: Completion) -> Sample:
+        """The sample of a finished member."""
+        ticket, member = job.ticket, job.member(completion.member)
+        item = self._source.prompt(ticket.prompt)
+        start, total = len(item.tokens), len(item.tokens) + len(completion.tokens)
+        mask, logprobs = np.zeros(total, np.uint8), np.zeros(total, np.float32)
+        mask[start:] = 1
+        logprobs[start:] = completion.logprobs
+        meta = SampleMeta(
+            group=ticket.group,
+            member=member,
+            prompt=ticket.prompt,
+            attempt=ticket.attempt,
+            item=item.item,
+            split=item.split,
+            finish_reason=completion.finish_reason,
+            truncated=completion.finish_reason == "length",
+            sampling={
+                "temperature": self._temperature,
+                "max_new_tokens": self._max_new_tokens,
+                "seed": self._source.sample_seed(ticket.prompt, member, ticket.attempt),
+            },
+            tokenizer_digest=self._tokenizer.tokenizer_digest,
+            template_digest=self._tokenizer.template_digest,
+            turns=[TurnSpan(0, start, "user"), TurnSpan(start, total, "assistant")],
+            engine=self._engine,
+            answer=item.answer,
+            info=item.info,
+        )
+        # Spans of the completion, moved to positions in the whole sample.
+        spans = [VersionSpan(s.start + start, s.end + start, s.version, s.kv_version) for s in completion.versions]
+        tokens = np.array([*item.tokens, *completion.tokens], np.int32)
+        return Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
+
+
+def as_put(sample: Sample) -> NewSample:
+    """As the queue's client takes it."""
+    key = SampleKey(sample.meta.group, sample.meta.member)
+    return NewSample(key, generated_columns(sample), sample.versions)
+
+
+def made_record(slot: str, made: list[tuple[Job, Completion, Sample]]) -> dict[str, Any]:
+    """Our own word of what we made, apart from the queue's: the checker holds the trainer's records against it.
+
+    gone_on_with: of samples that another ticket began, how many tokens, and the digest of these and their
+    log-probabilities as they are in the finished sample.
+    """
+    record: dict[str, Any] = {
+        "kind": "made",
+        "slot": slot,
+        "samples": [(_name(s), content_digest(s), sorted({span.version for span in s.versions})) for _, _, s in made],
+    }
+    begun: dict[str, tuple[int, str]] = {}
+    for job, completion, sample in made:
+        partial = job.request.partial(completion.member)
+        if partial is not None:
+            count, start = len(partial.tokens), len(sample.tokens) - len(completion.tokens)
+            digest = xxhash.xxh3_64(sample.tokens[start : start + count].tobytes())
+            digest.update(sample.behaviour_logprobs[start : start + count].tobytes())
+            begun[_name(sample)] = (count, digest.hexdigest())
+    return {**record, "gone_on_with": begun} if begun else record
+
+
+def _name(sample: Sample) -> str:
+    return f"{sample.meta.group}.{sample.meta.member}"
