@@ -80,8 +80,13 @@ class RegistryApi(Protocol):
     """
 
     @idempotent
-    async def issue_epoch(self, slot: str) -> int:
-        """A new epoch for a new incarnation of the slot; all earlier ones are fenced from here on."""
+    async def issue_epoch(self, slot: str, token: str = "") -> int:
+        """A new epoch for a new incarnation of the slot; all earlier ones are fenced from here on.
+
+        Asked again with the token of the slot's last asking it answers the same, so that an asking whose answer was
+        lost, and that arrives late, fences nobody. A registry that was restarted meanwhile issues another: no process
+        was started under the first then.
+        """
 
     @idempotent
     async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:

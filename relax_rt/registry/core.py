@@ -17,6 +17,7 @@ TICK_S = 0.2
 MAX_TTL_S = 3600.0
 MAX_SLOTS = 65_536
 MAX_GONE = 1024
+MAX_TOKEN = 64
 """Ended members that are remembered; a watcher who is behind the oldest forgotten one gets a snapshot."""
 MAX_ISSUED = 1024
 """Version numbers issued and not yet committed that are remembered."""
@@ -91,6 +92,7 @@ class RegistryCore:
         self._committed = stored.versions[-1] if stored.versions else None
         self._issued = {one.version: one.who for one in stored.issued}
         self._entries: dict[str, Entry] = {}
+        self._asked: dict[str, tuple[str, int]] = {}
         self._deadlines: dict[str, float] = {}
         self._pauses = Pauses(now, TICK_S)
         for entry in stored.entries:
@@ -109,13 +111,21 @@ class RegistryCore:
         entry = self._entries.get(slot)
         return entry.member if entry else None
 
-    def issue_epoch(self, slot: str) -> int:
+    def issued(self, slot: str, token: str) -> int:
+        """The epoch that the slot's last asking got, if this was its token; else 0."""
+        last, epoch = self._asked.get(slot, ("", 0))
+        return epoch if token and token == last else 0
+
+    def issue_epoch(self, slot: str, token: str = "") -> int:
         """See RegistryApi.issue_epoch."""
+        if len(token) > MAX_TOKEN:
+            raise Refused(f"token of {len(token)} characters", why=f"at most {MAX_TOKEN}")
         if not slot or len(slot) > 200:
             raise Refused(f"slot {slot[:40]!r}", why="a slot's name has 1 to 200 characters")
         if slot not in self._entries and len(self._entries) >= MAX_SLOTS:
             raise Refused(f"slot {slot}", why=f"the registry holds {MAX_SLOTS} slots already")
         epoch = self._counters.epoch + 1
+        self._asked[slot] = (token, epoch)
         self._count(Counters(epoch, self._counters.version))
         self._deadlines.pop(slot, None)
         old = self.member(slot)
@@ -269,6 +279,7 @@ class RegistryCore:
         if len(gone) > MAX_GONE:
             oldest = min(gone, key=lambda m: m.revision)
             del self._entries[oldest.who.slot]
+            self._asked.pop(oldest.who.slot, None)
             self._floor = max(self._floor, oldest.revision)
             self.writes.append(Forgotten(oldest.who.slot))
 

@@ -82,11 +82,13 @@ class RegistryService:
         await self._done()
         return who
 
-    async def issue_epoch(self, slot: str) -> int:
+    async def issue_epoch(self, slot: str, token: str = "") -> int:
         """See RegistryApi."""
-        epoch = self.core.issue_epoch(slot)
+        asked_again = self.core.issued(slot, token)
+        epoch = asked_again or self.core.issue_epoch(slot, token)
         await self._done()
-        self._event("epoch_issued", slot=slot, epoch=epoch)
+        if not asked_again:
+            self._event("epoch_issued", slot=slot, epoch=epoch)
         return epoch
 
     async def announce(self, pid: int, address: str, ttl_s: float, node: str = "", remote: str = "") -> Renewed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -61,9 +62,10 @@ class Notices:
         if not self._has_registry:
             self._counted += 1
             return self._counted
+        token = secrets.token_hex(8)
         while True:
             try:
-                return await self._bound_registry().issue_epoch(slot)
+                return await self._bound_registry().issue_epoch(slot, token)
             except (Unreachable, DeadlineExceeded) as error:
                 self._log.info("waiting for the registry to issue an epoch", slot=slot, error=str(error))
                 await asyncio.sleep(RETRY_S)

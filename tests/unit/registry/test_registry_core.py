@@ -321,6 +321,20 @@ def test_forgotten_members_cost_a_watcher_who_missed_them_a_snapshot(monkeypatch
         core.announce(members[0], 1, "", 1.0, 0.0)
 
 
+def test_an_epoch_that_is_asked_for_again_is_the_same() -> None:
+    """An asking whose answer was lost may arrive after the one that was answered: it must not fence who lives."""
+    core, _ = started(0)
+    epoch = core.issue_epoch("rollout/0", "first")
+    assert core.issued("rollout/0", "first") == epoch
+    assert core.issued("rollout/0", "other") == core.issued("rollout/1", "first") == core.issued("rollout/0", "") == 0
+    assert core.issue_epoch("rollout/0", "second") > epoch
+    assert core.issued("rollout/0", "first") == 0, "the last asking alone is kept"
+    core.issue_epoch("rollout/0")
+    assert core.issued("rollout/0", "") == 0, "without a token each asking is a new one"
+    with pytest.raises(Refused, match="token"):
+        core.issue_epoch("rollout/0", "x" * 65)
+
+
 def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "MAX_SLOTS", 2)
     monkeypatch.setattr(core_module, "MAX_ISSUED", 3)

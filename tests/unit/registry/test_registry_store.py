@@ -112,6 +112,20 @@ async def test_nothing_is_acknowledged_once_a_write_has_failed(tmp_path: Path) -
     await again.close()
 
 
+async def test_an_asking_that_comes_twice_fences_nobody(tmp_path: Path) -> None:
+    told: list[str] = []
+    service = RegistryService(
+        Store(tmp_path / "registry.sqlite", "a"),
+        identity=lambda: WHO,
+        event=lambda kind, /, **fields: told.append(kind),
+    )
+    await service.start()
+    answers = await asyncio.gather(*(service.issue_epoch("a/0", "t") for _ in range(3)))
+    assert len(set(answers)) == 1 and told.count("epoch_issued") == 1
+    assert await service.issue_epoch("a/0", "u") == answers[0] + 1
+    await service.close()
+
+
 async def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(RelaxError, match="cannot be used"):
         await Store(tmp_path / "nothing" / "registry.sqlite", "a").open()

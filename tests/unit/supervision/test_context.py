@@ -34,13 +34,15 @@ class Registry:
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.tokens: list[str] = []
         self.announced: list[Incarnation] = []
         self.renewals: list[tuple[str, int, str, int]] = []
         self.left: list[str] = []
         self.gone_ones: list[tuple[Incarnation, str]] = []
         self.error: RelaxError | None = None
 
-    async def issue_epoch(self, slot: str) -> int:
+    async def issue_epoch(self, slot: str, token: str = "") -> int:
+        self.tokens.append(token)
         self.epoch += 1
         return self.epoch
 
@@ -364,6 +366,8 @@ async def test_notices_wait_for_the_system_roles(place: Place, monkeypatch: pyte
     assert not asking.done()
     await place.registry_up()
     assert await asyncio.wait_for(asking, 20) == 1
+    assert await notices.issue_epoch("rollout/0") == 2
+    assert all(place.registry.tokens) and len(set(place.registry.tokens)) == 2, "each asking has a token of its own"
     await until(lambda: len(place.registry.gone_ones) == 2)
     assert [who.slot for who, _ in place.registry.gone_ones] == ["rollout/0", "rollout/1"]
     await notices.close()
