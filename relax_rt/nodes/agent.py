@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -51,6 +52,8 @@ T = TypeVar("T")
 
 EXIT_LOST = 75
 """Exit code of an agent that lost the head: it may be worth while to join again."""
+EXIT_FAULT = 70
+"""Exit code of an agent that found a fault of its own."""
 RETRY_S = 0.1
 GATHER_S = 0.01
 FOLLOW_S = 0.5
@@ -131,8 +134,16 @@ class NodeAgent:
         follower = EventFollower(self.paths.run_dir)
         # What an earlier seat wrote was reported by it.
         follower.poll()
-        work = (self._obey(), self._report(), self._watch_lease(), self._housekeep(), self._follow(follower))
-        tasks = [loop.create_task(one) for one in work]
+        work = {
+            "carrying orders out": self._obey(),
+            "reporting": self._report(),
+            "watching the lease": self._watch_lease(),
+            "housekeeping": self._housekeep(),
+            "telling events": self._follow(follower),
+        }
+        tasks = [loop.create_task(one, name=name) for name, one in work.items()]
+        for task in tasks:
+            task.add_done_callback(self._work_ended)
         try:
             end = await self._over
         finally:
@@ -141,6 +152,15 @@ class NodeAgent:
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._close(server, follower, end)
         return end
+
+    def _work_ended(self, task: asyncio.Task[None]) -> None:
+        """Without any of these a node would only seem to take part: the head starts its slots elsewhere."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        fault = f"{task.get_name()} has failed: {type(error).__name__}: {error}"
+        self._log.error("node agent fault", error=fault, exc_info=error)
+        self._events.emit("supervisor_fault", error=fault, trace="".join(traceback.format_exception(error)))
+        self._finish(over=True, exit_code=EXIT_FAULT, reason=f"fault of the node's agent: {fault}")
 
     async def where(self, slot: str) -> str:
         """See WhereApi."""

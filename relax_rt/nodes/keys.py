@@ -28,10 +28,16 @@ def make_key(folder: Path) -> Path:
         import zmq.utils.z85
 
         write_key(path, zmq.utils.z85.decode(CurveKeys.make().secret).hex())
-    elif (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-        hint = f"chmod 600 {path}; if anybody may have read it, remove it instead: a new one is made"
-        raise Refused(f"key {path} is not for its owner alone", why=f"its mode is {mode:04o}", hint=hint)
+    else:
+        _for_its_owner(path, "if anybody may have read it, remove it instead: a new one is made")
     return path
+
+
+def _for_its_owner(path: Path, otherwise: str) -> None:
+    """Whoever reads the key holds every role of the run."""
+    if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+        hint = f"chmod 600 {path}; {otherwise}"
+        raise Refused(f"key {path} is not for its owner alone", why=f"its mode is {mode:04o}", hint=hint)
 
 
 def write_key(path: Path, text: str) -> None:
@@ -47,7 +53,7 @@ def read_key(path: Path) -> str:
     """A key's text.
 
     Raises:
-        Refused: there is no such file, or it holds no key.
+        Refused: there is no such file, it holds no key, or others than its owner can read or write it.
     """
     try:
         text = path.read_text().strip()
@@ -55,6 +61,7 @@ def read_key(path: Path) -> str:
         hint = f"copy {FILE} of the run directory on the head"
         raise Refused(f"key {path} cannot be read", why=str(error), hint=hint) from error
     curve_keys(text, str(path))
+    _for_its_owner(path, "if anybody may have read it, have the head make a new one")
     return text
 
 

@@ -213,8 +213,10 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> Non
     path.chmod(mode)
     with pytest.raises(RelaxError, match=f"its mode is {mode:04o}.*chmod 600"):
         make_key(tmp_path)
+    with pytest.raises(RelaxError, match=f"its mode is {mode:04o}.*chmod 600"):
+        read_key(path)
     path.chmod(0o600)
-    assert make_key(tmp_path) == path
+    assert make_key(tmp_path) == path and read_key(path)
 
 
 @pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 31, "ab" * 33])

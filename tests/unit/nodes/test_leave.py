@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import structlog
 
 from relax_rt.config.schema import RunConfig
-from relax_rt.nodes.agent import NodeAgent
+from relax_rt.nodes.agent import EXIT_FAULT, NodeAgent
 from relax_rt.nodes.api import Joined, Seat
 from relax_rt.nodes.join import Joiner, Wish
 from relax_rt.nodes.keys import make_key, read_key
@@ -97,3 +98,31 @@ def test_the_joining_process_leaves_only_when_nothing_is_left(
     assert around.calls == ([] if left else ["leave"])
     assert end.over == bool(left), "it does not join again beside what is left"
     assert any("4242" in line for line in said) == bool(left)
+
+
+@pytest.mark.parametrize("name", ["carrying orders out", "reporting", "housekeeping", "telling events"])
+async def test_work_of_an_agent_that_fails_ends_its_part(name: str) -> None:
+    agent: Any = object.__new__(NodeAgent)
+    told = Around([])
+    agent._events, agent.seat, agent._log = told, SEAT, structlog.get_logger()
+    agent._living, agent._local = {"a/0"}, SimpleNamespace(kill=lambda slot, kind, reason: told.calls.append(slot))
+    agent._over = asyncio.get_running_loop().create_future()
+
+    async def fails() -> None:
+        raise KeyError("what nobody thought of")
+
+    task = asyncio.create_task(fails(), name=name)
+    task.add_done_callback(agent._work_ended)
+    end = await asyncio.wait_for(agent._over, 5)
+    assert (end.over, end.exit_code) == (True, EXIT_FAULT) and f"{name} has failed: KeyError" in end.reason
+    assert told.calls == ["supervisor_fault", "a/0"], "its roles are ended at once"
+
+
+async def test_work_that_is_called_off_is_no_fault() -> None:
+    agent: Any = object.__new__(NodeAgent)
+    agent._over = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.add_done_callback(agent._work_ended)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not agent._over.done()
