@@ -37,6 +37,8 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "fault_ended": ("plain", "fault '{name}' in {slot} is over"),
     "zygote_died": ("warning", "a zygote died: {reason}"),
     "zygote_given_up": ("warning", "roles are no longer forked from a zygote: {reason}"),
+    "spare_died": ("warning", "a spare of {role} died: {reason}"),
+    "spares_ended": ("plain", "the spares of {role} are ended: {reason}"),
     "supervisor_fault": ("error", "fault of the supervisor: {error}"),
     "keeper_died": ("warning", "the keeper died; another takes its place"),
     "unkillable": ("error", "these processes could not be killed: {pids}"),

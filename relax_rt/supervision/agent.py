@@ -282,7 +282,6 @@ class Agent:
             StartOrder(
                 slot=start.slot,
                 epoch=epoch,
-                attempt=start.attempt,
                 node=start.node,
                 devices=list(start.devices),
                 gang=place,

@@ -37,7 +37,6 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         slot, epoch: who it will be.
-        attempt: starts of the slot before this one.
         node: where.
         devices: numbers of the GPUs it may use.
         gang: its place in the gang, if its role is one.
@@ -45,7 +44,6 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     slot: str
     epoch: int
-    attempt: int = 0
     node: str = ""
     devices: list[int] = []
     gang: GangOrder | None = None

@@ -71,7 +71,7 @@ class Lifecycle:
         if place.node or place.devices:
             self._emit("slot_placed", s, node=place.node, devices=list(place.devices))
         self._enter(s, "requested", s.spec.spawn_timeout_s)
-        return Start(s.name, s.restarts, place.node, place.devices)
+        return Start(s.name, place.node, place.devices)
 
     def _find_room(self, slots: Sequence[Slot]) -> list[Place] | Waiting:
         if self._placer is None:

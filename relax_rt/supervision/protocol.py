@@ -142,7 +142,6 @@ class Start(msgspec.Struct, frozen=True):
     """Get an epoch and spawn a process for the slot; answered by SlotSpawned and one SlotExited, or SlotExited only."""
 
     slot: str
-    attempt: int = 0
     node: str = ""
     devices: tuple[int, ...] = ()
 

@@ -272,7 +272,7 @@ class Agent(Process):
             places = list(gang_orders(gang, at))
             self.world.meetings[at] = Meeting(gang.generation, len(starts))
         orders = [
-            StartOrder(slot=start.slot, epoch=epoch, attempt=start.attempt, node=start.node, gang=place)
+            StartOrder(slot=start.slot, epoch=epoch, node=start.node, gang=place)
             for start, epoch, place in zip(starts, epochs, places, strict=True)
         ]
         self._order(attempt, orders if all(self.executor(start.node) for start in starts) else [])

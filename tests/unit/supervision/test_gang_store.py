@@ -16,7 +16,7 @@ from relax_rt.supervision.protocol import Start, StartGang
 
 
 def test_ranks_of_one_start_have_one_key_and_the_next_start_another() -> None:
-    gang = StartGang("ranks", 1, [Start("ranks/0", 0, "a", ()), Start("ranks/1", 0, "b", ())])
+    gang = StartGang("ranks", 1, [Start("ranks/0", "a", ()), Start("ranks/1", "b", ())])
     first, again = (gang_orders(gang, Rendezvous("10.0.0.1", 7)) for _ in range(2))
     assert len({order.key for order in first}) == 1 and len({order.key for order in first + again}) == 2
     place = Gang.here(gang_environment(first[1]))
