@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engines
 
 @pytest_asyncio.fixture
 async def driver(conformance_model: Path) -> AsyncIterator[Driver]:
-    traits = Traits(members=5)
+    traits = Traits(members=8)
     engine = EmbeddedEngine(
         conformance_model, dtype="float32", max_sequences=traits.members, threads=1, prefix_positions=0
     )
