@@ -102,6 +102,16 @@ class AlgorithmTable(Table):
     """Divide a group's advantages by their standard deviation (GRPO); False: only the mean is subtracted."""
 
 
+class PublicationTable(Table):
+    """New weights on their way to the engines."""
+
+    ack_timeout_s: Seconds = 60.0
+    """From a commit, or from hearing of it, until an engine must have the weights whole. An engine that is late ends
+    and is started again; the trainer waits for none longer than this."""
+    delta: bool = False
+    """Put what changed since the last acknowledged version beside each version where it is less than half of it."""
+
+
 class CheckpointTable(Table):
     """Checkpoints: complete or absent, in Hugging Face format plus optimizer and queue mark."""
 
@@ -265,5 +275,6 @@ class RLConfig(RunConfig):
     reward: RewardTable
     sampling: SamplingTable = SamplingTable()
     algorithm: AlgorithmTable = AlgorithmTable()
+    publication: PublicationTable = PublicationTable()
     checkpoint: CheckpointTable = CheckpointTable()
     evaluation: EvaluationTable = EvaluationTable()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.locations import MODEL_CODE
-from relax_rt.roles.sections import RLConfig, TrainerSettings
-from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, RelaxError, Unreachable
+from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
+    from relax_rt.roles.publication.publisher import Publisher
     from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
     from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
@@ -31,8 +32,6 @@ FETCH_S = 10.0
 """Short, so that a request to stop is soon seen."""
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = 120.0
-STAGE_WAIT_S = 60.0
-STAGE_RETRY_S = 0.1
 SKIPPED_IN_A_ROW = 5
 """Steps thrown away one after the other before the trainer gives up."""
 
@@ -50,7 +49,7 @@ class TrainerRole(Role):
         "transformers",
         "relax_rt.roles.trainers.torch_backend",
         "relax_rt.roles.trainers.checkpoint",
-        "relax_rt.roles.publication",
+        "relax_rt.roles.publication.publisher",
         "relax_rt.roles.algorithms.batch",
         "relax_rt.transport.queue.client",
         *MODEL_CODE,
@@ -66,13 +65,13 @@ class TrainerRole(Role):
         self._saving: asyncio.Task[None] | None = None
         self._skipped = 0
         self._worked = False
-        self._committed = 0
         self._early = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.backend: TrainerBackend
         self.queue: QueueClient
         self.stage: WeightStage
+        self.publisher: Publisher
         self.store: CheckpointStore
 
     async def setup(self) -> None:
@@ -118,12 +117,15 @@ class TrainerRole(Role):
             await self._saving
         if self.step > self._newest_step():
             await self._save(final=True)
+        await self.publisher.through()
         self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
 
     async def teardown(self) -> None:
         if self._saving is not None:
             # Its failure was raised in `run`, or `run` has a failure of its own to tell.
             await asyncio.gather(self._saving, return_exceptions=True)
+        if hasattr(self, "publisher"):
+            await self.publisher.close()
         if hasattr(self, "queue"):
             await self.queue.close()
         if hasattr(self, "stage"):
@@ -136,7 +138,7 @@ class TrainerRole(Role):
         """
         parent = ROOT
         known = await self.ctx.registry.versions()
-        self._committed = known[-1].version if known else 0
+        self.publisher = self._publisher(known[-1].version if known else ROOT)
         found = await self._restore()
         if found is not None:
             self.step, parent = found.step, found.version
@@ -147,7 +149,21 @@ class TrainerRole(Role):
         version = await self._patiently(self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
         await self.queue.rollback(self.step, self.weights)
-        await self._publish()
+        await self.publisher.begin(self.weights)
+
+    def _publisher(self, committed: int) -> Publisher:
+        from relax_rt.roles.publication.publisher import Publisher
+
+        engines = [name for name, settings in self.config.roles.items() if isinstance(settings, RolloutSettings)]
+        return Publisher(
+            self.ctx,
+            self.stage,
+            self.backend,
+            dtype=published_dtype(self.config),
+            table=self.config.publication,
+            engines=engines,
+            committed=committed,
+        )
 
     async def _restore(self) -> CheckpointState | None:
         """Take the newest checkpoint that can be read; a damaged one is passed over, and said so."""
@@ -168,6 +184,7 @@ class TrainerRole(Role):
         from relax_rt.roles.columns import read_sample
         from relax_rt.roles.sample import content_digest
 
+        self.publisher.check()
         asked = time.monotonic()
         lease = await self._batch()
         if lease is None:
@@ -210,10 +227,10 @@ class TrainerRole(Role):
         from relax_rt.roles.algorithms.batch import set_advantages
 
         set_advantages(samples, self.config.algorithm)
-        return self.backend.step(samples, self.step + 1)
+        return self.backend.step(samples, self.step + 1, self.publisher.weights_may_change)
 
     async def _account(self, lease: LeasedBatch, result: StepResult) -> None:
-        """The step is done: the queue hears of it first, then the weights are published."""
+        """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
         if not result.applied:
             self._skipped += 1
             self.ctx.event("step_skipped", step=self.step + 1, why=result.why)
@@ -227,31 +244,8 @@ class TrainerRole(Role):
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         advice = await self.queue.trained(lease, self.step, self.weights, skipped=not result.applied)
-        await self._publish()
+        await self.publisher.begin(self.weights)
         self._early = advice.checkpoint_now
-
-    async def _publish(self) -> None:
-        """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""
-        deadline = time.monotonic() + STAGE_WAIT_S
-        while True:
-            try:
-                digest = await asyncio.to_thread(self._stage)
-                break
-            except OutOfSpace as error:
-                # Slow readers hold every buffer; their pins end when they have copied or died.
-                if time.monotonic() > deadline:
-                    raise
-                self.ctx.progress.waiting(str(error))
-                await asyncio.sleep(STAGE_RETRY_S)
-        self.ctx.progress.waiting("")
-        record = VersionRecord(
-            self.weights.version, self.weights.parent, self.weights.step, digest, self.weights.changed
-        )
-        self.weights = await self._patiently(lambda: self.ctx.registry.commit_version(record))
-        self._committed = record.version
-        await asyncio.to_thread(self.stage.retire, record.version)
-        self.ctx.event("published", version=record.version, parent=record.parent, step=record.step, digest=digest)
-        await self.ctx.ready(record.version)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """A call of the registry that waits out its absence: the step that was just taken must not be lost for it."""
@@ -267,13 +261,6 @@ class TrainerRole(Role):
             self.ctx.progress.waiting("")
             return answer
 
-    def _stage(self) -> str:
-        dtype = published_dtype(self.config)
-        layout = self.backend.layout(dtype)
-        with self.stage.writing(layout, self._committed) as (file, view):
-            self.backend.export(view, dtype)
-            return self.stage.seal(self.weights.version, layout, file, view).digest
-
     async def _save(self, *, final: bool) -> None:
         """Copy the state aside and write it while training goes on; the last one is waited for."""
         if self._saving is not None:
@@ -281,18 +268,18 @@ class TrainerRole(Role):
         self.ctx.progress.extend(SAVE_ALLOWANCE_S, "taking a checkpoint")
         await asyncio.to_thread(self.backend.snapshot)
         elapsed = self._trained_before_s + time.monotonic() - self._started
-        state = self._state(elapsed)
-        self._saving = asyncio.create_task(self._write(state))
+        assert self.publisher.current is not None
+        self._saving = asyncio.create_task(self._write(self.step, elapsed, self.publisher.current))
         if final:
             await self._saving
 
-    def _state(self, elapsed_s: float) -> CheckpointState:
+    async def _write(self, step: int, elapsed_s: float, publication: asyncio.Task[VersionRecord]) -> None:
         from relax_rt.roles.trainers.checkpoint import CheckpointState
 
-        w = self.weights
-        return CheckpointState(self.step, w.version, w.digest, self.ctx.who.epoch, self.step, elapsed_s)
-
-    async def _write(self, state: CheckpointState) -> None:
+        # The checkpoint names the version by its digest, so it is complete only after the version is.
+        await asyncio.wait([publication])
+        version = publication.result()
+        state = CheckpointState(step, version.version, version.digest, self.ctx.who.epoch, step, elapsed_s)
         began = time.monotonic()
         folder: Path = await asyncio.to_thread(self.store.save, state, self.backend.write)
         await self.queue.committed(state.step, folder.name)

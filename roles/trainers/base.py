@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -42,8 +42,11 @@ class StepResult(msgspec.Struct, frozen=True):
 class TrainerBackend(Protocol):
     """Trains, exports weights and keeps its state. All calls block: run them off the event loop."""
 
-    def step(self, samples: Sequence[Sample], number: int) -> StepResult:
-        """One optimizer step over samples whose advantages are set; one normalisation over all their tokens."""
+    def step(self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = ...) -> StepResult:
+        """One optimizer step over samples whose advantages are set; one normalisation over all their tokens.
+
+        `before_update` is called, and may block, before the weights change.
+        """
 
     def layout(self, dtype: str) -> Layout:
         """Where `export` puts each tensor, by its Hugging Face name."""

@@ -66,11 +66,13 @@ class TorchBackend:
         )
         self._snapshot: dict[str, dict[str, torch.Tensor]] | None = None
 
-    def step(self, samples: Sequence[Sample], number: int) -> StepResult:
+    def step(
+        self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
         with denormals_flushed():
-            return self._step(samples, number)
+            return self._step(samples, number, before_update)
 
-    def _step(self, samples: Sequence[Sample], number: int) -> StepResult:
+    def _step(self, samples: Sequence[Sample], number: int, before_update: Callable[[], None]) -> StepResult:
         trainable = [s for s in samples if s.advantages is not None and bool(s.advantages.any())]
         tokens = sum(int(s.loss_mask.sum()) for s in samples)
         rate = self._learning_rate(number)
@@ -97,6 +99,7 @@ class TorchBackend:
         if trainable:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
+            before_update()
             self._optimizer.step()
         return StepResult(
             applied=True,

@@ -1,0 +1,239 @@
+"""The trainer's side: weights onto the stage and committed while the trainer goes on; who has them is watched."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import TypeVar
+
+import msgspec
+
+from relax_rt.role import RoleContext
+from relax_rt.roles.publication.machine import Late, Lost, Publication, Report, Settled
+from relax_rt.roles.sections import PublicationTable
+from relax_rt.roles.trainers.base import TrainerBackend
+from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.stage import WeightStage
+
+REGISTRY_WAIT_S = 600.0
+STAGE_WAIT_S = 60.0
+COPY_WAIT_S = 300.0
+"""Of an optimizer step for the copy of the weights before it: a buffer's wait and the copy itself."""
+STAGE_RETRY_S = 0.1
+RETRY_S = 0.5
+WATCH_S = 2.0
+
+T = TypeVar("T")
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """A version on the stage, and how long that took.
+
+    Attributes:
+        export_s: until the weights might change again. stage_s: all of it. delta_bytes: 0 where there is no delta.
+    """
+
+    manifest: Manifest
+    delta_bytes: int
+    export_s: float
+    stage_s: float
+
+
+class Publisher:
+    """Publishes one version after the other, each in the background of what the trainer does next.
+
+    The weights are copied to the stage at once; until that is done `weights_may_change` holds the next optimizer step,
+    but not its forward and backward passes. Digests, the delta and the commit need the copy alone. At most one
+    publication is under way. What goes wrong in it is raised by the next call.
+
+    Args:
+        stage: opened under this incarnation's epoch.
+        dtype: of the published weights.
+        engines: roles whose engines follow every version.
+        committed: the newest committed version, 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        ctx: RoleContext,
+        stage: WeightStage,
+        backend: TrainerBackend,
+        *,
+        dtype: str,
+        table: PublicationTable,
+        engines: Collection[str],
+        committed: int,
+    ) -> None:
+        self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
+        self._committed = committed
+        self._machine = Publication(engines, table.ack_timeout_s)
+        self._copied = threading.Event()
+        self._copied.set()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._facts: dict[int, dict[str, float | int]] = {}
+        self._doing = ""
+        self.current: asyncio.Task[VersionRecord] | None = None
+        self._watching = asyncio.create_task(self._watch())
+
+    async def begin(self, weights: VersionRecord) -> None:
+        """Publish the backend's weights as this version; returns when the publication before it is through."""
+        await self.through()
+        self._copied.clear()
+        self.current = asyncio.create_task(self._publish(weights))
+
+    async def through(self) -> None:
+        """Wait until what was begun is committed."""
+        if self.current is None:
+            return
+        if not self.current.done():
+            self._ctx.progress.waiting(f"the publication before: {self._doing}")
+            try:
+                await asyncio.wait([self.current])
+            finally:
+                self._ctx.progress.waiting("")
+        self.current.result()
+
+    def weights_may_change(self) -> None:
+        """Blocks (not the event loop: call it in the trainer's thread) until the weights have been copied."""
+        if not self._copied.wait(COPY_WAIT_S):
+            raise DeadlineExceeded(f"the weights were not copied within {COPY_WAIT_S:g} s", why=self._doing)
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        for task in (self.current, self._watching):
+            if task is not None and task.done():
+                task.result()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = [task for task in (self.current, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # The thread that writes the stage cannot be cancelled; the stage must not be closed under it.
+        await asyncio.to_thread(self._idle.wait, COPY_WAIT_S)
+
+    async def _publish(self, weights: VersionRecord) -> VersionRecord:
+        """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""
+        try:
+            staged = await self._staged(weights.version)
+        finally:
+            self._copied.set()
+        self._doing = f"version {weights.version} is to be committed in the registry"
+        record = VersionRecord(weights.version, weights.parent, weights.step, staged.manifest.digest, weights.changed)
+        record = await self._patiently(lambda: self._ctx.registry.commit_version(record))
+        self._committed = record.version
+        self._facts[record.version] = {
+            "bytes": staged.manifest.layout.nbytes,
+            "delta_bytes": staged.delta_bytes,
+            "export_s": round(staged.export_s, 4),
+            "stage_s": round(staged.stage_s, 4),
+        }
+        self._report(self._machine.committed(record.version, time.monotonic()))
+        await asyncio.to_thread(self._stage.retire, record.version)
+        self._ctx.event(
+            "published",
+            version=record.version,
+            parent=record.parent,
+            step=record.step,
+            digest=record.digest,
+            **self._facts[record.version],
+        )
+        await self._ctx.ready(record.version)
+        return record
+
+    async def _staged(self, version: int) -> Staged:
+        """Wait for a free buffer as long as engines are owed patience; then take one from whoever holds it."""
+        deadline, evict = time.monotonic() + STAGE_WAIT_S, False
+        while True:
+            self._doing = f"version {version} is staged"
+            try:
+                return await asyncio.to_thread(self._write, version, evict)
+            except OutOfSpace as error:
+                now = time.monotonic()
+                if now > deadline:
+                    raise
+                self._doing = str(error)
+                evict = evict or not self._machine.patience_s(now)
+                if evict:
+                    self._ctx.event("weights_evicted", version=version, why=str(error))
+                await asyncio.sleep(STAGE_RETRY_S)
+
+    def _write(self, version: int, evict: bool) -> Staged:
+        self._idle.clear()
+        try:
+            return self._write_stage(version, evict)
+        finally:
+            self._idle.set()
+
+    def _write_stage(self, version: int, evict: bool) -> Staged:
+        layout, began = self._backend.layout(self._dtype), time.monotonic()
+        with self._stage.writing(layout, self._committed, evict=evict) as (file, view):
+            self._backend.export(view, self._dtype)
+            self._copied.set()
+            copied = time.monotonic()
+            manifest = self._stage.seal(version, layout, file, view)
+            base, delta_bytes = self._machine.acknowledged(), 0
+            if self._table.delta and base:
+                delta = self._stage.seal_delta(manifest, view, base)
+                delta_bytes = (self._stage.folder / delta.file).stat().st_size if delta is not None else 0
+        return Staged(manifest, delta_bytes, copied - began, time.monotonic() - began)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """A call of the registry that waits out its absence: the step must not be lost for it."""
+        deadline = time.monotonic() + REGISTRY_WAIT_S
+        while True:
+            try:
+                return await call()
+            except (Unreachable, DeadlineExceeded) as error:
+                if time.monotonic() > deadline:
+                    raise
+                self._doing = f"the registry is away: {error}"
+                await asyncio.sleep(STAGE_RETRY_S)
+
+    async def _watch(self) -> None:
+        """Follow what the engines tell the registry."""
+        revision = 0
+        while True:
+            try:
+                changes = await self._ctx.registry.watch(revision, WATCH_S)
+            except RelaxError:
+                await asyncio.sleep(RETRY_S)
+                self._report(self._machine.tick(time.monotonic()))
+                continue
+            revision = changes.revision
+            self._report(self._machine.members(changes.members, time.monotonic()))
+
+    def _report(self, reports: list[Report]) -> None:
+        for report in reports:
+            match report:
+                case Late(who=who):
+                    facts = {"version": report.version, "has": report.has, "after_s": round(report.after_s, 2)}
+                    self._ctx.event("engine_late", engine=str(who), **facts)
+                    self._ctx.log.warning("an engine is late with new weights", engine=str(who), **facts)
+                case Lost(who=who):
+                    self._ctx.event(
+                        "engine_lost", engine=str(who), version=report.version, has=report.has, why=report.why
+                    )
+                case Settled():
+                    self._settled(report)
+
+    def _settled(self, report: Settled) -> None:
+        facts = self._facts.pop(report.version, {})
+        self._facts.clear()  # of versions that were overtaken before they settled
+        self._ctx.metrics(
+            {
+                "kind": "publication",
+                "version": report.version,
+                "engines": report.whole,
+                "late": report.late,
+                "starting": report.starting,
+                "seconds": round(report.after_s, 4),
+                **facts,
+            }
+        )
