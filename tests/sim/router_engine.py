@@ -23,7 +23,8 @@ ROOM = 6
 
 def length(seed: int) -> int:
     """Of the sequence that belongs to a seed, if nothing bounds it."""
-    return 3 + int(hashlib.blake2b(b"length %d" % seed, digest_size=2).hexdigest(), 16) % 8 ** (1 + seed % 3) % 150
+    drawn = int.from_bytes(hashlib.blake2b(b"length %d" % seed, digest_size=2).digest(), "big")
+    return 3 + drawn % (8, 64, 150)[seed % 3]
 
 
 def token(seed: int, position: int, version: int) -> int:

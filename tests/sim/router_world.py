@@ -1,4 +1,4 @@
-"""A fleet of engines, a registry whose news is late, a network that loses things, callers, and the real router's core."""
+"""A fleet of engines, a registry whose news is late, a network that loses things, callers, and the router's core."""
 
 from __future__ import annotations
 

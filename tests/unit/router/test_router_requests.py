@@ -27,8 +27,10 @@ class LifeMachine(RuleBasedStateMachine):
         super().__init__()
         wanted = Wanted(prompt=(1,), max_new_tokens=MOST, stop_ids=frozenset({STOP}), timeout_s=100.0)
         self.life = Life(1, wanted, 0.0, LOSSES)
-        self.now, self.tokens, self.versions, self.losses, self.end = 0.0, [], [], 0, ""
-        self.sent, self.lost = 0, set()
+        self.now, self.losses, self.end, self.sent = 0.0, 0, "", 0
+        self.tokens: list[int] = []
+        self.versions: list[int] = []
+        self.lost: set[int] = set()
 
     def open(self) -> bool:
         return not self.end and self.life.place is not None
