@@ -1,6 +1,6 @@
 """Is what is learned under chaos the same as what is learned undisturbed? Declared beforehand, with negative controls.
 
-    python tools/soak/equivalence.py [--seeds 1,2,3,4] [--mean-s 5] [--steps 400] [--side-by-side 2] [--json]
+    python tools/soak/equivalence.py [--seeds 1,2,3,4] [--mean-s 5] [--steps 600] [--side-by-side 2] [--json]
 
 For each seed the tiny model is trained three times to the same step: undisturbed; with a process killed every 5 s on
 average, every kind of role alike, registry and queue included; and, as a negative control, undisturbed with rewards
@@ -248,7 +248,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seeds", default="1,2,3,4", help="comma-separated")
     parser.add_argument("--mean-s", type=float, default=5.0, help="mean time between two kills")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--items", type=int, default=1000, help="held out")
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at a time")
     parser.add_argument("--keep", type=Path, help="leave the run directories there")
