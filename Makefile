@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 TEST_JOBS ?= 2
 
-.PHONY: help env up test test-long lint check bench soak clean sglang-cpu-env peer-env
+.PHONY: help env up test test-long test-engines lint check bench soak clean sglang-cpu-env peer-env
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -28,6 +28,9 @@ up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minu
 test: $(STAMP)  ## unit tests and simulations, TEST_JOBS at a time, then whole runs one after the other
 	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile tests/unit tests/golden tests/sim
 	$(BIN)/python -m pytest -m "not long" tests/integration tests/chaos tests/gpu
+
+test-engines: $(STAMP) .venv-sglang/.installed  ## the engines' conformance suite, with a real SGLang server on the CPU
+	$(BIN)/python -m pytest tests/engines
 
 test-long: $(STAMP)  ## runs under faults that take their time
 	$(BIN)/python -m pytest -m long

@@ -11,6 +11,7 @@ from pathlib import Path
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.data.source import PromptSource, check_data
+from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -30,7 +31,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    problems: list[Problem] = []
+    problems: list[Problem] = [*check_sglang(config, config_dir)]
     folder, tokenizer = _model(config, config_dir, problems)
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if source is None:

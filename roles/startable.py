@@ -9,8 +9,10 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
-FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences"})
-"""Keys of the planned tables that this version reads."""
+FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"})
+"""Keys of the planned tables that this version reads. `sglang` may stand there for an engine that is not in use."""
+SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
+"""And those that it reads with engine = "sglang"."""
 PLANNED_ROLES = ("critic", "reference")
 
 
@@ -34,19 +36,20 @@ def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Proble
             message = f"{kind}.count = {table.count}: this version trains in one process"
             yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
     else:
-        own, here = "engine", "embedded"
+        own, here = "engine", table.engine
     if (chosen := getattr(table, own)) != here:
         message = f'{own} = "{chosen}" cannot be started by this version, only planned'
         yield Problem((*path, own), message, f'set {own} = "{here}"; {HINT}')
         return
-    for key in sorted(planned_keys(table)):
+    free = SGLANG_FREE if isinstance(table, EngineSettings) and table.engine == "sglang" else FREE
+    for key in sorted(planned_keys(table, free)):
         if getattr(table, key) != type(table).model_fields[key].default:
             message = f'{key} has no effect with {own} = "{here}" of this version'
             yield Problem((*path, key), message, f"leave it out; {HINT}", at="key")
 
 
-def planned_keys(table: RoleSettings) -> frozenset[str]:
+def planned_keys(table: RoleSettings, free: frozenset[str] = FREE) -> frozenset[str]:
     """The keys of a role's table that say how it is divided over devices, which this version only plans."""
     bases = (TrainedSettings, ShardedSettings, EngineSettings)
     base = next((base for base in bases if isinstance(table, base)), RoleSettings)
-    return frozenset(base.model_fields) - frozenset(RoleSettings.model_fields) - FREE
+    return frozenset(base.model_fields) - frozenset(RoleSettings.model_fields) - free

@@ -16,12 +16,17 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 from relax_rt.supervision import procfs
 
 GRACE_S = 3.0
+TRACKERS_S = 1.0
+SHARED = Path("/dev/shm")
+THEIRS = ("sem.mp-", "psm_", "torch_", "sglang")
+"""Beginnings of names that multiprocessing, torch and SGLang give; others are nobody's business here."""
 PIECE = 1 << 16
 
 
@@ -73,7 +78,45 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return watch(server, options.lifeline, RotatingLog(options.log, options.log_mib << 20))
     finally:
-        procfs.kill_until_none(lambda: procfs.descendants(os.getpid()), reap=True, limit_s=GRACE_S)
+        end_all()
+
+
+def end_all() -> None:
+    """Kill all descendants, and remove the shared memory that only they knew of."""
+    shared: set[Path] = set()
+
+    def workers() -> set[int]:
+        left = {pid for pid in procfs.descendants(os.getpid()) if not is_tracker(pid)}
+        shared.update(path for pid in left for path in shared_memory(pid))
+        return left
+
+    procfs.kill_until_none(workers, reap=True, limit_s=GRACE_S)
+    # multiprocessing's own trackers remove semaphores once all who used them are gone, and end.
+    end = time.monotonic() + TRACKERS_S
+    while procfs.descendants(os.getpid()) and time.monotonic() < end:
+        procfs.reap_all()
+        time.sleep(0.01)
+    procfs.kill_until_none(lambda: procfs.descendants(os.getpid()), reap=True, limit_s=GRACE_S)
+    for path in shared:
+        path.unlink(missing_ok=True)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether this is a resource tracker of multiprocessing."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def shared_memory(pid: int) -> list[Path]:
+    """Segments and semaphores of this process that lie in /dev/shm by a name of their own, not in a run's folder."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return []
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "/dev/shm/" in line}
+    return [path for path in paths if path.parent == SHARED and path.name.startswith(THEIRS)]
 
 
 def _die_with_guard() -> None:

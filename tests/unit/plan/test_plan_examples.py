@@ -99,7 +99,6 @@ def test_up_and_validate_refuse_what_they_cannot_start_yet(capsys: pytest.Captur
         out, err = capsys.readouterr()
         assert out == ""
         assert 'backend = "megatron" cannot be started by this version, only planned' in err
-        assert 'engine = "sglang" cannot be started by this version, only planned' in err
         assert "`relax-rt plan --inventory nodes.toml` plans it" in err
 
 
