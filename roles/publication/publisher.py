@@ -90,12 +90,12 @@ class Publisher:
         """Wait until what was begun is committed."""
         if self.current is None:
             return
-        if not self.current.done():
-            self._ctx.progress.waiting(f"the publication before: {self._doing}")
-            try:
-                await asyncio.wait([self.current])
-            finally:
-                self._ctx.progress.waiting("")
+        try:
+            while not self.current.done():
+                self._ctx.progress.waiting(f"the publication before: {self._doing}")
+                await asyncio.wait([self.current], timeout=RETRY_S)
+        finally:
+            self._ctx.progress.waiting("")
         self.current.result()
 
     def weights_may_change(self) -> None:
@@ -128,12 +128,13 @@ class Publisher:
         record = VersionRecord(weights.version, weights.parent, weights.step, staged.manifest.digest, weights.changed)
         record = await self._patiently(lambda: self._ctx.registry.commit_version(record))
         self._committed = record.version
-        self._facts[record.version] = {
+        facts: dict[str, float | int] = {
             "bytes": staged.manifest.layout.nbytes,
             "delta_bytes": staged.delta_bytes,
             "export_s": round(staged.export_s, 4),
             "stage_s": round(staged.stage_s, 4),
         }
+        self._facts = {record.version: facts}
         self._report(self._machine.committed(record.version, time.monotonic()))
         await asyncio.to_thread(self._stage.retire, record.version)
         self._ctx.event(
@@ -142,7 +143,7 @@ class Publisher:
             parent=record.parent,
             step=record.step,
             digest=record.digest,
-            **self._facts[record.version],
+            **facts,
         )
         await self._ctx.ready(record.version)
         return record
@@ -224,8 +225,7 @@ class Publisher:
                     self._settled(report)
 
     def _settled(self, report: Settled) -> None:
-        facts = self._facts.pop(report.version, {})
-        self._facts.clear()  # of versions that were overtaken before they settled
+        facts = self._facts.get(report.version, {})
         self._ctx.metrics(
             {
                 "kind": "publication",

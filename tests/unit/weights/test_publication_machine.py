@@ -32,6 +32,7 @@ from relax_rt.transport.versions import VersionRecord
 
 TIMEOUT_S = 10.0
 SLOTS = 2
+HALF_LOADED = -1
 OUTCOMES = ["ok", "gone", "corrupt", "refused", "lies", "failed"]
 WEIGHTS = [12, 2, 2, 1, 1, 1]
 
@@ -107,7 +108,7 @@ def test_a_failed_swap_is_the_end_whatever_failed() -> None:
         engine = Receiver(TIMEOUT_S)
         engine.follow(record(1), 0.0)
         engine.fetched(1, 1.0)
-        answer = engine.failed(1, failure, "lost half way", 2.0)  # type: ignore[arg-type]
+        answer = engine.failed(1, failure, "lost half way", 2.0)
         assert isinstance(answer, Out)
         assert "lost half way" in answer.why
 
@@ -160,9 +161,7 @@ def test_an_engine_that_never_catches_up_is_late_although_versions_keep_coming()
     reports: list[Report] = []
     for version in range(2, 15):
         reports += trainer.committed(version, float(version))
-    assert [r for r in reports if isinstance(r, Late)] == [Late(Incarnation("rollout/0", 1), 13, 1, 11.0)] or [
-        r.has for r in reports if isinstance(r, Late)
-    ] == [1]
+    assert [r for r in reports if isinstance(r, Late)] == [Late(Incarnation("rollout/0", 1), 13, 1, 11.0)]
 
 
 def test_the_dead_are_not_waited_for_and_their_successors_count_anew() -> None:
@@ -265,6 +264,7 @@ class Transaction:
             version = engine.action.record.version
             swapping = isinstance(engine.action, Swap)
             if outcome not in ("ok", "lies"):
+                engine.samples = HALF_LOADED if swapping else engine.samples
                 self.take(engine, receiver.failed(version, outcome, outcome, self.now))
             elif not swapping:
                 engine.verified.add(version)

@@ -1,0 +1,297 @@
+"""The trainer's side of a publication: in the background, in order, and held up by no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import structlog
+
+from relax_rt.registry.api import Changes, Member
+from relax_rt.role import RoleContext
+from relax_rt.roles.publication import publisher as module
+from relax_rt.roles.publication.publisher import Publisher
+from relax_rt.roles.sections import PublicationTable
+from relax_rt.roles.trainers.base import TrainerBackend
+from relax_rt.transport.errors import OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.manifest import Layout, layout_of
+from relax_rt.transport.weights.source import DeltaSource, StageSource
+from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage
+
+LAYOUT = layout_of([("w", "bfloat16", (4000,), 8000)])
+SOON_S = 5.0
+
+
+class Registry:
+    """Commits what it is given, and says what a test sets."""
+
+    def __init__(self) -> None:
+        self.committed: list[VersionRecord] = []
+        self.failures: list[Exception] = []
+        self.members: list[Member] = []
+        self.changed = asyncio.Event()
+        self.open = asyncio.Event()
+        self.open.set()
+
+    def say(self, *members: Member) -> None:
+        self.members = list(members)
+        self.changed.set()
+
+    async def watch(self, since: int, wait_s: float) -> Changes:
+        await self.changed.wait()
+        self.changed.clear()
+        return Changes(since + 1, True, self.members)
+
+    async def commit_version(self, record: VersionRecord) -> VersionRecord:
+        await self.open.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.committed.append(record)
+        return record
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def waiting(self, reason: str) -> None:
+        self.waits.append(reason)
+
+
+class Context:
+    def __init__(self) -> None:
+        self.who = Incarnation("trainer/0", 1)
+        self.registry, self.progress = Registry(), Progress()
+        self.log = structlog.get_logger()
+        self.ready_at: list[int] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.records: list[dict[str, Any]] = []
+
+    async def ready(self, version: int) -> None:
+        self.ready_at.append(version)
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+
+class Backend:
+    """Weights that are all of one value, and a copy that takes as long as a test likes."""
+
+    def __init__(self) -> None:
+        self.value = 1
+        self.copying = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def layout(self, dtype: str) -> Layout:
+        return LAYOUT
+
+    def export(self, into: memoryview, dtype: str) -> None:
+        self.copying.set()
+        assert self.go_on.wait(SOON_S)
+        into[:] = b"\x01" * LAYOUT.nbytes
+        into[0] = self.value
+
+
+class World:
+    def __init__(self, folder: Path, **table: Any) -> None:
+        self.folder, self.ctx, self.backend = folder, Context(), Backend()
+        self.stage = WeightStage(folder, 1)
+        self.publisher = Publisher(
+            cast(RoleContext, self.ctx),
+            self.stage,
+            cast(TrainerBackend, self.backend),
+            dtype="bfloat16",
+            table=PublicationTable(**table),
+            engines=["rollout"],
+            committed=0,
+        )
+
+    async def publish(self, version: int) -> None:
+        self.backend.value = version
+        await self.publisher.begin(VersionRecord(version, version - 1, version))
+
+    def source(self, version: int) -> StageSource:
+        return StageSource(self.folder, self.ctx.registry.committed[version - 1])
+
+
+@asynccontextmanager
+async def world_of(folder: Path, **table: Any) -> AsyncIterator[World]:
+    world = World(folder, **table)
+    try:
+        yield world
+    finally:
+        world.backend.go_on.set()
+        await world.publisher.close()
+        world.stage.close()
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():  # noqa: ASYNC110 what is waited for sets no event
+            await asyncio.sleep(0.01)
+
+
+def engine(number: int, version: int) -> Member:
+    return Member(Incarnation(f"rollout/{number}", 10 + number), policy_version=version, state="ready")
+
+
+async def test_the_trainer_goes_on_while_its_weights_are_copied_and_committed(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        world.backend.go_on.clear()
+        world.ctx.registry.open.clear()
+        await asyncio.wait_for(world.publish(1), SOON_S)  # returned: the next step begins
+        changed = asyncio.create_task(asyncio.to_thread(world.publisher.weights_may_change))
+        assert await asyncio.to_thread(world.backend.copying.wait, SOON_S)
+        await asyncio.sleep(0.05)
+        assert not changed.done(), "the optimizer may not touch weights that are being copied"
+        world.backend.go_on.set()
+        await asyncio.wait_for(changed, SOON_S)
+        world.backend.value = 99  # it has: what is published is the version all the same
+        assert world.ctx.registry.committed == []
+        world.ctx.registry.open.set()
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        into = bytearray(LAYOUT.nbytes)
+        world.source(1).copy_into(memoryview(into))
+        assert into[0] == 1
+        assert world.ctx.ready_at == [1]
+
+
+async def test_one_publication_at_a_time_and_the_wait_is_seen(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        world.ctx.registry.open.clear()
+        await world.publish(1)
+        second = asyncio.create_task(world.publish(2))
+        await soon(lambda: any("to be committed" in wait for wait in world.ctx.progress.waits))
+        assert not second.done()
+        world.ctx.registry.open.set()
+        await asyncio.wait_for(second, SOON_S)
+        await world.publisher.through()
+        assert [r.version for r in world.ctx.registry.committed] == [1, 2]
+        assert world.ctx.progress.waits[-1] == ""
+
+
+async def test_a_registry_that_is_away_is_waited_out(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        world.ctx.registry.failures = [Unreachable("registry/0"), Unreachable("registry/0")]
+        await world.publish(1)
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        assert [r.version for r in world.ctx.registry.committed] == [1]
+
+
+@pytest.mark.parametrize("error", [StaleEpoch("trainer/0#1 is fenced"), Refused("commit of policy version 1")])
+async def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path: Path, error: Exception) -> None:
+    async with world_of(tmp_path) as world:
+        world.ctx.registry.failures = [error]
+        await world.publish(1)
+        assert world.publisher.current is not None
+        await asyncio.wait([world.publisher.current])
+        with pytest.raises(type(error)):
+            world.publisher.check()
+        with pytest.raises(type(error)):
+            await world.publish(2)
+        await asyncio.to_thread(world.publisher.weights_may_change)  # nobody hangs for it
+
+
+async def test_readers_that_do_not_let_go_hold_the_trainer_no_longer_than_its_patience(tmp_path: Path) -> None:
+    async with world_of(tmp_path, ack_timeout_s=0.5) as world:
+        world.ctx.registry.say(engine(0, 0), engine(1, 0))
+        kept = []
+        for version in range(1, MAX_BUFFERS + 1):
+            await world.publish(version)
+            await world.publisher.through()
+            with world.source(version).mapped() as view:
+                kept.append(np.frombuffer(view, np.uint8))
+        world.ctx.registry.say(engine(0, MAX_BUFFERS), engine(1, 1))
+        await asyncio.sleep(0.05)
+        began = asyncio.get_running_loop().time()
+        await world.publish(MAX_BUFFERS + 1)
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        waited = asyncio.get_running_loop().time() - began
+        assert waited > 0.2, "the engine that is behind has its time"
+        assert "weights_evicted" in world.ctx.kinds()
+        assert [int(weights[0]) for weights in kept] == list(range(1, MAX_BUFFERS + 1))
+        del view
+
+
+async def test_a_stage_without_room_ends_the_trainer_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STAGE_WAIT_S", 0.2)
+    async with world_of(tmp_path) as world:
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise OutOfSpace("1 MiB for weights", why="No space left on device", hint="enlarge /dev/shm")
+
+        monkeypatch.setattr(world.stage, "writing", full)
+        await world.publish(1)
+        with pytest.raises(OutOfSpace, match="enlarge /dev/shm"):
+            await asyncio.wait_for(world.publisher.through(), SOON_S)
+
+
+async def test_late_and_lost_engines_are_told_and_the_publication_settles(tmp_path: Path) -> None:
+    async with world_of(tmp_path, ack_timeout_s=0.3) as world:
+        world.ctx.registry.say(engine(0, 1), engine(1, 1), engine(2, 1))
+        await asyncio.sleep(0.05)
+        await world.publish(2)
+        await world.publisher.through()
+        gone = Member(Incarnation("rollout/2", 12), policy_version=1, state="gone", detail="SIGKILL")
+        world.ctx.registry.say(engine(0, 2), engine(1, 1), gone)
+        await soon(lambda: "engine_lost" in world.ctx.kinds())
+        await asyncio.sleep(0.4)
+        world.ctx.registry.say(engine(0, 2), engine(1, 1))
+        await soon(lambda: bool(world.ctx.records))
+        events = dict(world.ctx.events)
+        assert events["engine_late"]["engine"] == "rollout/1#11"
+        assert events["engine_late"]["has"] == 1
+        assert events["engine_lost"]["why"] == "gone: SIGKILL"
+        record = world.ctx.records[-1]
+        assert (record["version"], record["engines"], record["late"]) == (2, 1, 1)
+        assert record["bytes"] == LAYOUT.nbytes
+
+
+async def test_a_delta_is_made_against_what_every_engine_has(tmp_path: Path) -> None:
+    async with world_of(tmp_path, delta=True) as world:
+        world.ctx.registry.say(engine(0, 0))
+        await world.publish(1)
+        await world.publisher.through()
+        assert dict(world.ctx.events)["published"]["delta_bytes"] == 0, "nobody has a base yet"
+        world.ctx.registry.say(engine(0, 1))
+        await soon(lambda: bool(world.ctx.records))
+        await world.publish(2)
+        await world.publisher.through()
+        one, two = world.ctx.registry.committed
+        into = bytearray(LAYOUT.nbytes)
+        into[:] = b"\x01" * LAYOUT.nbytes
+        DeltaSource(tmp_path, two, one).copy_into(memoryview(into))
+        assert into[0] == 2
+        published = [fields for kind, fields in world.ctx.events if kind == "published"][-1]
+        assert 0 < published["delta_bytes"] * 10 < published["bytes"]
+
+
+async def test_closing_in_the_middle_waits_for_the_copy(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.backend.go_on.clear()
+    await world.publish(1)
+    assert await asyncio.to_thread(world.backend.copying.wait, SOON_S)
+    closing = asyncio.create_task(world.publisher.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    world.backend.go_on.set()
+    await asyncio.wait_for(closing, SOON_S)
+    world.stage.close()
+    assert world.ctx.registry.committed == []
