@@ -20,7 +20,7 @@ from relax_rt.transport.errors import ProtocolError, Refused, RelaxError
 from relax_rt.transport.faults import fault_of
 from relax_rt.transport.payload import frames
 from relax_rt.transport.payload.frames import Get, Part, Range
-from relax_rt.transport.payload.slabs import Slabs
+from relax_rt.transport.payload.slabs import Served, Slabs
 from relax_rt.transport.payload.sockets import Listening, Wakeup
 from relax_rt.transport.zmq_keys import CurveKeys
 
@@ -62,6 +62,7 @@ class PayloadServer:
     Args:
         shm_dir: where the node's slabs lie.
         spill_dir: where spilled extents lie, if they do on this node.
+        served: something else to give out, instead of the slabs in these folders.
         keys: readers whose key these do not admit get nothing. None: loopback only.
         io_threads: of ZeroMQ; each encrypts for some of the connections.
     """
@@ -72,11 +73,12 @@ class PayloadServer:
         spill_dir: Path | None = None,
         *,
         keys: CurveKeys | None,
+        served: Served | None = None,
         io_threads: int = 2,
         max_reader_ranges: int = 1024,
         max_held_bytes: int = 256 * 1024 * 1024,
     ) -> None:
-        self._slabs = Slabs(shm_dir, spill_dir)
+        self._slabs = served if served is not None else Slabs(shm_dir, spill_dir)
         self._keys = keys
         self._io_threads = io_threads
         self._max_reader_ranges, self._max_held_bytes = max_reader_ranges, max_held_bytes

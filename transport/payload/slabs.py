@@ -4,9 +4,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Protocol
 
 from relax_rt.transport.arena.slab import map_read_only, path_of
 from relax_rt.transport.errors import Corrupt, Gone
+
+
+class Served(Protocol):
+    """What a payload server gives out, by name. Used by its thread alone, which an error of another kind would end."""
+
+    def __len__(self) -> int:
+        """How many are mapped."""
+
+    def range(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes where they lie; they must not change while a view of them is left.
+
+        Raises:
+            RelaxError: they are not to be had; the reader is told.
+        """
+
+    def sweep(self) -> None:
+        """Called now and then: let go of what nobody needs."""
+
+    def clear(self) -> None:
+        """Let go of all."""
 
 
 class Slabs:

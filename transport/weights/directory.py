@@ -22,6 +22,7 @@ import xxhash
 
 from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.fence import fence
 from relax_rt.transport.weights.manifest import Manifest, TensorEntry
 from relax_rt.transport.weights.safetensors_header import (
@@ -322,20 +323,11 @@ def _check_stored(stored: Stored, record: VersionRecord, what: str) -> None:
     manifest = stored.manifest
     if stored.format != FORMAT:
         raise Corrupt(what, why=f"its manifest is of format {stored.format}, this is {FORMAT}")
-    if stored.record.version != record.version or manifest.version != record.version:
+    if stored.record.version != record.version:
         raise Corrupt(what, why=f"the folder says that it is version {stored.record.version}")
-    if record.digest and record.digest != manifest.digest:
-        raise Corrupt(what, why=f"committed with digest {record.digest}, here is {manifest.digest}")
-    names = [entry.name for entry in manifest.layout.entries]
-    if [tensor.name for tensor in stored.tensors] != names or len(set(names)) != len(names):
+    check_manifest(manifest, record, what)
+    if [tensor.name for tensor in stored.tensors] != [entry.name for entry in manifest.layout.entries]:
         raise Corrupt(what, why="the manifest's checksums are not those of its tensors")
-    at = 0
-    for entry in manifest.layout.entries:
-        if entry.offset < at or entry.nbytes < 0:
-            raise Corrupt(f"tensor {entry.name} of {what}", why="it overlaps another one in the manifest")
-        at = entry.offset + entry.nbytes
-    if at > manifest.layout.nbytes:
-        raise Corrupt(what, why="its tensors do not lie inside the layout")
 
 
 def _shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[TensorEntry]]:

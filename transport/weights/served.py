@@ -1,0 +1,138 @@
+"""The stage of a node, given out to other nodes: versions by name, to a payload server's readers.
+
+A version that a reader is at stays pinned for a while after it was retired, or a slow link would never see the end of
+one. At most two are, so that readers elsewhere cannot hold the trainer's buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from relax_rt.transport.errors import Corrupt, Gone
+from relax_rt.transport.interface import idempotent
+from relax_rt.transport.payload.server import PayloadServer
+from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.stage import pinned, read_manifest
+from relax_rt.transport.zmq_keys import CurveKeys
+
+STAGE_DIR = "weights"
+"""The stage's folder in the shared memory of a node."""
+MANIFEST_HEAD = struct.Struct("<8sQ")
+MANIFEST_MAGIC = b"RLXWMAN1"
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_PINNED = 2
+IDLE_S = 5.0
+_NAME = re.compile(r"(manifest|weights)-(\d{1,18})-([0-9a-f]{0,64})")
+
+
+class StageApi(Protocol):
+    """Where the stage of a run is given out to other nodes; the queue's role offers it."""
+
+    @idempotent
+    async def where(self) -> str:
+        """Its ``tcp://host:port``; another one after a restart. Empty in a run of one node."""
+
+
+def manifest_name(version: int, digest: str) -> str:
+    """Under which a version's manifest is served: its length in front (MANIFEST_HEAD), then JSON."""
+    return f"manifest-{version}-{digest}"
+
+
+def weights_name(version: int, digest: str) -> str:
+    """Under which a version's flat buffer is served."""
+    return f"weights-{version}-{digest}"
+
+
+def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
+    """A server of the stage in `folder`, which need not be there yet. Readers without the key get nothing."""
+    return PayloadServer(folder, keys=keys, served=StagedVersions(folder), io_threads=io_threads)
+
+
+class _Pinned(NamedTuple):
+    view: memoryview
+    release: contextlib.ExitStack
+
+
+class StagedVersions:
+    """The versions on a stage, by name, for a payload server."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
+        self._pins: OrderedDict[str, _Pinned] = OrderedDict()
+        self._used: dict[str, float] = {}
+        self._manifest = ("", b"")
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def range(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """See Served.
+
+        Raises:
+            Gone: that version is not on the stage (any more).
+            Corrupt: the name is none of ours, or the range is not inside.
+        """
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise Corrupt(f"{name[:64]!r} on the weight stage", why="that is no name of a version")
+        version, digest = int(found[2]), found[3]
+        whole = self._weights(name, version, digest) if found[1] == "weights" else self._text(name, version, digest)
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
+            raise Corrupt(f"{name} on the weight stage", why=f"bytes {offset} to {offset + nbytes} of {len(whole)}")
+        return whole[offset : offset + nbytes]
+
+    def sweep(self) -> None:
+        """Let go of versions that nobody reads at the moment."""
+        for name in list(self._pins):
+            if self._clock() - self._used[name] > IDLE_S:
+                self._let_go(name)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        for name in list(self._pins):
+            self._let_go(name)
+
+    def _weights(self, name: str, version: int, digest: str) -> memoryview:
+        if name not in self._pins:
+            manifest = self._read(version, digest)
+            while len(self._pins) >= MAX_PINNED:
+                self._let_go(next(iter(self._pins)))
+            stack = contextlib.ExitStack()
+            try:
+                view = stack.enter_context(pinned(self._folder, manifest))
+            except OSError as error:
+                raise Gone(f"weights of policy version {version}", why=str(error)) from error
+            self._pins[name] = _Pinned(view, stack)
+        self._used[name] = self._clock()
+        self._pins.move_to_end(name)
+        return self._pins[name].view
+
+    def _text(self, name: str, version: int, digest: str) -> memoryview:
+        if self._manifest[0] != name:
+            text = msgspec.json.encode(self._read(version, digest))
+            self._manifest = (name, MANIFEST_HEAD.pack(MANIFEST_MAGIC, len(text)) + text)
+        return memoryview(self._manifest[1])
+
+    def _read(self, version: int, digest: str) -> Manifest:
+        what = f"weights of policy version {version}"
+        try:
+            manifest = read_manifest(self._folder, version)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Gone(what, why=f"its manifest cannot be read: {error}") from error
+        if manifest.digest != digest:
+            raise Gone(what, why=f"on the stage it has digest {manifest.digest}")
+        return manifest
+
+    def _let_go(self, name: str) -> None:
+        # What ZeroMQ still sends keeps the mapping, and so the pin, until it is sent or its reader is given up.
+        self._used.pop(name)
+        self._pins.pop(name).release.close()

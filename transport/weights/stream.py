@@ -1,0 +1,379 @@
+"""Weights from the node that holds the stage to the private stage of another one, over ZeroMQ.
+
+The reader asks for ranges and has a window of bytes under way, so neither a reader that stops nor a slow one costs the
+sender anything; it is the payload servers' protocol. Of the engines on a node one fetches, the others wait for it and
+take what it has fetched from the node's own stage. What of a version is already in the buffer, from an attempt that
+broke or from a version before, is seen by the buckets' digests and not fetched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from relax_rt.transport.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    Gone,
+    OutOfSpace,
+    ProtocolError,
+    RelaxError,
+    StaleEpoch,
+    Unreachable,
+)
+from relax_rt.transport.payload.cache import Entry
+from relax_rt.transport.payload.memory import Region
+from relax_rt.transport.payload.peer import Link, Peer, Settings
+from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.checks import check_manifest
+from relax_rt.transport.weights.manifest import Manifest, bucket_digest, bucket_slices
+from relax_rt.transport.weights.served import (
+    MANIFEST_HEAD,
+    MANIFEST_MAGIC,
+    MAX_MANIFEST_BYTES,
+    manifest_name,
+    weights_name,
+)
+from relax_rt.transport.weights.source import StageSource
+from relax_rt.transport.weights.stage import WeightStage
+from relax_rt.transport.zmq_keys import CurveKeys
+
+CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
+CONNECT_TIMEOUT_S = 3.0
+LOCK_FILE = "fetching"
+_POLL_MS = 100
+_LOCK_RETRY_S = 0.02
+_ROOM_RETRY_S = 0.1
+_FRESH_S = 1.0
+"""Bytes that came so lately show that the far end is there and slow."""
+_VERSION = re.compile(r"v(\d{8,18})\.json")
+
+Locate = Callable[[], str]
+"""Where the stage is given out right now; blocks. It may raise Unreachable, and is then asked again."""
+
+
+class _Into(Region):
+    """A place in the stage's buffer, for bytes that arrive."""
+
+    __slots__ = ()
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    def __del__(self) -> None:
+        """The buffer is the stage's: nothing is given back."""
+
+
+class StageMirror:
+    """The private stage of a node that the trainer does not run on. Blocking, for any number of processes at once.
+
+    Args:
+        folder: of this node's stage, in its shared memory.
+        locate: where the stage is served.
+        keys: to prove to the server that this process belongs to the run. None: for a server on loopback.
+        chunk_bytes, window_bytes: of one answer, and asked for at a time.
+        connections: to the server; each is encrypted by one thread (0: one for every four cores, four at most).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        locate: Locate,
+        keys: CurveKeys | None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        window_bytes: int = WINDOW_BYTES,
+        connections: int = 0,
+        on_wait: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.folder = folder
+        self.bytes_in = 0
+        """Fetched since this was made."""
+        self._locate, self._keys, self._on_wait = locate, keys, on_wait
+        connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+        self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
+
+    def source(self, record: VersionRecord, timeout_s: float) -> StageSource:
+        """The version on this node's stage, fetched first if it is not there.
+
+        Raises:
+            Gone: it was retired; a newer one is, or soon will be.
+            Corrupt: what came is not that version, again and again.
+            Unreachable: nothing comes from the other node. DeadlineExceeded: it still came when the time was over.
+            OutOfSpace: no room, or every buffer is pinned by engines of this node.
+            ProtocolError: the far end is no weight server of this version.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        until = time.monotonic() + timeout_s
+        with contextlib.suppress(Gone):
+            return StageSource(self.folder, record)
+        with self._alone(record, until):
+            with contextlib.suppress(Gone):
+                return StageSource(self.folder, record)
+            self._fetch(record, until)
+        self._on_wait("")
+        return StageSource(self.folder, record)
+
+    @contextlib.contextmanager
+    def _alone(self, record: VersionRecord, until: float) -> Iterator[None]:
+        """One fetches for the node. The kernel drops the lock of one that dies, and the next goes on where it was."""
+        descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    what = f"weights of policy version {record.version}"
+                    why = "another process of this node fetches them"
+                    self._on_wait(f"{what}: {why}")
+                    if time.monotonic() > until:
+                        raise DeadlineExceeded(what, why=why) from None
+                    time.sleep(_LOCK_RETRY_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _fetch(self, record: VersionRecord, until: float) -> None:
+        with _Reader(self._locate, self._keys, self._settings, until, self._on_wait) as reader:
+            try:
+                manifest = _read_manifest(reader, record)
+                stage = WeightStage(self.folder, manifest.epoch)
+                try:
+                    self._fill(reader, stage, manifest, until)
+                    stage.retire(record.version)
+                finally:
+                    stage.close()
+            except StaleEpoch as error:
+                raise Gone(f"weights of policy version {record.version}", why=str(error)) from error
+            finally:
+                self.bytes_in += reader.bytes_in
+
+    def _fill(self, reader: _Reader, stage: WeightStage, manifest: Manifest, until: float) -> None:
+        keep = max(
+            (int(found[1]) for path in self.folder.iterdir() if (found := _VERSION.fullmatch(path.name))), default=0
+        )
+        while True:
+            try:
+                with stage.writing(manifest.layout, keep) as (file, view):
+                    try:
+                        reader.weights(manifest, view)
+                        stage.seal(manifest.version, manifest.layout, file, view)
+                    finally:
+                        view.release()
+                return
+            except OutOfSpace as error:
+                # Engines of this node hold every buffer until they have copied or died.
+                if time.monotonic() + _ROOM_RETRY_S > until:
+                    raise
+                self._on_wait(str(error))
+                time.sleep(_ROOM_RETRY_S)
+
+
+class _Reader:
+    """Reads named bytes from a stage's server in the calling thread, over connections that are made anew when lost."""
+
+    def __init__(
+        self,
+        locate: Locate,
+        keys: CurveKeys | None,
+        settings: Settings,
+        until: float,
+        on_wait: Callable[[str], None],
+    ) -> None:
+        self._locate, self._keys, self._settings, self._until, self._on_wait = locate, keys, settings, until, on_wait
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(settings.connections)
+        self._poller = zmq.Poller()
+        self._numbers = itertools.count(1)
+        self._peer: Peer | None = None
+        self._trouble = "not connected yet"
+        self._attempts = 0
+        self._error: RelaxError | None = None
+        self._misspoken: ProtocolError | None = None
+        self._arrived: list[Entry] = []
+        self.bytes_in = 0
+        self._last_at = float("-inf")
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hang_up()
+        self._context.term()
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of `name` from `offset` on."""
+        for _ in self._bring({(offset, len(into)): into}, name):
+            pass
+
+    def weights(self, manifest: Manifest, into: memoryview) -> None:
+        """Fill `into` with a version, bucket by bucket; those that lie there already are left."""
+        name, what = weights_name(manifest.version, manifest.digest), f"weights of policy version {manifest.version}"
+        parts = bucket_slices(manifest.layout.nbytes)
+        expected = {part.start: digest for part, digest in zip(parts, manifest.buckets, strict=True)}
+        missing = {p.start: p for p in parts if bucket_digest(into[p]) != expected[p.start]}
+        for attempt in range(2):
+            wrong: dict[int, slice] = {}
+            places = {(p.start, p.stop - p.start): into[p] for p in missing.values()}
+            try:
+                with contextlib.closing(self._bring(places, name)) as arriving:
+                    for start in arriving:
+                        if bucket_digest(into[missing[start]]) != expected[start]:
+                            wrong[start] = missing[start]
+            finally:
+                # A traceback, or what the connection still remembers, must not keep the stage's buffer.
+                for place in places.values():
+                    place.release()
+            if not wrong:
+                return
+            missing = wrong
+            part = next(iter(wrong.values()))
+            if attempt:
+                raise Corrupt(f"{what}, bytes {part.start}-{part.stop}", why="they do not match their digest")
+
+    def _bring(self, places: dict[tuple[int, int], memoryview], name: str) -> Generator[int]:
+        """Fetch ranges of a name to their places; yields the offset of each that is whole."""
+        left = dict(places)
+        while left:
+            entries = self._ask(left, name)
+            while left and self._peer is not None:
+                self._turn(name, left, entries)
+                for entry in self._arrived:
+                    del left[(entry.extent.offset, entry.extent.nbytes)]
+                    yield entry.extent.offset
+                self._arrived.clear()
+
+    def _ask(self, left: dict[tuple[int, int], memoryview], name: str) -> list[Entry]:
+        """Ask the server, wherever it is now, for all that is left."""
+        self._check_time(name, left)
+        if self._peer is None:
+            try:
+                address = self._locate()
+            except RelaxError as error:
+                self._pause(f"where it is served is not known: {error}")
+                return []
+            if not address:
+                self._pause("it is served nowhere at the moment")
+                return []
+            self._peer = Peer(address, self._settings, self._numbers, random.Random())
+        entries = [Entry(self._peer.address, Extent(name, at, n), _Into(m)) for (at, n), m in left.items()]
+        for entry in entries:
+            self._peer.want(entry)
+        return entries
+
+    def _turn(self, name: str, left: dict[tuple[int, int], memoryview], entries: list[Entry]) -> None:
+        peer = self._peer
+        assert peer is not None
+        before = set(peer.links)
+        closed = peer.step(self._context, self._keys, time.monotonic())
+        for link in peer.links:
+            if link not in before:
+                self._poller.register(link.sock, zmq.POLLIN)
+                self._poller.register(link.monitor, zmq.POLLIN)
+        for link in closed:
+            self._end(link)
+        wait_ms = max(0, min(_POLL_MS, int((self._until - time.monotonic()) * 1000)))
+        self._poller.poll(wait_ms)
+        peer.receive(self, time.monotonic())
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if peer.trouble and not any(link.up for link in peer.links):
+            # Not the connection alone: the server may be elsewhere by now.
+            self._trouble = peer.trouble
+            for entry in entries:
+                entry.region = None
+            self._hang_up()
+            self._pause(self._trouble)
+        self._check_time(name, left)
+
+    def arrived(self, entry: Entry, nbytes: int) -> None:
+        """For `Sink`."""
+        self.bytes_in += nbytes
+        self._last_at = time.monotonic()
+        self._attempts = 0
+        entry.missing_bytes -= nbytes
+        if entry.missing_bytes == 0:
+            self._arrived.append(entry)
+
+    def failed(self, entry: Entry, error: RelaxError) -> None:
+        """For `Sink`."""
+        self._error = self._error or error
+
+    def misspoken(self, peer: str, error: ProtocolError) -> None:
+        """For `Sink`. What was thrown away is not waited for: that would only end at the deadline."""
+        self._error = self._error or ProtocolError(f"{error.what} from {peer}", why=error.why)
+
+    def _check_time(self, name: str, left: dict[tuple[int, int], memoryview]) -> None:
+        if time.monotonic() <= self._until:
+            return
+        what = f"{name} from {self._peer.address if self._peer else 'the weight stage'}"
+        why = f"{len(left)} buckets are missing, {self.bytes_in} bytes came"
+        if time.monotonic() - self._last_at < _FRESH_S:
+            raise DeadlineExceeded(what, why=why, hint="give it more time")
+        reason = self._trouble if self._peer is None or not self._peer.links else "connected, nothing comes"
+        raise Unreachable(what, why=f"{why}; {reason}")
+
+    def _pause(self, trouble: str) -> None:
+        self._trouble, self._attempts = trouble, self._attempts + 1
+        self._on_wait(f"weights from another node: {trouble} (attempt {self._attempts})")
+        time.sleep(min(0.05 * 2 ** min(self._attempts, 5), max(0.0, self._until - time.monotonic()) + 0.001))
+
+    def _end(self, link: Link) -> None:
+        self._poller.unregister(link.sock)
+        self._poller.unregister(link.monitor)
+        link.close()
+
+    def _hang_up(self) -> None:
+        if self._peer is not None:
+            for link in self._peer.links:
+                self._end(link)
+        self._peer = None
+
+
+def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:
+    name, what = manifest_name(record.version, record.digest), f"weights of policy version {record.version}"
+    head = bytearray(MANIFEST_HEAD.size)
+    reader.read(name, 0, memoryview(head))
+    text = bytearray(manifest_bytes(bytes(head), what))
+    reader.read(name, len(head), memoryview(text))
+    manifest = decode_manifest(bytes(text), what)
+    check_manifest(manifest, record, what)
+    return manifest
+
+
+def manifest_bytes(head: bytes, what: str) -> int:
+    """Length of the manifest that follows this head.
+
+    Raises:
+        ProtocolError: it is no head, or the length is over the bound.
+    """
+    if len(head) != MANIFEST_HEAD.size:
+        raise ProtocolError(f"manifest of {what}", why=f"its head has {len(head)} bytes")
+    magic, length = MANIFEST_HEAD.unpack(head)
+    if magic != MANIFEST_MAGIC:
+        raise ProtocolError(f"manifest of {what}", why=f"it begins with {magic!r}, not {MANIFEST_MAGIC!r}")
+    if not 0 < length <= MAX_MANIFEST_BYTES:
+        raise ProtocolError(f"manifest of {what}", why=f"it would have {length} bytes; at most {MAX_MANIFEST_BYTES}")
+    return int(length)
+
+
+def decode_manifest(text: bytes, what: str) -> Manifest:
+    """Raises:
+    ProtocolError: it is none.
+    """
+    try:
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"manifest of {what}", why=str(error)) from error
