@@ -26,6 +26,7 @@ from relax_rt.transport.queue.api import (
     VersionSpan,
     Want,
 )
+from relax_rt.transport.queue.marking import begun, make_mark
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -175,24 +176,68 @@ def engine(p: Process) -> Steps:
 
 def _generate(p: Process, ticket: Ticket, version: int) -> Steps:
     rng, todo = p.world.kernel.random, list(ticket.wanted())
+    begun = yield from _begun(p, ticket)
     while todo and ticket.group in p.held:
         members, todo = todo[:2], todo[2:]
         if rng.random() < 0.3:
             todo, members = [*members[1:], *todo], members[:1]
-        versions = [version]
-        yield min(rng.lognormvariate(-1.9, 0.9), 12.0) * len(members)
-        if rng.random() < 0.3 and p.world.published[-1] != version:
-            versions.append(p.world.published[-1])
-        yield from _put(p, ticket, members, versions)
+        lines: dict[int, list[int]] = {}
+        for member in members:
+            lines[member] = yield from _sample(p, ticket, member, version, begun.get(member, []))
+        yield from _put(p, ticket, lines)
 
 
-def _put(p: Process, ticket: Ticket, members: list[int], versions: list[int]) -> Steps:
+def _begun(p: Process, ticket: Ticket) -> Steps:
+    """Tokens that are kept of the ticket's members."""
+    for member in ticket.wanted() if ticket.issue > 1 else ():
+        p.world.checker.issued_again(SampleKey(ticket.group, member), ticket.issue, ticket.partials.get(member, 0))
+    if not ticket.partials:
+        return {}
+    keys = [SampleKey(ticket.group, member) for member in ticket.partials]
+    answer = yield from p.client.partials(keys)
+    if isinstance(answer, Refused):
+        raise Exit
+    p.world.happened["gone on with"] += len(answer)
+    for mark in answer:
+        p.world.checker.one_line(mark.key, begun(mark).tokens)
+    return {mark.key.member: begun(mark).tokens for mark in answer}
+
+
+def _sample(p: Process, ticket: Ticket, member: int, version: int, begun: list[int]) -> Steps:
+    """All tokens of a member; now and then those so far are marked."""
+    rng, world, key = p.world.kernel.random, p.world, SampleKey(ticket.group, member)
+    tokens, marked, last = list(begun), len(begun), rng.choice([0, 0, 1, 2])
+    seconds = min(rng.lognormvariate(-1.9, 0.9), 12.0)
+    for part in range(last + 1):
+        yield seconds / (last + 1)
+        if (part or not last) and rng.random() < 0.3:
+            version = world.published[-1]
+        tokens += world.checker.sampled(key, tokens, version, rng.randint(1, 2))
+        if part < last and ticket.group in p.held and rng.random() < 0.7:
+            new, spans = tokens[marked:], _spans(p, tokens)
+            mark = make_mark(ticket, member, marked, new, [-1.0] * len(new), spans)
+            answer = yield from p.call(ev.MarkTokens([mark]))
+            if not isinstance(answer, Refused) and answer.held[0] >= 0:
+                marked = answer.held[0]
+                world.checker.acknowledged_mark(key, ticket.issue, marked)
+                world.happened["marked"] += 1
+    return tokens
+
+
+def _spans(p: Process, tokens: list[int]) -> list[VersionSpan]:
+    versions = [p.world.checker.tokens[token].version for token in tokens]
+    return [VersionSpan(n, n + 1, version, version) for n, version in enumerate(versions)]
+
+
+def _put(p: Process, ticket: Ticket, lines: dict[int, list[int]]) -> Steps:
     world, rows = p.world, []
-    digests = [world.new_digest(f"{ticket.group}.{member}") for member in members]
-    for row, (member, digest) in enumerate(zip(members, digests, strict=True)):
-        key = SampleKey(ticket.group, member)
-        rows.append(RowPut(key, row, 1, [VersionSpan(n, n + 1, v, v) for n, v in enumerate(versions)]))
-        world.checker.made(digest, key, versions)
+    digests = [world.new_digest(f"{ticket.group}.{member}") for member in lines]
+    for row, (member, digest) in enumerate(zip(lines, digests, strict=True)):
+        key, spans = SampleKey(ticket.group, member), _spans(p, lines[member])
+        rows.append(RowPut(key, row, 1, spans))
+        world.checker.one_line(key, lines[member])
+        world.checker.marked.pop(key, None)
+        world.checker.made(digest, key, [span.version for span in spans])
     extent = yield from p.place(digests, ROW_CELLS * len(rows))
     name = f"image {ticket.prompt}".ljust(16)
     image = yield from p.place([name], BLOB_CELLS)

@@ -17,7 +17,8 @@ from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.core import Notice
-from relax_rt.transport.queue.api import Extent
+from relax_rt.transport.ledger.marks import partials
+from relax_rt.transport.queue.api import Extent, SampleKey
 from relax_rt.transport.queue.disk import dead_slabs
 
 TICK_S = 0.5
@@ -124,6 +125,15 @@ class SimBroker:
         except Refused as error:
             reply(error)
 
+    def partials(self, life: int, who: Incarnation, keys: list[SampleKey], reply: Callable[[Any], None]) -> None:
+        if self.ledger is None or life != self.life:
+            return
+        try:
+            self.ledger.knows(who)
+            reply(partials(self.ledger.core, who, keys))
+        except Refused as error:
+            reply(error)
+
     def apply(self, event: ev.Event, who: Incarnation | None = None, seq: int = 0) -> Any:
         ledger = self.ledger
         assert ledger is not None
@@ -222,6 +232,20 @@ class Client:
             self._net.send(
                 lambda answer=answer, life=self._broker.life: self._broker.receive(  # type: ignore[misc]
                     life, self.who, seq, event, lambda value: self._net.send(lambda: answer.settle((value,)))
+                )
+            )
+            self._kernel.after(ANSWER_S, lambda answer=answer: answer.settle(None))  # type: ignore[misc]
+            got = yield answer
+            if got is not None:
+                return got[0]
+
+    def partials(self, keys: list[SampleKey]) -> Steps:
+        """What is kept of these members, or the refusal as a value."""
+        while True:
+            answer, life = Promise(), self._broker.life
+            self._net.send(
+                lambda answer=answer, life=life: self._broker.partials(  # type: ignore[misc]
+                    life, self.who, keys, lambda value: self._net.send(lambda: answer.settle((value,)))
                 )
             )
             self._kernel.after(ANSWER_S, lambda answer=answer: answer.settle(None))  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -38,6 +39,14 @@ class Produced(msgspec.Struct):
     kept_as: SampleKey | None = None
 
 
+class Token(msgspec.Struct, frozen=True):
+    """Sampled for a member behind another token (0: the prompt), with a policy version."""
+
+    key: SampleKey
+    before: int
+    version: int
+
+
 class Checker:
     def __init__(self, max_staleness: float) -> None:
         self.max_staleness = max_staleness
@@ -48,6 +57,9 @@ class Checker:
         self.heard: dict[str, dict[int, float]] = {}
         self.given_up: set[SampleKey] = set()
         self.stepped_on: set[str] = set()
+        self.tokens: dict[int, Token] = {}
+        self.marked: dict[SampleKey, tuple[int, int]] = {}
+        """Issue of the newest ticket under which tokens of an unfinished member were acknowledged, and how many."""
         self.reads = 0
 
     def found(self, kind: str, detail: str) -> None:
@@ -76,6 +88,33 @@ class Checker:
         if not any(put.block.extent in back for put in puts):
             for digest, key in zip(digests, keys, strict=True):
                 self.produced[digest].kept_as = key
+
+    def sampled(self, key: SampleKey, before: list[int], version: int, count: int) -> list[int]:
+        """An engine went on behind these tokens."""
+        new: list[int] = []
+        for _ in range(count):
+            last = (before + new)[-1] if before or new else 0
+            new.append(len(self.tokens) + 1)
+            self.tokens[new[-1]] = Token(key, last, version)
+        return new
+
+    def acknowledged_mark(self, key: SampleKey, issue: int, held: int) -> None:
+        """The queue says that it keeps so many tokens."""
+        self.marked[key] = max(self.marked.get(key, (0, 0)), (issue, held))
+
+    def issued_again(self, key: SampleKey, issue: int, kept: int) -> None:
+        """A later ticket for the member says how many of its tokens are kept."""
+        last, held = self.marked.get(key, (0, 0))
+        # After three tickets without progress they may be given up.
+        if kept < held and 0 < issue - last <= 3:
+            self.found(LOST, f"{held} tokens of {key} were marked under ticket {last}, {issue} has {kept}")
+
+    def one_line(self, key: SampleKey, tokens: list[int]) -> None:
+        """Each token must have been sampled for this member, behind the one that is before it."""
+        for before, token in itertools.pairwise([0, *tokens]):
+            made = self.tokens[token]
+            if (made.key, made.before) != (key, before):
+                self.found(FOREIGN, f"token {token} of {made.key}, sampled behind {made.before}, in {key} at {before}")
 
     # --- readers
 

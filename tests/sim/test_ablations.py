@@ -15,10 +15,11 @@ from sim_broker import SimBroker
 from sim_checker import DOUBLED, FENCED, FOREIGN, LOST, STALE, STANDSTILL, TWICE
 from sim_world import World, streaming, training
 
-from relax_rt.transport.ledger import Ledger
+from relax_rt.transport.ledger import Ledger, marks
 from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.callers import Callers
 from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.state import Group
 from relax_rt.transport.versions import VersionTree
 
 SEEDS = range(16)
@@ -37,6 +38,12 @@ def append_later(broker: SimBroker, n: int, payload: bytes, notices: list[Any]) 
     broker.kernel.after(0.2, late)
 
 
+def forget_marks(core: Core, group: Group) -> None:
+    """Whoever gets a group next does not get what was sampled of it before."""
+    for sample in group.samples:
+        core.drop_mark(sample)
+
+
 ABLATIONS: dict[str, tuple[Callable[[int], World], list[Any], set[str]]] = {
     "epoch check": (training, [patch.object(Callers, "check", lambda *_: None)], {FENCED}),
     "dedupe": (streaming, [patch.object(Callers, "answer", lambda *_: None)], {DOUBLED}),
@@ -44,6 +51,7 @@ ABLATIONS: dict[str, tuple[Callable[[int], World], list[Any], set[str]]] = {
     "staleness check": (training, [patch.object(Core, "staleness", lambda *_: 0)], {STALE}),
     "lineage": (training, [patch.object(VersionTree, "distance", lambda _, a, b: abs(a - b))], {STALE}),
     "journal before the acknowledgement": (streaming, [patch.object(SimBroker, "append", append_later)], {LOST, TWICE}),
+    "marks of earlier tickets": (training, [patch.object(marks, "reissued", forget_marks)], {LOST}),
     "memory pins": (training, [patch.object(BlockTable, "extents_of", lambda *_: [])], {FOREIGN}),
 }
 

@@ -11,7 +11,7 @@ from sim_world import World, streaming, training
 from relax_rt.transport.queue.api import SampleKey
 
 SEEDS = range(100, 110)
-ALL_FAULTS = {"killed", "paused", "hung", "node died", "broker died", "spilled"}
+ALL_FAULTS = {"killed", "paused", "hung", "node died", "broker died", "spilled", "marked", "gone on with"}
 
 
 def findings(world: World) -> list[str]:
