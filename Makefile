@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 TEST_JOBS ?= 2
 
-.PHONY: help env up test test-long test-engines lint check bench soak clean sglang-cpu-env peer-env
+.PHONY: help env up test test-long test-engines lint check bench soak clean sglang-cpu-env peer-env gpu-bundle
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -76,6 +76,9 @@ peer-env: .peers/venv/.installed  ## an environment with TransferQueue and Ray, 
 	$(PYTHON) -m venv .peers/venv
 	.peers/venv/bin/python -m pip install --quiet transferqueue==0.1.11 ray torch==2.13.0 tensordict==0.15.3 omegaconf
 	@touch $@
+
+gpu-bundle: $(STAMP)  ## wheels for a GPU machine that reaches no registry (17 MB, into build/gpu-bundle; docs/gpu.md)
+	$(BIN)/python tools/gpu/bundle.py
 
 clean:  ## remove environments, caches and runs of this checkout
 	rm -rf .venv .venv-sglang .peers runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
