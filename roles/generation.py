@@ -215,7 +215,9 @@ class GenerationService:
         """What there is within a beat."""
         left_s = ends_at - time.monotonic()
         try:
-            await asyncio.wait_for(one.news.wait(), max(0.0, min(self._beat_s, left_s)))
+            # Not wait_for, which forgets a cancellation that comes together with the news.
+            async with asyncio.timeout(max(0.0, min(self._beat_s, left_s))):
+                await one.news.wait()
         except TimeoutError:
             if left_s <= self._beat_s and not one.chunks:
                 # Its caller's deadline, which he knows of himself.

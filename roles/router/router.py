@@ -274,7 +274,8 @@ class Router:
         if committed is None or committed.version <= self.core.fleet.committed.version:
             return []
         with contextlib.suppress(RelaxError, TimeoutError):
-            return await asyncio.wait_for(self._run.registry.versions(), VERSIONS_TIMEOUT_S)
+            async with asyncio.timeout(VERSIONS_TIMEOUT_S):
+                return await self._run.registry.versions()
         log.warning("the registry does not tell its versions; only %d is known", committed.version)
         return [committed]
 
