@@ -1,0 +1,137 @@
+"""Unfinished sequences survive the rollout that samples them: real processes, real model, really killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+from tiny_run import TinyRun
+
+from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.transport.journal import Journal
+from relax_rt.transport.ledger import Entry
+from relax_rt.transport.ledger import events as ev
+from relax_rt.transport.queue.api import Mark, SampleKey
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.integration
+
+EVERY = 16
+LONG = {
+    # Nearly uniform over a hundred tokens, one of which ends a sequence; weights as good as still, so that the trainer
+    # finds the behaviour log-probabilities again whatever version a token is of.
+    "sampling.temperature": 10.0,
+    "sampling.max_new_tokens": 400,
+    "algorithm.learning_rate": 1e-9,
+    "algorithm.group_size": 4,
+    "algorithm.prompts_per_step": 4,
+    "algorithm.max_staleness": 2,
+    "checkpoint.every_steps": 4,
+    "evaluation.items": 8,
+    "evaluation.temperature": 0,
+    "roles.rollout.count": 2,
+    "roles.rollout.groups_in_flight": 3,
+    "roles.rollout.journal_every_tokens": EVERY,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[TinyRun]:
+    resolve_model("package:tiny", Path())
+    made = TinyRun(tmp_path / "run", **LONG, **{"algorithm.steps": 6})
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.wait()
+
+
+class Held:
+    """What the queue's journal says was marked, member by member, and how much of it when a producer ended."""
+
+    def __init__(self, folder: Path, copy: Path) -> None:
+        shutil.copytree(folder, copy)
+        self.marks: dict[str, bytearray] = defaultdict(bytearray)
+        self.logprobs: dict[str, bytearray] = defaultdict(bytearray)
+        self.versions: dict[str, set[int]] = defaultdict(set)
+        self.when_ended: list[dict[str, int]] = []
+        recovered = Journal(copy).recover()
+        assert not recovered.snapshot, "the run is too long for this test: its first events are in a snapshot"
+        for _, payload in recovered.records:
+            event = msgspec.msgpack.decode(payload, type=Entry).event
+            if isinstance(event, ev.MarkTokens):
+                for mark in event.marks:
+                    self._add(mark)
+            elif isinstance(event, ev.Gone | ev.GiveBack | ev.Lapse):
+                self.when_ended.append({key: len(tokens) // 4 for key, tokens in self.marks.items()})
+
+    def _add(self, mark: Mark) -> None:
+        for kept, new in ((self.marks, mark.tokens), (self.logprobs, mark.logprobs)):
+            assert mark.start * 4 <= len(kept[str(mark.key)])
+            kept[str(mark.key)][mark.start * 4 :] = new
+        self.versions[str(mark.key)].update(span.version for span in mark.versions)
+
+    def digest(self, key: str, count: int) -> str:
+        """Of the first tokens and their log-probabilities."""
+        digest = xxhash.xxh3_64(bytes(self.marks[key][: count * 4]))
+        digest.update(bytes(self.logprobs[key][: count * 4]))
+        return digest.hexdigest()
+
+
+def check_gone_on_with(run: TinyRun, tmp_path: Path) -> int:
+    """Every sample that another rollout began has the journaled tokens; answers with how many there are."""
+    held = Held(run.run_dir / "queue", tmp_path / "journal")
+    for event in run.events("group_gone_on_with"):
+        names = [str(SampleKey(event["group"], member)) for member in event["members"]]
+        told = dict(zip(names, event["tokens"], strict=True))
+        assert any(all(then.get(name, 0) == count for name, count in told.items()) for then in held.when_ended), told
+    found = 0
+    for record in run.records("made"):
+        versions = {key: set(of) for key, _, of in record["samples"]}
+        for key, (count, digest) in record.get("gone_on_with", {}).items():
+            assert held.digest(key, count) == digest, f"{key}: its first {count} tokens are not those marked"
+            assert held.versions[key] <= versions[key]
+            found += 1
+    for step in run.records("step"):
+        # An independent word on every log-probability, those of taken over tokens among them.
+        assert step["ratio_max_deviation"] < 2e-3, step
+    account = run.events("queue_account")[-1]
+    assert account["trained_twice"] == 0 and account.get("dropped(producer gone)", 0) < account["freed"]
+    return found
+
+
+def kill_until(run: TinyRun, signum: int, what: str) -> None:
+    """End rollout/0 in mid-generation, again and again until it has happened."""
+
+    def struck() -> bool:
+        slot = run.slot("rollout/0")
+        if slot.get("state") == "ready" and not run.events(what):
+            os.kill(slot["pid"], signum)
+            time.sleep(1.0)
+        return bool(run.events(what))
+
+    run.until("marks", lambda: any(record["marked_tokens"] for record in run.records("rollout")))
+    run.until(what, struck)
+
+
+def test_a_killed_rollout_costs_what_it_sampled_since_its_last_mark(run: TinyRun, tmp_path: Path) -> None:
+    run.start()
+    kill_until(run, signal.SIGKILL, "group_gone_on_with")
+    assert run.wait() == 0, run.text()
+    assert check_gone_on_with(run, tmp_path) > 0
+
+
+@pytest.mark.long
+def test_a_stopped_rollout_hands_over_all_that_it_sampled(run: TinyRun, tmp_path: Path) -> None:
+    run.start()
+    kill_until(run, signal.SIGTERM, "groups_handed_over")
+    assert run.wait() == 0, run.text()
+    assert check_gone_on_with(run, tmp_path) > 0
+    assert next(e["late"] for e in run.events("groups_handed_over") if e["slot"] == "rollout/0") == 0
