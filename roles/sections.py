@@ -110,6 +110,15 @@ class PublicationTable(Table):
     and is started again; the trainer waits for none longer than this."""
     delta: bool = False
     """Put what changed since the last acknowledged version beside each version where it is less than half of it."""
+    carrier: Literal["auto", "shared_memory", "stream", "directory"] = "auto"
+    """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
+    that is set and the other fails."""
+    directory: str | None = None
+    """A folder that all nodes see, where each version is put as safetensors files too, in a folder of the run's; relative
+    to the config file. Only the newest stays."""
+    directory_timeout_s: Seconds = 300.0
+    """For one version to be written there. A disk that is full or too slow costs the run nothing but this copy, unless
+    carrier = "directory"."""
 
 
 class CheckpointTable(Table):
@@ -150,8 +159,8 @@ class SglangTable(Table):
     Otherwise seeds have no effect."""
     weights: Literal["file", "tensor"] = "file"
     """How new weights reach the server: a safetensors file in shared memory, or in the requests themselves."""
-    boot_timeout_s: Seconds = 300.0
-    """From the server's start to its first token."""
+    boot_timeout_s: Seconds = 150.0
+    """From the server's start to its first token; less than the role's start_timeout_s."""
     update_timeout_s: Seconds = 120.0
     """For each step of a weight update; a server that takes longer is given up."""
     stall_timeout_s: Seconds = 90.0

@@ -50,5 +50,12 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
     kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * longest)
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens)
     return SglangEngine(
-        model, settings, place, options, device=device, weights_folder=folder / "weights", kv_tokens=kv_tokens
+        model,
+        settings,
+        place,
+        options,
+        device=device,
+        weights_folder=folder / "weights",
+        kv_tokens=kv_tokens,
+        booting=lambda seconds: ctx.progress.extend(seconds, "starting the SGLang server"),
     )

@@ -68,9 +68,11 @@ class SglangEngine:
     """Samples through a server of its own.
 
     Args:
-        model: Hugging Face folder that the server starts from; nothing of its weights is ever sampled from.
+        model: Hugging Face folder that the server starts from.
         options: of the server, for what differs from start to start.
         place: where the server lives; the copy of the weights lies beside it.
+        kv_tokens: room of its cache.
+        booting: told how long the start may take, when it begins.
     """
 
     name = "sglang"
@@ -85,11 +87,12 @@ class SglangEngine:
         device: Device,
         weights_folder: Path,
         kv_tokens: int,
+        booting: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.settings, self._table = settings, settings.sglang
         self._server = Server(place, model, options, self._server_ended)
         self._copy = PrivateCopy(weights_folder)
-        self._device, self._kv_tokens = device, kv_tokens
+        self._device, self._kv_tokens, self._booting = device, kv_tokens, booting
         self._model = published_tensors(model, settings.dtype)
         text = json.loads((model / "config.json").read_text())
         self.context = int(text.get("max_position_embeddings") or text["text_config"]["max_position_embeddings"])
@@ -125,6 +128,7 @@ class SglangEngine:
         """
         self._sink, self._on_failure = sink, on_failure
         began = time.monotonic()
+        self._booting(self._table.boot_timeout_s)
         await self._server.start(self._table.boot_timeout_s)
         try:
             await self._first_token(self._table.boot_timeout_s - (time.monotonic() - began))

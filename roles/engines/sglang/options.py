@@ -136,6 +136,8 @@ def server_environment(device: Device, threads: int, folder: Path, base: Mapping
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder),
         "PYTHONUNBUFFERED": "1",
+        # Imports of what is not on a machine warn by the dozen; the last lines of the log are to be of use.
+        "PYTHONWARNINGS": "ignore",
         "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "1",
     }
     if device == "cpu":
