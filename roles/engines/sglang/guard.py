@@ -48,6 +48,10 @@ class RotatingLog:
         except OSError:
             pass
 
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; answers with the exit status to leave with."""

@@ -1,0 +1,242 @@
+"""The server's life: its guard, its options, and what is said when it does not come up. With stand-ins for servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_rt.config.problems import Problem
+from relax_rt.roles.engines.sglang.guard import RotatingLog
+from relax_rt.roles.engines.sglang.interpreter import ask, check_sglang
+from relax_rt.roles.engines.sglang.options import (
+    SUPPORTED,
+    Boot,
+    Option,
+    as_arguments,
+    interpreter,
+    server_environment,
+    server_options,
+)
+from relax_rt.roles.engines.sglang.server import Place, Server, ServerDied
+from relax_rt.roles.sections import EngineSettings, RLConfig
+from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
+
+ANSWERS = """
+import http.server, json, sys, threading, time
+port, name = int(sys.argv[1]), sys.argv[2]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"served_model_name": name}).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args): pass
+print("serving", flush=True)
+threading.Timer(float(sys.argv[3]), lambda: (print("out of cheese", flush=True), __import__("os")._exit(7))).start()
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def stand_in(tmp_path: Path, script: str, on_exit: Callable[[RelaxError], None] = lambda _: None) -> Server:
+    """A server whose interpreter runs `script` in the shell instead; $PORT and $NAME are those of the start."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 0 ]; do case "$1" in --port) PORT=$2;; --served-model-name) NAME=$2;; esac;'
+        f" shift; done\n{script}\n"
+    )
+    python.chmod(0o755)
+    place = Place(
+        python=str(python), folder=tmp_path / "f", log=tmp_path / "logs/server.log", environment=dict(os.environ)
+    )
+
+    def options(boot: Boot) -> dict[str, Option]:
+        return {"port": boot.port, "served-model-name": boot.name, "config": str(boot.secrets)}
+
+    return Server(place, tmp_path, options, on_exit)
+
+
+def answering(tmp_path: Path, name: str = "$NAME", lives_s: float = 60.0) -> str:
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    return f'exec {sys.executable} {tmp_path / "answers.py"} "$PORT" "{name}" {lives_s}'
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 what it looks at tells nobody
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def test_a_server_that_dies_at_once_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    server = stand_in(tmp_path, "echo starting; echo no such model >&2; exit 3")
+    with pytest.raises(ServerDied, match=r"exit status 3; its last lines: starting \| no such model"):
+        await server.start(20.0)
+    assert server.pid == 0
+    assert not (tmp_path / "f").exists()
+
+
+async def test_a_server_that_never_answers_is_told_and_killed_with_what_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    server = stand_in(tmp_path, f"echo $$ > {pids}; (setsid sleep 600 & echo $! >> {pids}); echo thinking; sleep 600")
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 1\.5 s; its last lines: thinking"):
+        await server.start(1.5)
+    assert not any(alive(int(pid)) for pid in pids.read_text().split())
+
+
+async def test_a_port_that_was_taken_is_given_up_for_another(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    taken = f'echo "$PORT" >> {tries}; [ $(wc -l < {tries}) -lt 3 ] && {{ echo "Address already in use"; exit 1; }}; '
+    server = stand_in(tmp_path, taken + answering(tmp_path))
+    await server.start(30.0)
+    assert len(set(tries.read_text().split())) == 3
+    await server.stop()
+
+
+async def test_a_server_that_is_not_ours_is_not_talked_to(tmp_path: Path) -> None:
+    server = stand_in(tmp_path, answering(tmp_path, name="another"))
+    with pytest.raises(ProtocolError, match="another server answers"):
+        await server.start(20.0)
+    assert server.pid == 0
+
+
+async def test_an_end_that_nobody_asked_for_is_told_once(tmp_path: Path) -> None:
+    told: list[RelaxError] = []
+    server = stand_in(tmp_path, answering(tmp_path, lives_s=1.0), told.append)
+    await server.start(20.0)
+    key = (tmp_path / "f/key.yaml").stat()
+    assert key.st_mode & 0o777 == 0o600
+    await until(lambda: bool(told))
+    assert "exit status 7; its last lines: serving | out of cheese" in str(told[0])
+    await server.stop()
+    assert len(told) == 1
+
+
+GUARD = [sys.executable, "-m", "relax_rt.roles.engines.sglang.guard"]
+
+
+async def test_nothing_outlives_a_role_that_is_killed(tmp_path: Path) -> None:
+    """The role is killed: its end of the lifeline closes. So is one of a group of its own that ignores every signal."""
+    pids = tmp_path / "pids"
+    tree = f"echo $$ > {pids}; (trap '' TERM INT HUP; setsid sleep 600 & echo $! >> {pids}); echo go; sleep 600"
+    role = (
+        "import os, subprocess, time\n"
+        "reading, writing = os.pipe()\n"
+        f"options = ['--lifeline', str(reading), '--log', {str(tmp_path / 'log')!r}, '--log-mib', '1', '--']\n"
+        f"subprocess.Popen([*{GUARD!r}, *options, 'sh', '-c', {tree!r}], pass_fds=(reading,), start_new_session=True)\n"
+        "time.sleep(600)\n"
+    )
+    killed = await asyncio.to_thread(subprocess.Popen, [sys.executable, "-c", role])
+    try:
+        await until(lambda: (tmp_path / "log").exists() and "go" in (tmp_path / "log").read_text())
+        found = [int(pid) for pid in pids.read_text().split()]
+        assert len(found) == 2 and all(map(alive, found))
+    finally:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+    await until(lambda: not any(map(alive, found)), 5.0)
+
+
+def test_the_guard_ends_as_its_server_did_and_changes_its_environment(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    log = tmp_path / "log"
+    command = [*GUARD, "--lifeline", str(reading), "--log", str(log), "--log-mib", "1", "--set=A=1=2", "--unset=HOME"]
+    shell = ["--", "sh", "-c", 'echo "[$A][$HOME]"; kill -9 $$']
+    try:
+        assert subprocess.run([*command, *shell], pass_fds=(reading,), check=False).returncode == 128 + 9
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert log.read_text() == "[1=2][]\n"
+
+
+def test_a_log_is_bounded(tmp_path: Path) -> None:
+    log = RotatingLog(tmp_path / "log", 1000)
+    for number in range(100):
+        log.write(b"%099d\n" % number)
+    log.close()
+    assert (tmp_path / "log").stat().st_size <= 1000
+    assert (tmp_path / "log.1").stat().st_size <= 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.1"]
+    assert b"99\n" in (tmp_path / "log").read_bytes()
+
+
+BOOT = Boot(model=Path("/m"), port=1, name="n", secrets=Path("/k.yaml"))
+
+
+def test_options_by_device() -> None:
+    table = EngineSettings.model_validate({"engine": "sglang", "memory_fraction": 0.7, "max_sequences": 9})
+    cpu, cuda = (server_options(table, device, BOOT, kv_tokens=123) for device in ("cpu", "cuda"))
+    assert (cpu["device"], cpu["max-total-tokens"]) == ("cpu", 123)
+    assert (cuda["mem-fraction-static"], cuda["max-running-requests"]) == (0.7, 9)
+    assert "device" not in cuda and "max-total-tokens" not in cuda
+    assert as_arguments({"a": True, "b": False, "c": 1.5}) == ["--a", "--c", "1.5"]
+
+
+def test_the_users_options_win_save_those_the_engine_rests_on() -> None:
+    def options(**arguments: object) -> dict[str, Option]:
+        table = EngineSettings.model_validate({"sglang": {"arguments": arguments}})
+        return server_options(table, "cpu", BOOT, kv_tokens=1)
+
+    assert options(log_level="info")["log-level"] == "info"
+    with pytest.raises(Refused, match="api-key"):
+        options(api_key="x")
+
+
+def test_the_servers_environment_lacks_what_is_the_roles() -> None:
+    base = {"RELAX_RUN_ID": "r", "RELAX_CONTROL_FD": "7", "PYTHONPATH": "/role", "VIRTUAL_ENV": "/v", "HOME": "/h"}
+    cpu = server_environment("cpu", 2, Path("/t"), base)
+    assert cpu.keys() >= {"RELAX_RUN_ID", "HOME"} and not cpu.keys() & {"RELAX_CONTROL_FD", "VIRTUAL_ENV"}
+    assert Path(cpu["PYTHONPATH"], "sitecustomize.py").exists()
+    assert server_environment("cuda", 2, Path("/t"), base)["PYTHONPATH"] == "/role"
+
+
+def with_sglang(tmp_path: Path) -> Path:
+    python = tmp_path / "with"
+    python.write_text(f"#!/bin/sh\necho {SUPPORTED} 2.13.0 5.19.0 3.11\n")
+    python.chmod(0o755)
+    return python
+
+
+def problems(python: Path | str, **table: object) -> list[Problem]:
+    rollout = EngineSettings.model_validate({"engine": "sglang", "sglang": {"python": str(python), **table}})
+    return list(check_sglang(RLConfig.model_construct(roles={"rollout": rollout}), Path("/")))
+
+
+def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no good >&2; exit 1\n")
+    broken.chmod(0o755)
+    without = tmp_path / "without"
+    without.write_text("#!/bin/sh\necho - 2.13.0 5.19.0 3.11\n")
+    without.chmod(0o755)
+    for python, why in (
+        (tmp_path / "none", "there is no interpreter"),
+        (broken, "does not run: no good"),
+        (without, "has no sglang"),
+    ):
+        (found,) = problems(python, device="cpu")
+        assert why in found.message
+        assert found.path == ("roles", "rollout", "sglang", "python")
+        assert "make sglang-cpu-env" in found.hint
+    (found,) = problems(with_sglang(tmp_path), device="cpu", arguments={"port": 1})
+    assert "port" in found.message
+    # A real one answers the question that is put to it.
+    assert ask(sys.executable) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
+
+
+def test_an_interpreters_path_starts_from_the_config(tmp_path: Path) -> None:
+    assert interpreter(None, tmp_path, "/own") == "/own"
+    assert interpreter("../v/bin/python", tmp_path, "/own") == str(tmp_path.parent / "v/bin/python")
+    assert interpreter("python3.12", tmp_path, "/own") == "python3.12"
