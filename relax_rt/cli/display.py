@@ -250,6 +250,7 @@ def _show_incident(console: Console, incident: Incident) -> None:
     rows += [("with it", ", ".join(incident.slots[1:]))] if incident.slots[1:] else []
     rows += [("policy", line) for line in incident.policy] or [("policy", "not restarted")]
     rows += [("affected", line) for line in incident.affected] or [("affected", "no sample, as far as the log tells")]
+    rows += [("", line) for line in incident.doubts()]
     if incident.away_s is None:
         rows.append(("since then", "not back"))
     else:

@@ -14,6 +14,7 @@ from relax_rt.supervision.diagnosis import Diagnosis
 MAX_INCIDENTS = 200
 MAX_LINES = 12
 MAX_OPEN = 4096
+MAX_PERHAPS = 4
 LINE = 200
 SETTLE_S = 2.0
 """What the queue says of a death may come after the role is back: so long it still belongs to it."""
@@ -50,6 +51,8 @@ class Incident(msgspec.Struct, kw_only=True):
         before: what was seen before its end: a hang.
         policy: what the supervisor did about it, in words.
         affected: what became of samples and steps, in words.
+        perhaps: slots of other roles that were away when some of that was told by who cannot know the cause: it may
+            be their failure's.
         away_s: until all its slots were ready again; None while they are not.
         first_work_s: until the first of them had new work done, if it was told.
         work: what that was.
@@ -62,6 +65,7 @@ class Incident(msgspec.Struct, kw_only=True):
     before: list[str] = []
     policy: list[str] = []
     affected: list[str] = []
+    perhaps: list[str] = []
     away_s: float | None = None
     first_work_s: float | None = None
     work: str = ""
@@ -71,9 +75,13 @@ class Incident(msgspec.Struct, kw_only=True):
         parts = [f"{self.diagnosis}" + (f" [{self.fault}]" if self.fault else "")]
         others = len(self.slots) - 1
         parts += [f"{others} more with it"] if others else []
-        parts += [*self.policy[:2], *self.affected[:2]]
+        parts += [*self.policy[:2], *self.affected[:2], *self.doubts()]
         parts.append(f"ready again after {duration(self.away_s)}" if self.away_s is not None else "not back")
         return "; ".join(parts)
+
+    def doubts(self) -> list[str]:
+        """Who else may have caused what was affected, as a sentence; none: nobody."""
+        return [f"or by the end of {', '.join(self.perhaps)}, away at the same time"] if self.perhaps else []
 
 
 class _Open:
@@ -102,6 +110,8 @@ class Incidents:
         self._settling: list[_Open] = []
         self._before: dict[str, list[str]] = {}
         self._faults: dict[str, Fault] = {}
+        self.told: deque[tuple[int | None, int | None]] = deque(maxlen=MAX_OPEN)
+        """Seed and number of the faults that stand with the failures they caused."""
 
     def take(self, event: dict[str, Any]) -> None:
         """Take in one event of the log."""
@@ -147,7 +157,7 @@ class Incidents:
             self._again(self._open[slot], diagnosis)
         elif len(self._open) < MAX_OPEN:
             incident = Incident(at=diagnosis.at or at, slots=[slot], diagnosis=diagnosis, before=before)
-            fault = self._faults.pop(slot, None)
+            fault = self._fault(slot)
             incident.fault = fault if fault is not None and incident.at - fault.t < FAULT_BEFORE_S else None
             self._open[slot] = _Open(incident, role)
             self.found.append(incident)
@@ -160,7 +170,7 @@ class Incidents:
         return max(known, key=lambda one: one.incident.at, default=None)
 
     def _again(self, one: _Open, diagnosis: Diagnosis) -> None:
-        fault = self._faults.pop(diagnosis.slot, None)
+        fault = self._fault(diagnosis.slot)
         told = f" [{fault}]" if fault is not None else ""
         one.say(one.incident.policy, f"failed again before it was ready: {diagnosis.kind}: {diagnosis.cause}{told}")
 
@@ -196,6 +206,13 @@ class Incidents:
             if slot in one.incident.slots and one.incident.first_work_s is None:
                 one.incident.first_work_s, one.incident.work = max(0.0, at - one.incident.at), what
 
+    def _fault(self, slot: str) -> Fault | None:
+        """The fault that was injected into the slot last, once."""
+        fault = self._faults.pop(slot, None)
+        if fault is not None:
+            self.told.append((fault.seed, fault.number))
+        return fault
+
     def _policy(self, kind: str, slot: str, event: dict[str, Any]) -> None:
         """What the supervisor decided."""
         role = str(event.get("role", "")) or slot.partition("/")[0]
@@ -227,8 +244,9 @@ class Incidents:
     def _affected(self, kind: str, event: dict[str, Any]) -> None:
         """What became of samples and steps while somebody was away."""
         by = str(event.get("by", "")).partition("#")[0]
-        for one in self._touched(str(event.get("task", ""))):
-            lines = one.incident.affected
+        touched = self._touched(str(event.get("task", "")))
+        for one in touched:
+            lines, before = one.incident.affected, list(one.incident.affected)
             if kind == "lease_lapsed" and "task" in event:
                 self._lapsed(one, str(event["task"]), event.get("samples"))
             elif kind == "group_ended":
@@ -245,6 +263,9 @@ class Incidents:
                 one.say(lines, f"nothing acknowledged was lost: {event.get('records')} records of the journal replayed")
             elif kind == "groups_lost" and isinstance(event.get("groups"), list):
                 one.say(lines, f"{by} stops work on {len(event['groups'])} groups that others have now")
+            if lines != before and by not in one.incident.slots:
+                others = {slot: None for o in touched if o.role != one.role for slot in o.incident.slots}
+                one.incident.perhaps = list({**dict.fromkeys(one.incident.perhaps), **others})[:MAX_PERHAPS]
 
     def _touched(self, task: str) -> list[_Open]:
         """The incidents that an event may belong to: of several those whose role bears the task's name."""

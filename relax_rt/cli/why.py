@@ -86,7 +86,7 @@ class _Start:
 
     def __init__(self) -> None:
         self.slots: dict[str, _Slot] = {}
-        self.notes: deque[Note] = deque(maxlen=MAX_NOTES)
+        self.notes: deque[tuple[Note, dict[str, Any]]] = deque(maxlen=MAX_NOTES)
         self.noted = 0
         self.story = Story()
         self.incidents = Incidents()
@@ -110,6 +110,9 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
     incidents = [i for i in found.incidents.found if not slot or any(_matches(name, slot) for name in i.slots)]
     failed = [s.first_failure for s in found.slots.values() if s.first_failure is not None]
     died = found.agent_died
+    # A fault that stands with the failure that it caused needs no second line.
+    told = set(found.incidents.told)
+    notes = [note for note, fault in found.notes if (fault.get("seed"), fault.get("number")) not in told or not fault]
     if status.status == AGENT_DIED:
         died = died or status.reason or "it was killed together with its keeper, which would have told of it"
     return Account(
@@ -126,7 +129,7 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
         incidents=incidents[-MAX_SHOWN:],
         incidents_left_out=max(0, len(incidents) - MAX_SHOWN) + found.incidents.total - len(found.incidents.found),
         waiting=_waiting(status, slot),
-        notes=list(found.notes),
+        notes=notes,
         notes_left_out=found.noted - len(found.notes),
     )
 
@@ -145,7 +148,8 @@ def _gather(found: _Start, event: dict[str, Any], slot: str) -> None:
         _take(found.slots, event, about, float(at))
     note = found.story.note(event)
     if note is not None and kind not in QUIET:
-        found.notes.append(note)
+        fault = {k: event.get(k) for k in ("seed", "number")} if kind == "fault_injected" else {}
+        found.notes.append((note, fault))
         found.noted += 1
 
 

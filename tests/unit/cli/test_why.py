@@ -151,6 +151,49 @@ def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFix
     assert not any("leases" in line for line in other.affected)
 
 
+def test_what_may_be_of_another_failure_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """The queue tells that groups ended, not for whose death: with two roles away it is nobody's for certain."""
+    told = [
+        event(10.0, "run_started"),
+        exited(20.0, "rollout/0", "SIGKILL", "killed"),
+        {
+            **event(20.1, "group_ended", group=1, state="dropped(producer gone)", prompt_fate="return"),
+            "by": "queue/0#3",
+        },
+        event(21.0, "slot_ready", "rollout/0"),
+        exited(30.0, "rollout/0", "SIGKILL", "killed"),
+        exited(30.0, "evaluator/0", "SIGKILL", "killed"),
+        {
+            **event(30.1, "group_ended", group=2, state="dropped(producer gone)", prompt_fate="return"),
+            "by": "queue/0#3",
+        },
+        event(31.0, "slot_ready", "rollout/0"),
+        event(31.0, "slot_ready", "evaluator/0"),
+    ]
+    alone, doubtful = account(told, RUNNING, "rollout").incidents
+    assert alone.affected and alone.perhaps == [] and doubtful.perhaps == ["evaluator/0"]
+    (evaluator,) = account(told, RUNNING, "evaluator").incidents
+    assert evaluator.affected and evaluator.perhaps == ["rollout/0"]
+    assert "or by the end of rollout/0, away at the same time" in evaluator.line()
+    show_why(account(told, RUNNING, "evaluator"), "evaluator")
+    assert "or by the end of rollout/0" in capsys.readouterr().out
+
+
+def test_a_fault_that_stands_with_its_failure_is_not_told_again() -> None:
+    fault = {"name": "kill", "seed": 7, "by": "chaos"}
+    told = [
+        event(10.0, "run_started"),
+        {**event(20.0, "fault_injected", "trainer/0", number=1), **fault},
+        exited(20.1, "trainer/0", "SIGKILL", "killed"),
+        {**event(20.2, "fault_injected", "trainer/0", number=2), **fault},
+        exited(20.3, "trainer/0", "SIGKILL", "killed"),
+        event(21.0, "slot_ready", "trainer/0"),
+        {**event(22.0, "fault_injected", "trainer/0", number=3), **fault, "name": "delay"},
+    ]
+    (note,) = account(told, RUNNING).notes
+    assert "'delay'" in note.text, "what it caused is not known (yet)"
+
+
 def test_a_gang_is_one_failure_of_all_its_ranks() -> None:
     told = [
         event(10.0, "run_started"),
