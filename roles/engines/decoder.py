@@ -15,7 +15,7 @@ from relax_rt.roles.engines import attention
 from relax_rt.roles.engines.base import Chunk, KvPolicy
 from relax_rt.roles.engines.kv_cache import Fill, SlotCache
 from relax_rt.roles.engines.prefixes import PrefixStore
-from relax_rt.roles.engines.sampling import sample
+from relax_rt.roles.engines.sampling import Sampler
 from relax_rt.roles.engines.segments import Segment, length_class, segments
 from relax_rt.roles.engines.sequences import Sequence
 from relax_rt.roles.engines.weights import FlatWeights
@@ -48,6 +48,7 @@ class Decoder:
         self.weights = FlatWeights(self._model, self.dtype, self.device)
         self._model.to(self.device)  # buffers; the parameters are there
         self._prefixes = PrefixStore(prefix_positions)
+        self._sample = Sampler(self.vocabulary, self.device)
         self.slots = max_sequences
         self.active: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -243,7 +244,7 @@ class Decoder:
     def _extend(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         temperatures = torch.tensor([s.request.temperature for s in sequences], dtype=torch.float32)
         uniforms = torch.tensor([s.uniform() for s in sequences], dtype=torch.float32)
-        tokens, logprobs = sample(logits, temperatures.to(self.device), uniforms.to(self.device))
+        tokens, logprobs = self._sample(logits, temperatures.to(self.device), uniforms.to(self.device))
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.append(token, logprob, self.version)
         self.tokens += len(sequences)
