@@ -1,4 +1,4 @@
-"""A program beside a run gets tokens through a router, while an engine dies in mid-sequence and weights are published."""
+"""A program beside a run gets tokens through a router, while an engine dies in mid-sequence and weights move."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Clients:
 
 async def until(run: TinyRun, what: str, condition: Callable[[], object]) -> None:
     async with asyncio.timeout(90):
-        while not condition():  # noqa: ASYNC110 - another process has no event to give
+        while not condition():
             assert run.process.poll() is None, f"the run ended before {what}:\n{run.text()}"
             await asyncio.sleep(0.01)
 
