@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from relax_rt.transport.weights.collective.communicator import Rendezvous, View
+from relax_rt.transport.weights.collective.communicator import Memory, Rendezvous, View
 from relax_rt.transport.weights.collective.gloo import GlooCommunicator
 
 
@@ -25,10 +27,10 @@ def harm(where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif what == "hang":
-        time.sleep(3600)
     elif what == "fail":
         raise MemoryError("no room for a bucket")
+    # A signal to the process takes its moment to reach this thread: nothing is done in it.
+    time.sleep(3600)
 
 
 class FaultyGloo(GlooCommunicator):
@@ -42,12 +44,18 @@ class FaultyGloo(GlooCommunicator):
     def init(self, rank: int, world: int, rendezvous: Rendezvous, timeout_s: float) -> None:
         harm("rendezvous")
         super().init(rank, world, rendezvous, timeout_s)
-        self._buckets = 0
         harm("joined")
 
+    @contextmanager
+    def open(self, memory: Memory, *, writable: bool) -> Iterator[View]:
+        harm("before")
+        self._buckets = 0
+        with super().open(memory, writable=writable) as view:
+            yield view
+        harm("after")
+
     def broadcast(self, view: View, root: int, timeout_s: float) -> None:
-        harm({0: "before", 8: "middle"}.get(self._buckets % 16, "between"))
-        super().broadcast(view, root, timeout_s)
         self._buckets += 1
-        if self._buckets % 16 == 0:
-            harm("after")
+        if self._buckets == 3:
+            harm("middle")
+        super().broadcast(view, root, timeout_s)

@@ -97,13 +97,14 @@ class NcclCommunicator:
         """Rank 0 makes the group's id, and listens for the others from there on."""
         if rank == 0:
             unique = tuple(self._nccl.get_unique_id())
-            store.set("id", bytes(b & 0xFF for b in unique).hex())
+            # As CuPy gives them: whether they are signed depends on its version.
+            store.set("id", ",".join(map(str, unique)))
             return unique
         while not store.check(["id"]):
             if self._aborted or time.monotonic() > deadline:
                 raise PeerLost("the id of the group", why="rank 0 has not made one in time")
             time.sleep(LOOK_EVERY_S)
-        return tuple(b - 256 if b > 127 else b for b in bytes.fromhex(store.get("id").decode()))
+        return tuple(int(word) for word in store.get("id").decode().split(","))
 
     def _until_done(self, call: Callable[[], object], what: str, deadline: float) -> None:
         """Begin something, and look after it until it is done."""
