@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 
 from relax_rt.role import RoleContext
 from relax_rt.roles.engines.base import Engine, KvPolicy
 from relax_rt.roles.engines.base import Swap as Swapped
+from relax_rt.roles.publication.carriers import MakeSource, source_for
 from relax_rt.roles.publication.machine import (
     Acknowledge,
     Action,
@@ -20,17 +21,13 @@ from relax_rt.roles.publication.machine import (
     Receiver,
     Swap,
 )
-from relax_rt.roles.publication.place import stage_folder
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.source import WeightSource, stage_source
+from relax_rt.transport.weights.source import WeightSource
 
 WATCH_S = 20.0
 RETRY_S = 0.2
-
-MakeSource = Callable[[VersionRecord, VersionRecord | None], WeightSource]
-"""Makes a source of a version; with the version that the engine samples from, it may be a delta to that one."""
 
 
 class EngineOut(RelaxError):
@@ -64,7 +61,7 @@ class WeightFollower:
 
     Args:
         kv: what becomes of the cache at a swap.
-        source: where versions come from; the stage of this node unless given.
+        source: where versions come from; unless given, by the config and by where this node is.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class WeightFollower:
     ) -> None:
         assert isinstance(ctx.config, RLConfig)
         self._ctx, self._engine, self._kv = ctx, engine, kv
-        self._source = source or (lambda record, holds: stage_source(stage_folder(ctx), record, holds))
+        self._source = source or source_for(ctx)
         self._machine = Receiver(ctx.config.publication.ack_timeout_s)
         self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
         self.record = VersionRecord(0, 0, 0)

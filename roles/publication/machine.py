@@ -77,7 +77,8 @@ class Receiver:
     Every event is answered by the one thing to do next. Answers to what is no longer in the air are ignored (None).
 
     Args:
-        timeout_s: from hearing of a version to being whole at it.
+        timeout_s: that it may work on getting from one version to the next it is whole at, those included that were
+            overtaken on the way: newer versions give an engine that cannot take any no more time.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -86,13 +87,13 @@ class Receiver:
         self.whole: VersionRecord | None = None
         self._target = VersionRecord(ROOT, ROOT, 0)
         self._committed = ROOT
-        self._began = 0.0
+        self._began = self._spent_s = 0.0
         self._full = False
         self._why = ""
 
     def left_s(self, now: float) -> float:
         """Time until the engine is out unless it gets there."""
-        return max(0.0, self._began + self.timeout_s - now)
+        return max(0.0, self._began + self.timeout_s - self._spent_s - now)
 
     def follow(self, record: VersionRecord, now: float) -> Action | None:
         """A version is committed that this engine is to have."""
@@ -110,7 +111,7 @@ class Receiver:
         """The engine's private copy is there and verified."""
         if self.state != "fetching" or version != self._target.version:
             return None
-        if now > self._began + self.timeout_s:
+        if self._too_late(now):
             return self._late()
         self.state = "swapping"
         return Swap(self._target)
@@ -125,7 +126,7 @@ class Receiver:
         if failure in ("refused", "failed"):
             return self._out(why)
         self._why, self._full = why, True
-        if now > self._began + self.timeout_s:
+        if self._too_late(now):
             return self._late()
         self.state = "pausing"
         return Pause(min(RETRY_S, self.timeout_s))
@@ -134,11 +135,12 @@ class Receiver:
         """Time has passed."""
         if self.state in ("idle", "out"):
             return None
+        if self._too_late(now):
+            return self._late()
         if self.state == "pausing" and self._committed > self._target.version:
             self.state = "idle"
+            self._spent_s += now - self._began
             return Overtaken(self._target)
-        if now > self._began + self.timeout_s:
-            return self._late()
         return self._fetch() if self.state == "pausing" else None
 
     def swapped(self, version: int, loaded: int, now: float) -> Action | None:
@@ -147,10 +149,13 @@ class Receiver:
             return None
         if loaded != version:
             return self._out(f"it answered that it swapped, and samples from version {loaded}")
-        if now > self._began + self.timeout_s:
+        if self._too_late(now):
             return self._late()
-        self.state, self.whole = "idle", self._target
+        self.state, self.whole, self._spent_s = "idle", self._target, 0.0
         return Acknowledge(self._target)
+
+    def _too_late(self, now: float) -> bool:
+        return self._spent_s + now - self._began > self.timeout_s
 
     def _fetch(self) -> Fetch:
         self.state = "fetching"

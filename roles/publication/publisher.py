@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from relax_rt.role import RoleContext
+from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.publication.machine import Late, Lost, Publication, Report, Settled
 from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import TrainerBackend
@@ -55,6 +56,7 @@ class Publisher:
         dtype: of the published weights.
         engines: roles whose engines follow every version.
         committed: the newest committed version, 0 if there is none.
+        files: puts each version into a folder as well.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Publisher:
         table: PublicationTable,
         engines: Collection[str],
         committed: int,
+        files: WeightFiles | None = None,
     ) -> None:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
-        self._committed = committed
+        self._committed, self._files = committed, files
         self._machine = Publication(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
@@ -115,6 +118,8 @@ class Publisher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._files is not None:
+            await self._files.close()
         # The thread that writes the stage cannot be cancelled; the stage must not be closed under it.
         await asyncio.to_thread(self._idle.wait, COPY_WAIT_S)
 
@@ -126,6 +131,8 @@ class Publisher:
             self._copied.set()
         self._doing = f"version {weights.version} is to be committed in the registry"
         record = VersionRecord(weights.version, weights.parent, weights.step, staged.manifest.digest, weights.changed)
+        if self._files is not None:
+            await self._files.before(record)
         record = await self._patiently(lambda: self._ctx.registry.commit_version(record))
         self._committed = record.version
         facts: dict[str, float | int] = {
@@ -146,6 +153,8 @@ class Publisher:
             **facts,
         )
         await self._ctx.ready(record.version)
+        if self._files is not None:
+            await self._files.after(record)
         return record
 
     async def _staged(self, version: int) -> Staged:

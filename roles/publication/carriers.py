@@ -1,0 +1,153 @@
+"""How an engine of this node gets a committed version: by where it is, and by what the config says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from relax_rt.nodes.api import HEAD
+from relax_rt.nodes.links import Links
+from relax_rt.role import RoleContext
+from relax_rt.roles.locations import config_dir
+from relax_rt.roles.publication.place import stage_folder
+from relax_rt.roles.sections import RLConfig
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, RelaxError, Unreachable
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.api import StageApi
+from relax_rt.transport.weights.directory import DirectorySource
+from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.source import WeightSource, stage_source
+
+QUEUE_SLOT = "queue/0"
+ASK_TIMEOUT_S = 5.0
+
+MakeSource = Callable[[VersionRecord, VersionRecord | None], WeightSource]
+"""Makes a source of a version, off the event loop; with the version that the engine samples from, it may be a delta
+to that one."""
+
+_FELL = (Gone, Corrupt, Unreachable, DeadlineExceeded, OutOfSpace)
+"""What another carrier may do better."""
+
+
+def files_folder(ctx: RoleContext) -> Path | None:
+    """Where the run's versions lie as files, if they do."""
+    assert isinstance(ctx.config, RLConfig)
+    named = ctx.config.publication.directory
+    return None if named is None else config_dir(ctx) / Path(named).expanduser() / ctx.run_id
+
+
+def source_for(ctx: RoleContext) -> MakeSource:
+    """The carriers of this node. Call it on the role's event loop."""
+    assert isinstance(ctx.config, RLConfig)
+    table, folder = ctx.config.publication, files_folder(ctx)
+    if table.carrier == "directory" and folder is not None:
+        return lambda record, _: DirectorySource(folder, record)
+    links = Links.from_environment()
+    # The trainer's stage is the head's.
+    here = table.carrier == "shared_memory" or links is None or links.node == HEAD
+    first = _from_stage(stage_folder(ctx)) if here or links is None else _from_stream(ctx, links)
+    return first if folder is None or table.carrier != "auto" else _with_files(ctx, first, folder)
+
+
+def _from_stage(stage: Path) -> MakeSource:
+    return lambda record, holds: stage_source(stage, record, holds)
+
+
+def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
+    from relax_rt.transport.weights.stream import StageMirror
+
+    assert isinstance(ctx.config, RLConfig)
+    timeout_s, loop = ctx.config.publication.ack_timeout_s, asyncio.get_running_loop()
+
+    async def ask() -> str:
+        return await (await ctx.peer(QUEUE_SLOT, StageApi, timeout_s=ASK_TIMEOUT_S)).where()
+
+    def locate() -> str:
+        future = asyncio.run_coroutine_threadsafe(ask(), loop)
+        try:
+            return future.result(2 * ASK_TIMEOUT_S)
+        except TimeoutError:
+            future.cancel()
+            raise Unreachable(QUEUE_SLOT, why="it does not say where the weights are") from None
+
+    def waits(why: str) -> None:
+        if why:
+            ctx.log.info("waiting for weights of another node", why=why)
+
+    mirror = StageMirror(stage_folder(ctx), locate, links.keys, on_wait=waits)
+
+    def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
+        before = mirror.bytes_in
+        found = mirror.source(record, timeout_s)
+        if mirror.bytes_in != before:
+            ctx.event("weights_streamed", version=record.version, node=links.node, bytes=mirror.bytes_in - before)
+        return found
+
+    return source
+
+
+def _with_files(ctx: RoleContext, first: MakeSource, folder: Path) -> MakeSource:
+    def told(record: VersionRecord, error: RelaxError) -> None:
+        ctx.event("weights_from_files", version=record.version, why=str(error))
+        ctx.log.warning("weights come from the folder instead", version=record.version, why=str(error))
+
+    def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
+        return FallbackSource(lambda: first(record, holds), lambda: DirectorySource(folder, record), told)
+
+    return source
+
+
+class FallbackSource:
+    """A version by one carrier, and by another where that fails; a WeightSource.
+
+    Args:
+        first, second: make the sources. Whatever the second one lacks, it is the first one's error that is raised.
+        told: hears why the second one is used.
+    """
+
+    def __init__(
+        self,
+        first: Callable[[], WeightSource],
+        second: Callable[[], WeightSource],
+        told: Callable[[VersionRecord, RelaxError], None],
+    ) -> None:
+        self._second, self._told = second, told
+        self._fallen = False
+        try:
+            self._use(first())
+        except _FELL as error:
+            self._fall(error)
+
+    def _use(self, source: WeightSource) -> None:
+        self._source = source
+        self.record: VersionRecord = source.record
+        self.manifest: Manifest = source.manifest
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource."""
+        try:
+            self._source.copy_into(into)
+        except _FELL as error:
+            # What is no whole version rests on what lies in `into`, which is spoilt by now.
+            if self._fallen or self.manifest.payload != "full":
+                raise
+            self._fall(error)
+            self._source.copy_into(into)
+
+    @contextmanager
+    def mapped(self) -> Iterator[memoryview]:
+        """See WeightSource."""
+        with self._source.mapped() as view:
+            yield view
+
+    def _fall(self, error: RelaxError) -> None:
+        try:
+            second = self._second()
+        except RelaxError as other:
+            error.add_note(f"and from the folder: {other}")
+            raise error from None
+        self._fallen = True
+        self._told(second.record, error)
+        self._use(second)
