@@ -11,12 +11,24 @@ from relax_rt.role import Role
 from relax_rt.transport.ledger import QueueLimits
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
+from relax_rt.transport.weights.api import STAGE_DIR, StageApi
 
 if TYPE_CHECKING:
     from relax_rt.transport.payload import PayloadServer
 
 METRICS_EVERY_S = 2.0
 REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale")
+
+
+class Stage:
+    """Tells other nodes where the weights are. Implements StageApi."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def where(self) -> str:
+        """See StageApi."""
+        return self._address
 
 
 class QueueRole(Role):
@@ -29,6 +41,7 @@ class QueueRole(Role):
         """Recover the ledger from the journal in the run directory and offer it."""
         ctx, table = self.ctx, self.ctx.config.queue
         self.payloads = await self._serve_payloads()
+        self.weights = await self._serve_weights()
         self.broker = Broker(
             ctx.run_dir / "queue",
             ctx.payload_dir,
@@ -52,6 +65,7 @@ class QueueRole(Role):
         )
         await self.broker.open()
         ctx.serve(QueueApi, self.broker)
+        ctx.serve(StageApi, Stage(self.weights.address if self.weights is not None else ""))
 
     async def _serve_payloads(self) -> PayloadServer | None:
         """Give the payloads of this node out to other nodes, if the run has any."""
@@ -60,6 +74,17 @@ class QueueRole(Role):
         from relax_rt.transport.payload import PayloadServer
 
         server = PayloadServer(self.ctx.payload_dir, self.ctx.spill_dir, keys=links.keys)
+        await server.listen(links.listen)
+        return server
+
+    async def _serve_weights(self) -> PayloadServer | None:
+        """Give the newest weights out to other nodes. Here, as this role outlives a trainer: an engine elsewhere gets
+        them while no trainer is there."""
+        if (links := Links.from_environment()) is None:
+            return None
+        from relax_rt.transport.weights.served import stage_server
+
+        server = stage_server(self.ctx.shm_dir / STAGE_DIR, links.keys)
         await server.listen(links.listen)
         return server
 
@@ -105,5 +130,6 @@ class QueueRole(Role):
         """Force the journal to disk."""
         if hasattr(self, "broker"):
             await self.broker.close()
-        if (payloads := getattr(self, "payloads", None)) is not None:
-            await payloads.close()
+        for server in (getattr(self, "payloads", None), getattr(self, "weights", None)):
+            if server is not None:
+                await server.close()

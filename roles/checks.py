@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
+from relax_rt.nodes.api import HEAD
 from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
 
 S = TypeVar("S", bound=RoleSettings)
@@ -26,7 +27,8 @@ def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
 
 def check(config: RLConfig) -> list[Problem]:
     """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
-    return [*_data(config), *_sampling(config), *_algorithm(config), *_roles(config), *_capacity(config)]
+    cheap = (_data, _sampling, _algorithm, _roles, _publication, _capacity)
+    return [problem for check in cheap for problem in check(config)]
 
 
 def _data(config: RLConfig) -> Iterator[Problem]:
@@ -92,6 +94,23 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
     if evaluator.count == 0 and config.evaluation.every_steps:
         message = "evaluation.every_steps is set, and roles.evaluator.count is 0"
         yield Problem(("evaluation", "every_steps"), message, "let one evaluator run, or leave every_steps out")
+
+
+def _publication(config: RLConfig) -> Iterator[Problem]:
+    table, several = config.publication, bool(config.supervision.nodes.listen)
+    place = ("publication", "carrier")
+    if table.carrier == "directory" and table.directory is None:
+        message = 'carrier = "directory", and publication.directory is not set'
+        yield Problem(place, message, "name a folder that all nodes see")
+    if table.carrier == "stream" and not several:
+        message = 'carrier = "stream" goes between nodes, and this run has one'
+        yield Problem(place, message, "leave it out, or set supervision.nodes.listen")
+    if table.carrier == "shared_memory" and several and settings(config, "rollout", RolloutSettings).node != HEAD:
+        message = 'carrier = "shared_memory" stays on one node, and rollouts may be started on others'
+        yield Problem(place, message, f'leave it out, or set roles.rollout.node = "{HEAD}"')
+    if table.carrier in ("shared_memory", "stream") and table.directory is not None:
+        message = f'carrier = "{table.carrier}": publication.directory has no effect'
+        yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
 
 
 def sample_bytes(config: RLConfig) -> int:

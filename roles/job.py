@@ -35,8 +35,8 @@ class RLJob:
         "evaluator": EvaluatorSettings,
     }
     Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {"critic": CriticSettings, "reference": ReferenceSettings}
-    one_node: ClassVar[Sequence[str]] = ("rollout", "trainer", "evaluator")
-    """They share weights and checkpoints in memory and files of one node."""
+    one_node: ClassVar[Sequence[str]] = ("trainer", "evaluator")
+    """They share checkpoints in files of one node. Rollouts elsewhere get their weights by a stream."""
     headline: ClassVar[Sequence[Column]] = (
         Column("step", "reward_mean", "reward", ".3f", spark=True),
         Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),

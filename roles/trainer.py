@@ -16,6 +16,7 @@ from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unr
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
+    from relax_rt.roles.publication.files import WeightFiles
     from relax_rt.roles.publication.publisher import Publisher
     from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
@@ -136,9 +137,12 @@ class TrainerRole(Role):
 
         The version is a re-publication of the checkpoint's: it adds nothing to any distance.
         """
+        from relax_rt.roles.publication.files import WeightFiles
+
         parent = ROOT
         known = await self.ctx.registry.versions()
-        self.publisher = self._publisher(known[-1].version if known else ROOT)
+        files = await asyncio.to_thread(WeightFiles.of, self.ctx)
+        self.publisher = self._publisher(known[-1].version if known else ROOT, files)
         found = await self._restore()
         if found is not None:
             self.step, parent = found.step, found.version
@@ -151,7 +155,7 @@ class TrainerRole(Role):
         await self.queue.rollback(self.step, self.weights)
         await self.publisher.begin(self.weights)
 
-    def _publisher(self, committed: int) -> Publisher:
+    def _publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
         from relax_rt.roles.publication.publisher import Publisher
 
         engines = [name for name, settings in self.config.roles.items() if isinstance(settings, RolloutSettings)]
@@ -163,6 +167,7 @@ class TrainerRole(Role):
             table=self.config.publication,
             engines=engines,
             committed=committed,
+            files=files,
         )
 
     async def _restore(self) -> CheckpointState | None:

@@ -42,7 +42,7 @@ def check_nodes(config: RunConfig, plans: Sequence[RolePlan]) -> None:
             together = ", ".join(kinds_of_one_node(config))
             raise RelaxError(
                 f'{key}.node = "{node}"',
-                why=f"weights and checkpoints do not go between nodes yet: {together} run on the head",
+                why=f"checkpoints do not go between nodes: {together} run on the head",
                 hint=f'leave it out, or write node = "{HEAD}"',
             )
         if not listen and plan.settings.count and gpus > (have := count_gpus()):

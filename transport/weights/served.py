@@ -13,33 +13,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from relax_rt.transport.errors import Corrupt, Gone
-from relax_rt.transport.interface import idempotent
 from relax_rt.transport.payload.server import PayloadServer
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import pinned, read_manifest
 from relax_rt.transport.zmq_keys import CurveKeys
 
-STAGE_DIR = "weights"
-"""The stage's folder in the shared memory of a node."""
 MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
 IDLE_S = 5.0
 _NAME = re.compile(r"(manifest|weights)-(\d{1,18})-([0-9a-f]{0,64})")
-
-
-class StageApi(Protocol):
-    """Where the stage of a run is given out to other nodes; the queue's role offers it."""
-
-    @idempotent
-    async def where(self) -> str:
-        """Its ``tcp://host:port``; another one after a restart. Empty in a run of one node."""
 
 
 def manifest_name(version: int, digest: str) -> str:

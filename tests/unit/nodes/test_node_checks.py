@@ -32,8 +32,8 @@ def plan(kind: str, **settings: object) -> RolePlan:
     [
         (config(), [plan("env", node="b")], 'roles.env.node = "b": this run has one node only'),
         (config("10.0.0.1:7"), [plan("queue", node="b")], "the queue runs on the head"),
-        (config("10.0.0.1:7"), [plan("trainer", node="b")], "weights and checkpoints do not go between nodes yet"),
-        (config("10.0.0.1:7"), [plan("rollout", node="b")], "rollout, trainer, evaluator run on the head"),
+        (config("10.0.0.1:7"), [plan("trainer", node="b")], "checkpoints do not go between nodes"),
+        (config("10.0.0.1:7"), [plan("evaluator", node="b")], "trainer, evaluator run on the head"),
         (config("0.0.0.0:7"), [], "must be one address"),
         (config("nowhere"), [], "no host and port"),
         (config("10.0.0.1:7", durability="disk"), [plan("queue")], "would not outlive them"),
@@ -51,13 +51,13 @@ def test_what_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "count_gpus", lambda: 0)
     check_nodes(config(), [plan("env")])
     check_nodes(
-        config("10.0.0.1:7"), [plan("env", node="b", gpus=8), plan("trainer", node="head"), plan("reward", node="b")]
+        config("10.0.0.1:7"), [plan("env", node="b", gpus=8), plan("trainer", node="head"), plan("rollout", node="b")]
     )
 
 
-def test_roles_that_share_memory_stay_on_the_head() -> None:
-    plans = [plan("registry"), plan("rollout"), plan("reward"), plan("env", node="b")]
-    assert [p.settings.node for p in pinned_plans(plans, config("10.0.0.1:7"))] == ["head", "head", None, "b"]
+def test_roles_that_share_files_stay_on_the_head_and_engines_need_not() -> None:
+    plans = [plan("registry"), plan("trainer"), plan("rollout"), plan("reward"), plan("env", node="b")]
+    assert [p.settings.node for p in pinned_plans(plans, config("10.0.0.1:7"))] == ["head", "head", None, None, "b"]
     assert pinned_plans(plans, config()) == plans
 
 
