@@ -99,6 +99,7 @@ class RLJob:
             on_straggler=table.on_straggler,
             straggler_wait_s=table.straggler_wait_s,
             over_provision=table.over_provision,
+            on_surplus=table.on_surplus,
             on_failed_member=table.on_failed_member,
             min_group=min(table.min_group, table.group_size),
             prompts=None if config.data.epochs is None else _prompt_limit(config),

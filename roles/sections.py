@@ -83,7 +83,10 @@ class AlgorithmTable(Table):
     straggler_wait_s: Seconds = 120.0
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
     over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Groups that may be under way beyond the bound; those of them unfinished at an update are dropped."""
+    """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences."""
+    on_surplus: Literal["drop", "recycle"] = "drop"
+    """Those of them that an update makes over-stale: begin their prompts anew, or let unfinished sequences go on with
+    their tokens, of which those over the bound are context only."""
     on_failed_member: Literal["regenerate", "shrink", "drop"] = "regenerate"
     """A sample that cannot be scored: make it again, train its group without it (min_group), or drop the group."""
     min_group: Annotated[int, Field(ge=2, le=1024)] = 2

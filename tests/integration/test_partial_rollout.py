@@ -25,6 +25,9 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.integration
 
 EVERY = 16
+JOB = Path(__file__).parent.parent / "tiny_job"
+REWARD = "def right(completion, answer):\n    return len(completion) % 3 / 2\n"
+"""What is rewarded is of no matter, but members must differ: where none has an advantage, nothing is computed."""
 LONG = {
     # Nearly uniform over a hundred tokens, one of which ends a sequence; weights as good as still, so that the trainer
     # finds the behaviour log-probabilities again whatever version a token is of.
@@ -46,7 +49,9 @@ LONG = {
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[TinyRun]:
     resolve_model("package:tiny", Path())
-    made = TinyRun(tmp_path / "run", **LONG, **{"algorithm.steps": 6})
+    shutil.copytree(JOB, tmp_path / "job")
+    (tmp_path / "job" / "reward.py").write_text(REWARD)
+    made = TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 6})
     yield made
     if made.process.poll() is None:
         made.process.kill()
@@ -100,8 +105,8 @@ def check_gone_on_with(run: TinyRun, tmp_path: Path) -> int:
             assert held.versions[key] <= versions[key]
             found += 1
     for step in run.records("step"):
-        # An independent word on every log-probability, those of taken over tokens among them.
-        assert step["ratio_max_deviation"] < 2e-3, step
+        # An independent word on every log-probability, those of tokens taken over among them.
+        assert 0 < step["ratio_max_deviation"] < 2e-3, step
     account = run.events("queue_account")[-1]
     assert account["trained_twice"] == 0 and account.get("dropped(producer gone)", 0) < account["freed"]
     return found
@@ -134,4 +139,4 @@ def test_a_stopped_rollout_hands_over_all_that_it_sampled(run: TinyRun, tmp_path
     kill_until(run, signal.SIGTERM, "groups_handed_over")
     assert run.wait() == 0, run.text()
     assert check_gone_on_with(run, tmp_path) > 0
-    assert next(e["late"] for e in run.events("groups_handed_over") if e["slot"] == "rollout/0") == 0
+    assert next(e["late"] for e in run.events("groups_handed_over") if e["by"].startswith("rollout/0")) == 0

@@ -10,6 +10,7 @@ from relax_rt.transport.ledger import marks
 from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
+from relax_rt.transport.ledger.recycle import keep_within
 from relax_rt.transport.ledger.state import Group, Part, Sample
 from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
 
@@ -209,7 +210,7 @@ def _after_put(core: Core, group: Group) -> None:
             core.state.reopened[group.id] = None
             core.touched.add(ROOM)
     core.refresh(group)
-    if core.staleness(group) > core.policy.max_staleness:
+    if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
         # An engine that still served a branch the trainer has left.
         core.end(group, "refused(stale)")
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from relax_rt.transport.ledger.admission import bound, outstanding
 from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.recycle import keep_within, recycle
 from relax_rt.transport.ledger.state import Group
 
 
 def refuse_stale(core: Core, surplus: int = 0) -> None:
     """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
 
-    surplus: samples that may have been there beyond the bound: the newest so many end as that.
+    surplus: samples that may have been there beyond the bound: the newest so many end as that, or are recycled.
     """
     if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
         return
     for group in reversed(list(core.state.groups.values())):
-        if not group.lease and core.staleness(group) > core.policy.max_staleness:
-            core.changed = True
+        if group.lease or core.staleness(group) <= core.policy.max_staleness:
+            continue
+        core.changed = True
+        if not (keep_within(core, group) if group.recycled else surplus > 0 and recycle(core, group)):
             core.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
-            surplus -= group.size
+        surplus -= group.size
 
 
 def urgent(core: Core, group: Group) -> bool:
@@ -33,7 +36,7 @@ def stragglers(core: Core) -> list[Group]:
     return [
         group
         for group in core.state.groups.values()
-        if group.id not in core.step_ready and not group.lease and urgent(core, group)
+        if group.id not in core.step_ready and not group.lease and not group.recycled and urgent(core, group)
     ]
 
 
@@ -42,7 +45,8 @@ def hold_for_stragglers(core: Core) -> str:
     late = stragglers(core)
     beyond = _beyond_bound(core, late)
     for group in beyond:
-        core.end(group, "dropped(surplus)")
+        if not recycle(core, group):
+            core.end(group, "dropped(surplus)")
         core.changed = True
     ended = {group.id for group in beyond}
     late = [group for group in late if group.id not in ended]

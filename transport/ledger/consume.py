@@ -209,7 +209,7 @@ def _infos(core: Core, lease: Lease, told: set[int], place: dict[int, int]) -> l
                 sample.spans,
                 sample.length,
                 core.staleness(group, key.member) if step else -1,
-                core.masked(sample) if step else [],
+                core.masked(group, sample) if step else [],
             )
         )
     return infos

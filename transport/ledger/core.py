@@ -123,13 +123,13 @@ class Core:
     def staleness(self, group: Group, member: int | None = None) -> int:
         """Longest distance from the trainer's weights to any version in the group, or in one member.
 
-        Members that are not there yet count with the version of the engine that makes them. Where over-stale tokens
-        are masked, only the others count, and a sample that has no others counts with its freshest.
+        Members that are not there yet count with the version of the engine that makes them, and with their marks'.
+        Where over-stale tokens are masked, only the others count; a sample that has no others counts with its freshest.
         """
         if self.state.trainer_version is None:
             return 0
         samples = [s for s in group.samples if not s.left_out] if member is None else [group.samples[member]]
-        if self.policy.on_straggler == "mask":
+        if self.policy.on_straggler == "mask" or group.recycled:
             return max((self._unmasked(sample) for sample in samples if sample.spans), default=0)
         versions = {span.version for sample in samples for span in sample.spans}
         versions.update(span.version for sample in samples if sample.mark is not None for span in sample.mark.spans)
@@ -141,9 +141,9 @@ class Core:
         lags = [self.lag(span.version) for span in sample.spans]
         return max((lag for lag in lags if lag <= self.policy.max_staleness), default=min(lags))
 
-    def masked(self, sample: Sample) -> list[tuple[int, int]]:
+    def masked(self, group: Group, sample: Sample) -> list[tuple[int, int]]:
         """Token ranges over the bound, which count as context."""
-        if self.policy.on_straggler != "mask" or self.state.trainer_version is None:
+        if not (self.policy.on_straggler == "mask" or group.recycled) or self.state.trainer_version is None:
             return []
         return [(s.start, s.end) for s in sample.spans if self.lag(s.version) > self.policy.max_staleness]
 

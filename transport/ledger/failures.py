@@ -46,7 +46,7 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
     elif group.prompt.failures + 1 >= policy.failures_per_prompt:
         core.end(group, "dropped(sibling)", marked=marked, fate="retire")
     else:
-        _make_again(core, group, members)
+        make_again(core, group, members)
 
 
 def lose_memory(core: Core, who: Incarnation) -> None:
@@ -87,7 +87,7 @@ def _leave_out(core: Core, group: Group, members: set[int]) -> None:
     _recompute(core, group)
     for member in members:
         sample = group.samples[member]
-        _end_sample(core, SampleKey(group.id, member), sample)
+        _end_sample(core, SampleKey(group.id, member), sample, "failed")
         sample.left_out = True
         core.held -= 1
     if group.size == 0:
@@ -98,16 +98,17 @@ def _leave_out(core: Core, group: Group, members: set[int]) -> None:
     core.finish_if_done(group)
 
 
-def _make_again(core: Core, group: Group, members: set[int]) -> None:
+def make_again(core: Core, group: Group, members: set[int], state: str = "failed") -> None:
+    """These members end in `state`; whoever gets the group next makes them anew."""
     assert group.prompt is not None
     _recompute(core, group)
-    for member in members:
-        _end_sample(core, SampleKey(group.id, member), group.samples[member])
+    for member in sorted(members):
+        _end_sample(core, SampleKey(group.id, member), group.samples[member], state)
         group.samples[member] = Sample()
     core.state.issued += len(members)
     core.refresh(group)
     group.remade += 1
-    group.prompt = group.prompt.again(failed=True)
+    group.prompt = group.prompt.again(failed=state == "failed")
     if group.holder is None:
         core.state.reopened[group.id] = None
         core.touched.add(ROOM)
@@ -120,9 +121,9 @@ def _recompute(core: Core, group: Group) -> None:
     core.may_end_hold()
 
 
-def _end_sample(core: Core, key: SampleKey, sample: Sample) -> None:
-    core.ended("failed")
-    core.losses.lost(sample.length, "failed")
+def _end_sample(core: Core, key: SampleKey, sample: Sample, state: str) -> None:
+    core.ended(state)
+    core.losses.lost(sample.length, state)
     core.drop_parts(sample)
     sample.leases.clear()
     for ready in core.ready.values():

@@ -38,8 +38,10 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
         on_failed_member: a member on which a task cannot succeed is made again (`regenerate`), left out as long as
             min_group members remain (`shrink`), or ends the group (`drop`).
         frozen_by: the task (advantage) that fixes a group's composition: from then on a failure ends the group.
-        over_provision: groups that may be under way beyond the bound; what is unfinished of them at an update ends
-            as dropped(surplus).
+        over_provision: groups that may be under way beyond the bound.
+        on_surplus: what becomes of them when an update makes them over-stale, or a batch is complete without them:
+            they end as dropped(surplus) (`drop`), or those that are unfinished go on with their tokens, of which the
+            over-stale ones are context then (`recycle`).
         prompts: the run's prompt order ends after this many; None: it does not end.
         failures_per_prompt: a prompt whose groups failed this often is retired instead of being made again.
     """
@@ -58,6 +60,7 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     min_group: int = 2
     frozen_by: str = ""
     over_provision: int = 0
+    on_surplus: Literal["drop", "recycle"] = "drop"
     prompts: int | None = None
     failures_per_prompt: int = 8
 

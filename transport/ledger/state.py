@@ -86,6 +86,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         lease: lease of the step task that it is part of, or 0.
         remade: how often members of it were given out again (they count as attempts of its prompt).
         issue: how many tickets it had. idle: how many of them in a row brought neither a member nor a mark.
+        recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
     """
 
     id: int
@@ -99,6 +100,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     remade: int = 0
     issue: int = 0
     idle: int = 0
+    recycled: bool = False
 
     @property
     def size(self) -> int:

@@ -68,6 +68,7 @@ class Group:
     lease: int = 0
     issue: int = 1
     idle: int = 0
+    recycled: bool = False
 
     def alive(self) -> list[tuple[int, Sample]]:
         return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]
@@ -133,7 +134,7 @@ class Model:
         if self.trainer is None:
             return 0
         members = [sample for _, sample in group.alive()]
-        if self.policy.on_straggler == "mask":
+        if self.policy.on_straggler == "mask" or group.recycled:
             return max((self.unmasked(sample) for sample in members if sample.versions), default=0)
         versions = {version for sample in members for version in sample.versions}
         versions |= {version for sample in members for _, version in sample.mark}
@@ -239,7 +240,7 @@ class Model:
                 group.holder = None
                 if group.missing():
                     self.reopened.append(group.id)
-            if self.staleness(group) > self.policy.max_staleness:
+            if self.staleness(group) > self.policy.max_staleness and not (group.recycled and self.keep_within(group)):
                 self.end(group, "refused(stale)")
 
     def mark(self, who: Incarnation, issue: int, key: SampleKey, start: int, tokens: list[tuple[int, int]]) -> int:
@@ -309,15 +310,15 @@ class Model:
             else:
                 self._replace(group, members, again=mode == "regenerate")
 
-    def _replace(self, group: Group, members: set[int], *, again: bool) -> None:
-        self.ended["failed"] += len(members)
+    def _replace(self, group: Group, members: set[int], *, again: bool, state: str = "failed") -> None:
+        self.ended[state] += len(members)
         for sample in group.samples:
             sample.leases.pop(self.policy.frozen_by, None)
         for member in members:
             group.samples[member] = Sample(left_out=not again)
         if again:
             self.issued += len(members)
-            group.attempt, group.failures = group.attempt + 1, group.failures + 1
+            group.attempt, group.failures = group.attempt + 1, group.failures + (state == "failed")
             if group.holder is None and group.id not in self.reopened:
                 self.reopened.append(group.id)
 
@@ -497,7 +498,8 @@ class Model:
             over = self.outstanding() - self.bound(self.trainer)
             while late and over > 0:
                 over -= len(late[-1].alive())
-                self.end(late.pop(), "dropped(surplus)")
+                if not self.recycle(group := late.pop()):
+                    self.end(group, "dropped(surplus)")
         if late:
             since = now if self.blocked is None else self.blocked
             if self.policy.on_straggler == "wait" and now - since < self.policy.straggler_wait_s:
@@ -513,13 +515,34 @@ class Model:
         if self.policy.on_straggler == "mask":
             return []
         others = [group for group in self.groups.values() if group not in ready and not group.lease]
-        return [group for group in others if self.staleness(group) + 1 > self.policy.max_staleness]
+        return [
+            group for group in others if not group.recycled and self.staleness(group) + 1 > self.policy.max_staleness
+        ]
 
     def refuse_stale(self, surplus: int) -> None:
         for group in reversed(list(self.groups.values())):
             if not group.lease and self.staleness(group) > self.policy.max_staleness:
-                self.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
+                goes_on = self.keep_within(group) if group.recycled else surplus > 0 and self.recycle(group)
+                if not goes_on:
+                    self.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
                 surplus -= len(group.alive())
+
+    def recycle(self, group: Group) -> bool:
+        begun = group.holder is not None or any(sample.mark for sample in group.samples)
+        if self.policy.on_surplus == "drop" or not begun:
+            return False
+        group.recycled = True
+        return self.keep_within(group)
+
+    def keep_within(self, group: Group) -> bool:
+        """Finished members with no token within the bound are made again, as long as others are unfinished."""
+        bound = self.policy.max_staleness
+        stale = {n for n, sample in group.alive() if sample.versions and self.unmasked(sample) > bound}
+        if not group.missing():
+            return not stale
+        if stale:
+            self._replace(group, stale, again=True, state="dropped(surplus)")
+        return True
 
     def move_weights(self, version: int) -> None:
         self.trainer = version

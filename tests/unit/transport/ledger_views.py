@@ -92,7 +92,7 @@ def _group(state: State, group: Group) -> tuple[Any, ...]:
         )
         for sample in group.samples
     ]
-    place = (prompt.index, prompt.attempt, prompt.failures, group.issue, group.idle)
+    place = (prompt.index, prompt.attempt, prompt.failures, group.issue, group.idle, group.recycled)
     return (*place, group.holder, sorted(group.making), group.lease, samples)
 
 
@@ -111,7 +111,7 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
         )
         for sample in group.samples
     ]
-    place = (group.prompt, group.attempt, group.failures, group.issue, group.idle)
+    place = (group.prompt, group.attempt, group.failures, group.issue, group.idle, group.recycled)
     return (*place, group.holder, sorted(group.making), group.lease, samples)
 
 

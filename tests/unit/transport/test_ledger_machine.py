@@ -50,6 +50,7 @@ CHOICES = st.fixed_dictionaries(
         "on_failed_member": st.sampled_from(["regenerate", "regenerate", "shrink", "drop"]),
         "frozen_by": st.sampled_from(["", "values"]),
         "over_provision": st.sampled_from([0, 1]),
+        "on_surplus": st.sampled_from(["drop", "recycle"]),
         "group_size": st.sampled_from([2, 3]),
     }
 )
@@ -598,6 +599,7 @@ def test_a_long_run_with_faults(seed: int) -> None:
             "on_failed_member": ("regenerate", "regenerate", "shrink", "drop")[seed // 6],
             "frozen_by": rng.choice(["", "values"]),
             "over_provision": seed % 2,
+            "on_surplus": rng.choice(["drop", "recycle"]),
             "group_size": rng.choice([2, 3]),
         }
     )

@@ -1,0 +1,77 @@
+"""Groups begun beyond the bound: dropped or recycled when a step is complete without them."""
+
+from __future__ import annotations
+
+import pytest
+from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started, step
+
+from relax_rt.transport.queue.api import SampleKey, Ticket
+
+
+def begun(on_surplus: str, max_staleness: int = 0) -> tuple[Driver, int, Ticket]:
+    """A step's groups are finished; of one more the first member is, and the second has three tokens."""
+    d, v1 = started(max_staleness=max_staleness, over_provision=1, on_surplus=on_surplus, straggler_wait_s=0.0)
+    make(d, v1, 2)
+    (ticket,) = d.admit(OTHER, v1).tickets
+    d.put(OTHER, SampleKey(ticket.group, 0), v1)
+    d.mark(OTHER, ticket, 1, 0, [(1, v1), (2, v1), (3, v1)])
+    return d, v1, ticket
+
+
+def test_dropped_a_surplus_group_begins_anew() -> None:
+    d, v1, ticket = begun("drop")
+    v2 = step(d, 1, v1)
+    assert d.ledger.account()["dropped(surplus)"] == 2
+    (again,) = d.admit(OTHER, v2).tickets
+    assert (again.prompt, again.partials) == (ticket.prompt, {}) and again.group != ticket.group
+
+
+def test_recycled_it_goes_on_with_its_tokens_as_context() -> None:
+    d, v1, ticket = begun("recycle")
+    v2 = step(d, 1, v1)
+    account = d.ledger.account()
+    # The finished member has no token of the new weights: it is made again. The other is still sampled.
+    assert (account["dropped(surplus)"], account["groups_recycled"]) == (1, 1)
+    assert d.ledger.audit() == []
+    d.put(OTHER, SampleKey(ticket.group, 1), v1, v1, v1, v2)
+    (again,) = d.admit(ENGINE, v2).tickets
+    assert (again.group, again.members) == (ticket.group, [0])
+    d.generate(ENGINE, again, v2)
+    make(d, v2)
+    d.reward_all(JUDGE)
+    batch = d.take(TRAINER, "train", groups=2)
+    info = next(info for info in batch.samples if info.key == SampleKey(ticket.group, 1))
+    assert (info.masked, info.staleness) == ([(0, 1), (1, 2), (2, 3)], 0)
+    assert d.ledger.audit() == []
+
+
+def test_recycled_and_given_back_it_goes_on_elsewhere() -> None:
+    d, v1, ticket = begun("recycle")
+    v2 = step(d, 1, v1)
+    d.give_back(OTHER, ticket.group)
+    (again,) = d.admit(ENGINE, v2).tickets
+    assert (again.group, again.partials, again.wanted()) == (ticket.group, {1: 3}, [0, 1])
+
+
+def test_a_member_that_ends_without_a_token_within_the_bound_is_made_again() -> None:
+    d, v1, ticket = begun("recycle")
+    v2 = step(d, 1, v1)
+    d.put(OTHER, SampleKey(ticket.group, 1), v1, v1, v1)
+    (again,) = d.admit(ENGINE, v2).tickets
+    assert (again.group, again.wanted(), again.partials) == (ticket.group, [0, 1], {})
+    assert d.ledger.audit() == []
+
+
+@pytest.mark.parametrize("on_surplus", ["drop", "recycle"])
+def test_what_stays_within_the_bound_is_carried_over_either_way(on_surplus: str) -> None:
+    d, v1, ticket = begun(on_surplus, max_staleness=1)
+    step(d, 1, v1)
+    assert d.ledger.account().get("dropped(surplus)", 0) == 0
+    assert not d.ledger.state.groups[ticket.group].recycled
+
+
+def test_a_group_of_which_nothing_is_under_way_is_not_recycled() -> None:
+    d, v1 = started(max_staleness=0, over_provision=1, on_surplus="recycle", straggler_wait_s=0.0)
+    make(d, v1, 3)
+    step(d, 1, v1)
+    assert d.ledger.account()["dropped(surplus)"] == 2 and not d.ledger.state.groups

@@ -1,0 +1,34 @@
+"""Groups begun beyond the bound, when the step that they were to help is complete without them (`on_surplus`).
+
+Recycled, they go on with their tokens: what is over the staleness bound is context from then on, and finished members
+that have no other tokens are made again. So a long sequence is not begun anew at each update that overtakes it.
+"""
+
+from __future__ import annotations
+
+from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.failures import make_again
+from relax_rt.transport.ledger.marks import any_held
+from relax_rt.transport.ledger.state import Group
+
+
+def recycle(core: Core, group: Group) -> bool:
+    """Let a surplus group go on. False if that is not wanted, or nothing of it is unfinished and begun."""
+    if core.policy.on_surplus != "recycle" or (group.holder is None and not any_held(group)):
+        return False
+    group.recycled = True
+    core.changed = True
+    core.tally("groups_recycled")
+    core.may_end_hold()
+    return keep_within(core, group)
+
+
+def keep_within(core: Core, group: Group) -> bool:
+    """Have members of a recycled group made again that are over-stale as a whole. False if nothing else is left."""
+    bound = core.policy.max_staleness
+    stale = {n for n, sample in enumerate(group.samples) if sample.spans and core.staleness(group, n) > bound}
+    if not group.missing():
+        return not stale
+    if stale:
+        make_again(core, group, stale, "dropped(surplus)")
+    return True
