@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 BLOCK = 256
 """Probabilities are summed in blocks of so many; the block that a draw falls into is then searched alone."""
 WORK_FLOATS = 1 << 18
-"""Rows are worked on so many logits at a time, which stay in a core's cache: a pass over all of them is memory-bound."""
+"""Rows are worked on so many logits at a time, which stay in a core's cache: all of them at once do not."""
 
 
 def member_uniforms(seed: int, count: int) -> NDArray[np.float32]:

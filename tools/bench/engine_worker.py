@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 import transformers
 
@@ -56,13 +59,24 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One round; cpu_s: processor time of the whole process; pauses: of each update, seconds without a token."""
+    """One round; cpu_s: processor time of all its processes; pauses: of each update, seconds without a token."""
 
     tokens: int
     seconds: float
     cpu_s: float
     updates: int
     pauses: list[float]
+
+
+def processor_s() -> float:
+    """Processor time of this process and those below it, a server among them."""
+    total = 0.0
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def workload(task: Task, vocabulary: int, number: int) -> list[tuple[list[int], int]]:
@@ -88,7 +102,7 @@ def staged(folder: Path, dtype: torch.dtype) -> Iterator[list[StageSource]]:
     weights = FlatWeights(model, dtype, torch.device("cpu"))
     data = weights.standby(base=True)
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    place = Path(tempfile.mkdtemp(prefix="relax-bench-", dir=base))
+    place = Path(tempfile.mkdtemp(prefix="engine-bench-", dir=base))
     try:
         stage = WeightStage(place, 1)
         sources = []
@@ -138,7 +152,7 @@ async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary
                 await engine.prepare(source)
                 pauses.append((await engine.commit(source.record, task.kv)).pause_s)  # type: ignore[arg-type]
 
-        began, busy = time.monotonic(), time.process_time()
+        began, busy = time.monotonic(), processor_s()
         engine.submit(
             [
                 GroupRequest(
@@ -154,7 +168,7 @@ async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary
         )
         updates = asyncio.create_task(update()) if updated else None
         await asyncio.wait_for(over.wait(), DEADLINE_S)
-        took, busy = time.monotonic() - began, time.process_time() - busy
+        took, busy = time.monotonic() - began, processor_s() - busy
         if updates is not None:
             updates.cancel()
             await asyncio.gather(updates, return_exceptions=True)
@@ -178,13 +192,47 @@ def embedded(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     return asyncio.run(through_interface(task, engine, folder, vocabulary))
 
 
+def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
+    """The real server on the CPU, behind the same interface; each token is streamed to us, as in a run."""
+    from relax_rt.roles.engines.sglang.engine import SglangEngine
+    from relax_rt.roles.engines.sglang.options import server_environment, server_options
+    from relax_rt.roles.engines.sglang.server import Place
+    from relax_rt.roles.sections import RolloutSettings
+
+    settings = RolloutSettings.model_validate(
+        {"engine": "sglang", "dtype": task.dtype, "max_sequences": task.concurrent, "threads": 1}
+    )
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    place = Path(tempfile.mkdtemp(prefix="engine-bench-", dir=base))
+    tokens = task.concurrent * (PROMPT_TOKENS[1] + LONGEST * task.median_tokens)
+    engine = SglangEngine(
+        folder,
+        settings,
+        Place(
+            python=task.sglang_python,
+            folder=place / "tmp",
+            log=place / "server.log",
+            environment=server_environment("cpu", 1, place / "tmp", os.environ),
+        ),
+        functools.partial(server_options, settings, "cpu", kv_tokens=tokens),
+        device="cpu",
+        weights_folder=place / "weights",
+        kv_tokens=tokens,
+        booting=lambda seconds: None,
+    )
+    try:
+        return asyncio.run(through_interface(task, engine, folder, vocabulary))
+    finally:
+        shutil.rmtree(place)
+
+
 def generate(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     """transformers' generate: batches of `concurrent`, each as long as its longest; only tokens asked for count."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, task.dtype)).eval()
 
     def run(number: int) -> Round:
         work = workload(task, vocabulary, number)
-        began, busy = time.monotonic(), time.process_time()
+        began, busy = time.monotonic(), processor_s()
         for at in range(0, len(work), task.concurrent):
             batch = work[at : at + task.concurrent]
             longest = max(len(p) for p, _ in batch)
@@ -194,7 +242,7 @@ def generate(task: Task, folder: Path, vocabulary: int) -> list[Round]:
             model.generate(
                 ids, attention_mask=mask, do_sample=True, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
             )
-        return Round(sum(n for _, n in work), time.monotonic() - began, time.process_time() - busy, 0, [])
+        return Round(sum(n for _, n in work), time.monotonic() - began, processor_s() - busy, 0, [])
 
     with torch.inference_mode(), denormals_flushed():
         run(len(task.rounds))
@@ -236,7 +284,7 @@ def continuous(task: Task, folder: Path, vocabulary: int) -> list[Round]:
                 pauses.append(time.monotonic() - start)
 
         updater = threading.Thread(target=update)
-        began, busy = time.monotonic(), time.process_time()
+        began, busy = time.monotonic(), processor_s()
         # As many at a time as the others decode: requests beyond that would be packed into larger batches.
         under_way = 0
         waiting = list(enumerate(work))
@@ -259,7 +307,7 @@ def continuous(task: Task, folder: Path, vocabulary: int) -> list[Round]:
             tokens += len(result.generated_tokens)
             under_way -= 1
             finished += 1
-        took, busy = time.monotonic() - began, time.process_time() - busy
+        took, busy = time.monotonic() - began, processor_s() - busy
         over.set()
         if updated:
             updater.join()
@@ -273,7 +321,7 @@ def continuous(task: Task, folder: Path, vocabulary: int) -> list[Round]:
         manager.stop(block=True)
 
 
-ENGINES = {"embedded": embedded, "generate": generate, "continuous": continuous}
+ENGINES = {"embedded": embedded, "generate": generate, "continuous": continuous, "sglang": sglang}
 
 
 def main() -> None:
