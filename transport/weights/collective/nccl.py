@@ -60,14 +60,22 @@ class NcclCommunicator:
         deadline = time.monotonic() + timeout_s
         try:
             store = meeting.open_store(rendezvous, timeout_s)
-            shared = os.environ.get(SHARED_DEVICES) == "1"
-            meeting.meet(store, rank, world, timeout_s, self._is_aborted, self.device, shared_devices=shared)
+            self.meet(store, rank, world, timeout_s)
             unique = self._exchange(store, rank, deadline)
         except RuntimeError as error:
             raise PeerLost(what, why=meeting.first_line(error)) from error
         # Made without its constructor: a constructor that raises "in progress" would take the handle along.
         self._communicator = self._nccl.NcclCommunicator.__new__(self._nccl.NcclCommunicator)
         self._until_done(lambda: self._communicator.__init__(world, unique, rank), what, deadline)
+
+    def meet(self, store: Any, rank: int, world: int, timeout_s: float) -> None:
+        """Look for the others before NCCL does: it would wait for an absent one in native code.
+
+        Raises:
+            PeerLost, DuplicateDevice: see meeting.meet.
+        """
+        shared = os.environ.get(SHARED_DEVICES) == "1"
+        meeting.meet(store, rank, world, timeout_s, self._is_aborted, self.device, shared_devices=shared)
 
     def broadcast(self, view: View, root: int, timeout_s: float) -> None:
         """See Communicator."""

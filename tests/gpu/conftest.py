@@ -1,0 +1,39 @@
+"""Tests that need a CUDA device: skipped with the reason where there is none."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+for folder in (HERE.parent / "unit" / "weights", HERE.parent / "engines", HERE.parent / "integration"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # what other tests have made: ranks that harm themselves, engines' drivers, runs
+
+
+@cache
+def missing() -> str:
+    """Why tests of this folder cannot run here; empty where they can."""
+    try:
+        import torch
+
+        from relax_rt.transport.errors import Refused
+        from relax_rt.transport.weights import device
+    except ImportError as error:
+        return str(error)
+    try:
+        device.cupy()
+    except Refused as error:
+        return str(error)
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        item.add_marker("gpu")
+        if missing():
+            item.add_marker(pytest.mark.skip(reason=missing()))
