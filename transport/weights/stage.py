@@ -97,11 +97,12 @@ class WeightStage:
             self._evict(keep)
         name, descriptor = self._free_buffer(layout.nbytes, keep)
         try:
-            view = memoryview(self._map(name, descriptor, layout.nbytes))
+            view = memoryview(self._map(name, descriptor, layout.nbytes))[: layout.nbytes]
             try:
-                yield name, view[: layout.nbytes]
+                yield name, view
             finally:
-                view.release()
+                with suppress(BufferError):  # where a traceback still holds an array of it
+                    view.release()
         finally:
             # The mapping holds a duplicate of the descriptor, so closing this one alone would keep the lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -175,9 +176,14 @@ class WeightStage:
                 continue
             self._forget(name)
             path.unlink()
-            if (mapping := self._maps.pop(name, None)) is not None:
-                mapping.close()
+            self._unmap(name)
             return
+
+    def _unmap(self, name: str) -> None:
+        mapping = self._maps.pop(name, None)
+        if mapping is not None:
+            with suppress(BufferError):  # it ends with the last view of it
+                mapping.close()
 
     def _forget(self, name: str) -> None:
         """Remove the manifests of what a buffer held."""
@@ -187,9 +193,8 @@ class WeightStage:
 
     def close(self) -> None:
         """Unmap; the files stay with the node."""
-        for mapping in self._maps.values():
-            mapping.close()
-        self._maps.clear()
+        for name in list(self._maps):
+            self._unmap(name)
 
     def _file_of(self, version: int) -> str:
         """The buffer that holds a version; empty if it is not here (a run resumed in new shared memory)."""

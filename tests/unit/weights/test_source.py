@@ -109,3 +109,15 @@ def test_a_buffer_that_is_not_there_or_cut_is_named(tmp_path: Path, missing: str
         (tmp_path / "w0.buf").write_bytes(b"short")
     with pytest.raises(Gone if missing == "buffer" else Corrupt, match=r"w0\.buf"):
         source.copy_into(memoryview(bytearray(SMALL.nbytes)))
+
+
+def test_a_stage_closes_while_a_view_of_what_was_written_is_left(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    with stage.writing(SMALL, 0) as (_, view):
+        kept = np.frombuffer(view, np.uint8)
+    stage.close()
+    assert len(kept) == SMALL.nbytes
+    with stage.writing(SMALL, 0) as (_, view):
+        pass
+    with pytest.raises(ValueError, match="released"):
+        view[0]
