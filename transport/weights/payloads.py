@@ -1,0 +1,338 @@
+"""Versions that travel as less than themselves: adapters of low rank, and weights in fewer bits.
+
+A payload is the bytes of a safetensors file. What it makes of the base, or of itself, is the whole version, the same
+bit by bit on every machine: all arithmetic is by element, in float32, in one order, with no fused operations. So the
+version's digests hold for the result, and it is checked like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.manifest import Layout, Manifest, TensorEntry
+from relax_rt.transport.weights.safetensors_header import (
+    LENGTH,
+    FileTensor,
+    Header,
+    decode_header,
+    encode_header,
+    header_bytes,
+)
+from relax_rt.transport.weights.stage import verify
+
+if TYPE_CHECKING:
+    import torch
+
+WireDtype = Literal["bfloat16", "float8_e4m3fn"]
+MAX_RANK = 4096
+E4M3_MAX = 448.0
+SCALE = "::scale"
+"""Behind a tensor's name: the float32 by which its float8 values are multiplied."""
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_BLOCK_ELEMENTS = 1 << 17
+"""Of a matrix worked on at a time: what it takes in float32 fits into a core's own cache."""
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+class Adapter(NamedTuple):
+    """What is added to one linear layer's weight [out, in]: scale * (b @ a), with a [r, in] and b [out, r]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Lora(NamedTuple):
+    """Adapters by the name of their module, as ``model.layers.0.self_attn.q_proj``.
+
+    Attributes:
+        base, base_digest: the version that they are added to.
+    """
+
+    rank: int
+    alpha: float
+    base: int
+    base_digest: str
+    adapters: Mapping[str, Adapter]
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter is multiplied by."""
+        return self.alpha / self.rank
+
+
+def encode_lora(lora: Lora) -> bytes:
+    """The payload of adapters, in float32.
+
+    Raises:
+        Refused: an adapter does not have the rank; it is named.
+    """
+    import torch
+
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for module, (a, b) in sorted(lora.adapters.items()):
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != lora.rank or b.shape[1] != lora.rank:
+            raise Refused(f"adapter of {module}", why=f"{list(b.shape)} x {list(a.shape)} is not of rank {lora.rank}")
+        tensors += [(module + _A, a), (module + _B, b)]
+    facts = {"payload": "lora", "rank": str(lora.rank), "alpha": repr(lora.alpha)}
+    facts |= {"base": str(lora.base), "base_digest": lora.base_digest}
+    return _file([(name, t.detach().to(torch.float32).contiguous()) for name, t in tensors], facts)
+
+
+def decode_lora(blob: memoryview) -> Lora:
+    """Read a payload of adapters; the tensors are views of it.
+
+    Raises:
+        Corrupt: it is none.
+    """
+    header, data = _opened(blob, "adapters")
+    facts = _facts(header, "lora", "adapters")
+    rank = _number(facts, "rank", int)
+    alpha, base = _number(facts, "alpha", float), _number(facts, "base", int)
+    if not 1 <= rank <= MAX_RANK or not math.isfinite(alpha) or base < 0:
+        raise Corrupt("adapters", why=f"rank {rank} and alpha {alpha} for version {base}")
+    found = {tensor.name: tensor for tensor in header.tensors}
+    adapters: dict[str, Adapter] = {}
+    for name, tensor in found.items():
+        module = name.removesuffix(_A).removesuffix(_B)
+        if module + _A not in found or module + _B not in found or module == name:
+            raise Corrupt(f"adapter {name}", why="its other half is missing")
+        if tensor.dtype != "float32" or len(tensor.shape) != 2 or tensor.shape[name.endswith(_B)] != rank:
+            raise Corrupt(f"adapter {name}", why=f"{tensor.dtype} {list(tensor.shape)} is not float32 of rank {rank}")
+        if name.endswith(_A):
+            adapters[module] = Adapter(_view(tensor, data), _view(found[module + _B], data))
+    return Lora(rank, alpha, base, facts.get("base_digest", ""), adapters)
+
+
+def merge_lora(lora: Lora, layout: Layout, into: memoryview) -> None:
+    """Add adapters to the base that `into` holds. The same input gives the same bits everywhere.
+
+    Raises:
+        Refused: an adapter has no weight in the layout, or one of another shape; it is named and nothing is changed.
+    """
+    import torch
+
+    entries = {entry.name: entry for entry in layout.entries}
+    targets = [(_target(module, adapter, entries), adapter) for module, adapter in lora.adapters.items()]
+    scale = torch.tensor(lora.scale, dtype=torch.float32)
+    flat = torch.frombuffer(into, dtype=torch.uint8)
+    for entry, (a, b) in targets:
+        weight = _matrix(flat, entry)
+        rows = max(1, _BLOCK_ELEMENTS // weight.shape[1])
+        for at in range(0, weight.shape[0], rows):
+            block, left = weight[at : at + rows], b[at : at + rows]
+            total, product = torch.zeros(block.shape), torch.empty(block.shape)
+            # One rank after the other, not a matrix product: that adds up in another order on another processor.
+            for rank in range(lora.rank):
+                torch.mul(left[:, rank, None], a[rank], out=product)
+                total.add_(product)
+            total.mul_(scale)
+            block.copy_(total.add_(block.to(torch.float32)))
+
+
+def encode_wire(layout: Layout, data: memoryview, wire: WireDtype) -> bytes:
+    """The payload of a flat buffer in fewer bits.
+
+    float8_e4m3fn: matrices are divided by a scale of their own and rounded; vectors go as they are. bfloat16: all
+    float32 is rounded. What is smaller than that already goes as it is.
+
+    Raises:
+        Refused: a value that is to be rounded to float8 is not finite; its tensor is named.
+    """
+    flat = _frombuffer(data)
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for entry in layout.entries:
+        tensors += _rounded(entry, _tensor(flat, entry), wire)
+    return _file(tensors, {"payload": "wire", "dtype": wire})
+
+
+def decode_wire(blob: memoryview, layout: Layout, into: memoryview) -> None:
+    """Fill a flat buffer of the layout from a payload. The same input gives the same bits everywhere.
+
+    Raises:
+        Corrupt: it is none. Refused: a tensor is missing or misshapen, or there is another; it is named.
+    """
+    import torch
+
+    header, data = _opened(blob, "weights on the wire")
+    _facts(header, "wire", "weights on the wire")
+    found = {tensor.name: tensor for tensor in header.tensors}
+    flat = torch.frombuffer(into, dtype=torch.uint8)
+    flat[: layout.nbytes].zero_()
+    for entry in layout.entries:
+        tensor = found.pop(entry.name, None)
+        if tensor is None or tensor.shape != entry.shape:
+            have = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise Refused(f"tensor {entry.name} on the wire", why=f"{have} came for {list(entry.shape)}")
+        values = _view(tensor, data)
+        if tensor.dtype == "float8_e4m3fn" and entry.dtype != tensor.dtype:
+            values = values.to(torch.float32).mul_(_scale(found.pop(entry.name + SCALE, None), entry.name, data))
+        elif tensor.dtype != entry.dtype and (tensor.dtype not in _FLOATS or entry.dtype not in _FLOATS):
+            raise Refused(f"tensor {entry.name} on the wire", why=f"{tensor.dtype} came for {entry.dtype}")
+        _tensor(flat, entry).copy_(values)
+    if found:
+        raise Refused(f"tensor {next(iter(found))} on the wire", why="the model has no such tensor")
+
+
+def wire_version(layout: Layout, data: memoryview, wire: WireDtype) -> bytes:
+    """Round a flat buffer in place to what its receivers will have, and return the payload: seal the version after it,
+    so that its digests are those of what arrives."""
+    blob = encode_wire(layout, data, wire)
+    decode_wire(memoryview(blob), layout, data)
+    return blob
+
+
+class LoraSource:
+    """A version as adapters to a base that the receiver's buffer holds: a WeightSource.
+
+    Args:
+        read: the payload's bytes, from wherever they lie; it may raise Gone.
+        holds: the version in the receiver's buffer.
+
+    Raises:
+        Refused: the adapters are for another base.
+    """
+
+    def __init__(
+        self, record: VersionRecord, manifest: Manifest, read: Callable[[], memoryview], holds: VersionRecord
+    ) -> None:
+        self.record, self.manifest, self._read, self._holds = record, manifest, read, holds
+        self._check_base(manifest.base, manifest.base_digest)
+
+    def _check_base(self, base: int, digest: str) -> None:
+        if (base, digest) != (self._holds.version, self._holds.digest):
+            raise Refused(
+                f"adapters of policy version {self.record.version}",
+                why=f"they are for version {base} with digest {digest or 'none'}; here is {self._holds.version} with "
+                f"{self._holds.digest or 'none'}",
+                hint="fetch the version in full",
+            )
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource; `into` holds the base."""
+        lora = decode_lora(self._read())
+        self._check_base(lora.base, lora.base_digest)
+        merge_lora(lora, self.manifest.layout, into)
+        verify(self.manifest, into)
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """See WeightSource."""
+        raise Refused(f"mapping adapters of policy version {self.record.version}", why="they are not the whole version")
+
+
+class WireSource:
+    """A version in fewer bits: a WeightSource. Its manifest is that of the version as it arrives."""
+
+    def __init__(self, record: VersionRecord, manifest: Manifest, read: Callable[[], memoryview]) -> None:
+        self.record, self.manifest, self._read = record, manifest, read
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource."""
+        decode_wire(self._read(), self.manifest.layout, into)
+        verify(self.manifest, into)
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """See WeightSource."""
+        raise Refused(f"mapping policy version {self.record.version}", why="it lies there in fewer bits")
+
+
+def _target(module: str, adapter: Adapter, entries: Mapping[str, TensorEntry]) -> TensorEntry:
+    entry = entries.get(f"{module}.weight")
+    if entry is None:
+        raise Refused(f"adapter of {module}", why="the model has no such weight")
+    want = (adapter.b.shape[0], adapter.a.shape[1])
+    if entry.shape != want or entry.dtype not in _FLOATS:
+        raise Refused(f"adapter of {module}", why=f"it is for {list(want)}, the weight is {entry.dtype} {entry.shape}")
+    return entry
+
+
+def _rounded(entry: TensorEntry, values: torch.Tensor, wire: WireDtype) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    if wire == "bfloat16" or entry.dtype not in _FLOATS or values.ndim < 2:
+        narrower = wire == "bfloat16" and entry.dtype == "float32"
+        yield entry.name, values.to(torch.bfloat16) if narrower else values
+        return
+    values = values.to(torch.float32)
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if not math.isfinite(largest):
+        raise Refused(f"tensor {entry.name} as {wire}", why="it has values that are not finite")
+    scale = torch.tensor(largest / E4M3_MAX, dtype=torch.float32)
+    if not float(scale):
+        # Also where the largest value is so small that its scale is not a float32.
+        scale.fill_(1.0)
+    # The scale was rounded: the largest value may lie a hair above what float8 can say.
+    yield entry.name, values.div(scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    yield entry.name + SCALE, scale
+
+
+def _scale(tensor: FileTensor | None, name: str, data: memoryview) -> torch.Tensor:
+    if tensor is None or (tensor.dtype, tensor.shape) != ("float32", ()):
+        raise Refused(f"tensor {name} on the wire", why="its scale is missing, or is no float32")
+    found = _view(tensor, data)
+    if not math.isfinite(float(found)) or float(found) <= 0:
+        raise Corrupt(f"tensor {name} on the wire", why=f"its scale is {float(found)}")
+    return found
+
+
+def _file(tensors: list[tuple[str, torch.Tensor]], facts: Mapping[str, str]) -> bytes:
+    import torch
+
+    parts = [(name, t.contiguous().reshape(-1).view(torch.uint8).numpy(), t) for name, t in tensors]
+    head = encode_header(
+        [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape), len(raw)) for n, raw, t in parts], facts
+    )
+    return b"".join([head, *(raw.data for _, raw, _ in parts)])
+
+
+def _opened(blob: memoryview, what: str) -> tuple[Header, memoryview]:
+    length = header_bytes(bytes(blob[: LENGTH.size]), len(blob), what)
+    behind = LENGTH.size + length
+    return decode_header(blob[LENGTH.size : behind], len(blob) - behind, what), blob[behind:]
+
+
+def _facts(header: Header, payload: str, what: str) -> dict[str, str]:
+    if header.metadata.get("payload") != payload:
+        raise Corrupt(what, why=f"it says that it is {header.metadata.get('payload', 'nothing')[:32]!r}")
+    return header.metadata
+
+
+def _number(facts: Mapping[str, str], key: str, kind: type[Any]) -> Any:
+    try:
+        return kind(facts.get(key, "")[:64])
+    except ValueError as error:
+        raise Corrupt("adapters", why=f"{key}: {error}") from error
+
+
+def _frombuffer(data: memoryview) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    # By numpy: torch warns of memory that it may not write to. Nothing is written here.
+    array = np.frombuffer(data, np.uint8)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _view(tensor: FileTensor, data: memoryview) -> torch.Tensor:
+    import torch
+
+    raw = _frombuffer(data[tensor.start : tensor.stop])
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(tensor.shape) if raw.numel() else torch.empty(tensor.shape, dtype=dtype)
+
+
+def _tensor(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return flat[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
+
+
+def _matrix(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    return _tensor(flat, entry).view(entry.shape[0], -1)
