@@ -63,7 +63,9 @@ def lora_of(rank: int = 4, seed: int = 1, base: VersionRecord | None = None) -> 
     generator = torch.Generator().manual_seed(seed)
 
     def one(shape: tuple[int, int]) -> Adapter:
-        draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+        def draw(*size: int) -> Any:
+            return torch.randn(*size, generator=generator)
+
         return Adapter(draw(rank, shape[1]), draw(shape[0], rank))
 
     version, digest = (base.version, base.digest) if base else (3, "ab")
@@ -113,7 +115,10 @@ def lora_version() -> tuple[LoraSource, bytearray, bytearray, Callable[[VersionR
     merge_lora(decode_lora(memoryview(blob)), layout, memoryview(whole))
     record, manifest = version_of(whole, layout, 4)
     manifest = msgspec.structs.replace(manifest, payload="lora", base=3, base_digest=base_record.digest)
-    make = lambda holds: LoraSource(record, manifest, lambda: memoryview(blob), holds)  # noqa: E731
+
+    def make(holds: VersionRecord) -> LoraSource:
+        return LoraSource(record, manifest, lambda: memoryview(blob), holds)
+
     return make(base_record), base, whole, make
 
 
