@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-for folder in (HERE.parent / "unit" / "weights", HERE.parent / "engines", HERE.parent / "integration"):
+pytest.register_assert_rewrite("harness", "conformance")
+for folder in (
+    HERE.parent / "unit" / "weights",
+    HERE.parent / "engines",
+    HERE.parent / "integration",
+    HERE.parent / "integration" / "supervision_toys",
+):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # what other tests have made: ranks that harm themselves, engines' drivers, runs
 
@@ -37,3 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("gpu")
         if missing():
             item.add_marker(pytest.mark.skip(reason=missing()))
+
+
+@pytest.fixture(scope="session")
+def conformance_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random model that every engine loads in float32."""
+    from harness import build_model
+
+    return build_model(tmp_path_factory.mktemp("conformance"))
