@@ -26,10 +26,10 @@ SIZE = 3
 class Queue:
     """The ledger with prompts, and its first weights announced."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, marks_bytes: int = 1 << 20) -> None:
         self.ledger, self.now, self.version = Ledger(), 0.0, 1
         policy = LedgerPolicy(tasks={"train": ("tokens",)}, group_size=SIZE, prompts_per_step=4, max_staleness=1)
-        self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, **limits)))
+        self.apply(ev.Configure(policy, QueueLimits(lease_s=1e6, marks_bytes=marks_bytes)))
         self.apply(ev.Open("run"))
         self.join(TRAINER)
         self.apply(ev.Rollback(0, VersionRecord(1, 0, 0)), TRAINER)
