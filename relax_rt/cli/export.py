@@ -178,7 +178,8 @@ def prometheus(status: RunStatus, figures: Mapping[str, Figures]) -> str:
             ("slot_progress_total", "counter", "Units of work since its process was started.", slot.progress),
             ("slot_epoch", "gauge", "Epoch of its newest incarnation.", slot.epoch),
             ("slot_policy_version", "gauge", "Policy version on it.", known.version),
-            ("slot_staleness", "gauge", "Publications it is behind.", known.staleness),
+            ("slot_lag", "gauge", "Publications it is behind.", known.lag),
+            ("slot_staleness", "gauge", "Largest among the samples of its last step.", known.staleness),
             ("slot_depth", "gauge", "Work that waits in it.", known.depth),
         ]
         samples += [(f"relax_{n}", kind, text, labels, float(v)) for n, kind, text, v in values if v is not None]

@@ -1,4 +1,4 @@
-"""What the registry and the metrics say of each slot, beside what the agent says: version, staleness, queue depth."""
+"""What the registry and the metrics say of each slot, beside what the agent says: version, lag, staleness, depth."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Figures(msgspec.Struct, frozen=True):
 
     Attributes:
         version: its policy version.
-        staleness: of an engine, the distance from its version to the newest committed one; of a trainer, the largest
-            among the samples of its last step.
+        lag: publications that it is behind: the distance from its version to the newest committed one.
+        staleness: of a trainer, the largest among the samples of its last step.
         depth: work that waits in it: samples outstanding, sequences admitted.
         depth_bound: most that may wait.
     """
 
     version: int | None = None
+    lag: int | None = None
     staleness: int | None = None
     depth: int | None = None
     depth_bound: int | None = None
@@ -65,14 +66,15 @@ def judge(
         member = members.get(slot.slot)
         if member is not None and member.policy_version:
             version = member.policy_version
-        stale = _behind(tree, version, changes.committed if changes else None)
+        stale: int | None = None
+        lag = _behind(tree, version, changes.committed if changes else None)
         depth: tuple[int | None, int | None] = (None, None)
         who = f"{slot.slot}#{slot.epoch}"
         for (by, _), record in metrics.items():
             if by == who:
                 stale = _largest(record.get("staleness"), stale)
                 depth = _depth(record, depth)
-        one = Figures(version, stale, *depth)
+        one = Figures(version, lag, stale, *depth)
         if one != Figures():
             found[slot.slot] = one
     return found

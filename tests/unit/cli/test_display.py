@@ -36,7 +36,7 @@ def status(**fields: object) -> RunStatus:
 
 @pytest.mark.parametrize("width", [60, 80, 109, 110, 200])
 def test_nothing_but_the_last_column_is_cut(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    head, titles, *rows = shown(monkeypatch, width, status(), {"rollout/0": Figures(12, 1, 3, 8)})
+    head, titles, *rows = shown(monkeypatch, width, status(), {"rollout/0": Figures(12, 4, 1, 3, 8)})
     assert head.split()[:2] == ["two", "running"]
     assert all(len(row) <= width for row in [titles, *rows])
     assert [row.split()[0] for row in rows] == ["trainer/0", "rollout/1", "rollout/0"]
@@ -45,6 +45,8 @@ def test_nothing_but_the_last_column_is_cut(monkeypatch: pytest.MonkeyPatch, wid
     for row, words in zip(rows, (["31234", "ready"], ["backoff", "3", "oom:"], ["12", "hm"]), strict=True):
         assert all(any(part.startswith(word) for part in row.split()) for word in words)
     assert "…" in rows[0]
+    last = rows[2].split()
+    assert ("lag" in titles) == (last[last.index("12") + 1] == "4") == (width >= 70)
 
 
 def test_output_to_a_pipe_is_wide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,11 +93,15 @@ def test_of_much_the_newest_whole_lines_are_taken(tmp_path: Path) -> None:
 
 
 def test_prometheus_text() -> None:
-    text = prometheus(STATUS, {"rollout/0": Figures(version=3, staleness=1, depth=4)})
+    text = prometheus(STATUS, {"rollout/0": Figures(version=3, lag=1, depth=4)})
     lines = text.splitlines()
     assert 'relax_run_up{run="t\\"wo"} 1' in lines
     labels = '{run="t\\"wo",slot="rollout/0",role="rollout",node=""}'
-    assert {f"relax_slot_restarts_total{labels} 2", f"relax_slot_policy_version{labels} 3"} <= set(lines)
+    assert {
+        f"relax_slot_restarts_total{labels} 2",
+        f"relax_slot_policy_version{labels} 3",
+        f"relax_slot_lag{labels} 1",
+    } <= set(lines)
     assert not any("policy_version" in line and "rollout/1" in line for line in lines)
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names))

@@ -1,4 +1,4 @@
-"""Version, staleness and depth of each slot, from what registry and metrics say."""
+"""Version, lag, staleness and depth of each slot, from what registry and metrics say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def version(number: int, parent: int, digest: str) -> VersionRecord:
     return VersionRecord(version=number, parent=parent, step=number, digest=digest)
 
 
-def test_staleness_is_the_distance_on_the_tree_and_not_a_difference_of_numbers() -> None:
+def test_lag_is_the_distance_on_the_tree_and_not_a_difference_of_numbers() -> None:
     # Version 5 is a branch from 1 after a roll-back; 2 lies on the branch that was left.
     records = [version(1, 0, "a"), version(2, 1, "b"), version(5, 1, "c")]
     members = [
