@@ -28,13 +28,13 @@ def make_engine(model: Path, folder: Path, *, python: str = str(PYTHON), **table
         folder: for its sockets, weights and log; on a short path.
         table: of roles.rollout.sglang.
     """
-    # No copy of the conformance suite is faster for more threads on so small a model.
     settings = RolloutSettings.model_validate(
         {
             "engine": "sglang",
             "dtype": "float32",
             "max_sequences": 12,
-            "sglang": {"device": "cpu", "deterministic": True, **table},
+            # A start takes 15 s on a machine that has nothing else to do.
+            "sglang": {"device": "cpu", "deterministic": True, "boot_timeout_s": 400.0, **table},
         }
     )
     place = Place(

@@ -117,6 +117,16 @@ class SglangEngine:
         self._sink: Sink
         self._on_failure: OnFailure
 
+    @property
+    def server_pid(self) -> int:
+        """Of the guard over the server; 0 when there is none."""
+        return self._server.pid
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where the copy lies that the server loads."""
+        return self._copy.folder
+
     # --- life
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:

@@ -22,8 +22,8 @@ from typing import BinaryIO
 
 from relax_rt.supervision import procfs
 
-GRACE_S = 3.0
-TRACKERS_S = 1.0
+GRACE_S = 20.0
+TRACKERS_S = 5.0
 SHARED = Path("/dev/shm")
 THEIRS = ("sem.mp-", "psm_", "torch_", "sglang")
 """Beginnings of names that multiprocessing, torch and SGLang give; others are nobody's business here."""

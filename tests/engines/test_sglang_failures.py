@@ -1,0 +1,196 @@
+"""A real SGLang server that dies, hangs, or does not hold what it said it loaded; and weights sent as tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance import ENDLESS
+from harness import Driver, Traits, raises
+from sglang_parts import PYTHON, make_engine, needs_server
+
+from relax_rt.roles.engines.sglang.engine import SglangEngine
+from relax_rt.roles.engines.sglang.server import ServerDied
+from relax_rt.supervision import procfs
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused
+
+pytestmark = [pytest.mark.engines, needs_server]
+
+
+@asynccontextmanager
+async def running(model: Path, folder: Path, **table: Any) -> AsyncIterator[Driver]:
+    """An engine at version 1. Afterwards nothing of its server is left."""
+    before = shared_memory()
+    engine = make_engine(model, folder, **table)
+    driver = Driver(engine, model, Traits())
+    try:
+        await driver.start()
+        pids = procfs.descendants(engine.server_pid)
+        assert len(pids) >= 2, "the server and its scheduler"
+        await publish(driver, "recompute")
+        yield driver
+    finally:
+        await engine.close(10.0)
+    assert not [pid for pid in pids if alive(pid)]
+    assert not (folder / "tmp").exists()
+    assert shared_memory() <= before
+
+
+def shared_memory() -> set[str]:
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if name.startswith(("sem.mp-", "psm_", "torch_", "sglang"))}
+
+
+def alive(pid: int) -> bool:
+    fields = procfs.stat_fields(pid)
+    return fields is not None and fields[0] not in "ZX"
+
+
+async def publish(driver: Driver, kv: Any) -> int:
+    source = driver.source()
+    await driver.engine.prepare(source)
+    await driver.engine.commit(source.record, kv)
+    return driver.version
+
+
+def is_out(driver: Driver, kind: type[Exception]) -> BaseException:
+    """The engine said why, and takes nothing more."""
+    assert isinstance(driver.failure, kind), driver.failure
+    with pytest.raises(Refused):
+        driver.engine.submit([driver.request([1], 1)])
+    return driver.failure
+
+
+def scheduler_of(engine: SglangEngine) -> int:
+    for pid in procfs.descendants(engine.server_pid):
+        if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError("no scheduler among the server's processes")
+
+
+async def test_weights_sent_as_tensors_and_a_server_that_hangs(
+    conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("a")
+    async with running(conformance_model, folder, weights="tensor", stall_timeout_s=3.0) as driver:
+        asked = driver.request(range(10, 30), 4, new=200, stop_ids=ENDLESS)
+        driver.submit(asked)
+        await driver.tokens(40)
+        began = driver.version
+        version = await publish(driver, "recompute")
+        for completion in await driver.finished(asked):
+            assert [s.version for s in completion.versions] == [began, version]
+            driver.check(asked, completion)
+
+        assert isinstance(driver.engine, SglangEngine)
+        driver.submit(driver.request([1], 2, new=400, stop_ids=ENDLESS))
+        await driver.tokens(10)
+        os.kill(scheduler_of(driver.engine), signal.SIGSTOP)
+        await wait_for(lambda: driver.failure is not None)
+        error = is_out(driver, DeadlineExceeded)
+        assert "2 sequences running" in str(error) and "server.log" in str(error)
+
+
+async def test_a_server_that_says_it_loaded_and_did_not_is_out(
+    conformance_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(conformance_model, tmp_path_factory.mktemp("b")) as driver:
+        asked = driver.request([1, 2], 2, new=400, stop_ids=ENDLESS)
+        driver.submit(asked)
+        await driver.tokens(10)
+        source = driver.source()
+        await driver.engine.prepare(source)
+        # The bytes change between our verification and the server's read, which answers 200.
+        path = tmp_path_of(driver) / "weights/model.safetensors"
+        with path.open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            file.write(b"\x3f")
+        before = driver.version
+        await raises(Corrupt, driver.engine.commit(source.record, "recompute"), "are not what was published")
+        is_out(driver, Corrupt)
+        assert driver.version == before
+        told = [span.version for chunk in driver.chunks for span in chunk.versions]
+        assert source.record.version not in told, "nothing was sampled from what is not whole"
+
+
+async def test_a_server_that_dies_in_mid_generation_is_told_with_its_last_lines(
+    conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async with running(conformance_model, tmp_path_factory.mktemp("c")) as driver:
+        assert isinstance(driver.engine, SglangEngine)
+        asked = driver.request([1, 2], 3, new=400, stop_ids=ENDLESS, chunk_tokens=8)
+        driver.submit(asked)
+        await driver.tokens(60)
+        os.kill(scheduler_of(driver.engine), signal.SIGKILL)
+        await wait_for(lambda: driver.failure is not None)
+        assert "last lines" in str(driver.failure)
+        is_out(driver, Exception)
+        told = sum(len(chunk.tokens) for chunk in driver.chunks if chunk.request == asked.id)
+        assert told >= 3 * 8, "what had come until then was told"
+
+
+ROLE = """
+import asyncio, sys, threading
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from sglang_parts import make_engine
+
+async def main():
+    engine = make_engine(Path({model!r}), Path({folder!r}))
+    await engine.start(lambda chunks: None, lambda error: None)
+    print(engine.server_pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_outlives_a_role_that_is_killed(
+    conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    before, folder = shared_memory(), tmp_path_factory.mktemp("d")
+    code = ROLE.format(tests=str(Path(__file__).parent), model=str(conformance_model), folder=str(folder))
+    role = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+    assert role.stdout is not None
+    try:
+        guard = int(await asyncio.wait_for(role.stdout.readline(), 450.0))
+        pids = procfs.descendants(guard) | {guard}
+        assert len(pids) >= 3
+    finally:
+        role.kill()
+        await role.wait()
+    await wait_for(lambda: not any(map(alive, pids)))
+    assert shared_memory() <= before
+
+
+async def test_a_server_without_its_model_is_told(
+    tmp_path: Path, conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its own words on what is wrong with the model folder are in the error."""
+    broken = Path(shutil.copytree(conformance_model, tmp_path / "model"))
+    config = broken / "config.json"
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "Qwen3ForNobody"))
+    engine = make_engine(broken, tmp_path_factory.mktemp("e"), python=str(PYTHON))
+    with pytest.raises(ServerDied, match="Qwen3ForNobody"):
+        await engine.start(lambda _: None, lambda _: None)
+    await engine.close(5.0)
+
+
+def tmp_path_of(driver: Driver) -> Path:
+    assert isinstance(driver.engine, SglangEngine)
+    return driver.engine.weights_folder.parent
+
+
+async def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 what it looks at tells nobody
+            await asyncio.sleep(0.05)
