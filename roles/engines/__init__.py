@@ -17,6 +17,15 @@ def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Eng
         from relax_rt.roles.engines.sglang import make
 
         return make(ctx, folder, settings)
+    import torch
+
     from relax_rt.roles.engines.embedded import EmbeddedEngine
 
-    return EmbeddedEngine(folder, dtype=settings.dtype, max_sequences=settings.max_sequences, threads=settings.threads)
+    return EmbeddedEngine(
+        folder,
+        dtype=settings.dtype,
+        max_sequences=settings.max_sequences,
+        threads=settings.threads,
+        # A slot that was given no device must not touch one.
+        device="cuda" if settings.gpus and torch.cuda.is_available() else "cpu",
+    )

@@ -232,6 +232,7 @@ class EmbeddedEngine:
     def _fail(self, error: BaseException) -> None:
         """On the event loop."""
         self._failure = error
+        self._closing.set()
         self._let_go(f"{type(error).__name__}: {error}")
         self._on_failure(error)
 
