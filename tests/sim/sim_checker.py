@@ -175,10 +175,15 @@ class Checker:
 
     def judge_samples(self, notices: Iterable[Notice], used: set[str]) -> None:
         """Each acknowledged sample was used, or somebody was told of its end."""
-        told = {fields["group"] for kind, fields in notices if kind == "group_ended"}
+        told, members_told = set(), set(self.given_up)
+        for kind, fields in notices:
+            if kind == "group_ended":
+                told.add(fields["group"])
+            elif kind == "members_ended":
+                members_told.update(SampleKey(fields["group"], member) for member in fields["members"])
         for digest, made in self.produced.items():
             key = made.kept_as
-            if key is not None and digest not in used and key.group not in told and key not in self.given_up:
+            if key is not None and digest not in used and key.group not in told and key not in members_told:
                 self.found(LOST, f"{digest} ({key})")
 
     def kinds(self) -> set[str]:

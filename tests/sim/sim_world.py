@@ -259,6 +259,7 @@ def training(seed: int, *, prompts: int = 60) -> World:
         over_provision=rng.choice([0, 0, 1]),
         on_straggler=rng.choice(["wait", "wait", "requeue", "mask"]),
         on_failed_member=rng.choice(["regenerate", "regenerate", "shrink", "drop"]),
+        on_surplus=rng.choice(["drop", "recycle"]),
     )
     world = World(seed, policy)
     world._gang = "gang-0"

@@ -30,5 +30,6 @@ def keep_within(core: Core, group: Group) -> bool:
     if not group.missing():
         return not stale
     if stale:
+        core.note("members_ended", group=group.id, members=sorted(stale), state="dropped(surplus)")
         make_again(core, group, stale, "dropped(surplus)")
     return True

@@ -228,6 +228,8 @@ def _keep_marked(core: Core, group: Group) -> None:
     for member in finished:
         core.losses.lost(group.samples[member].length, "lost")
         group.samples[member] = Sample()
+    if finished:
+        core.note("members_ended", group=group.id, members=finished, state="lost")
     core.ended("lost", len(finished))
     core.state.issued += len(finished)
     core.state.reopened[group.id] = None
