@@ -394,7 +394,7 @@ def test_requests_of_hostile_readers_do_not_disturb_the_server(tmp_path: pathlib
             sock.send(frame)
         for wanted in (Range(1, name, 1 << 60, 10), Range(2, "../../etc/passwd", 0, 10), Range(3, name, MIB, 2 * MIB)):
             sock.send(frames.encode_get(Get(True, [wanted])))
-        faults = []
+        faults: list[str] = []
         while len(faults) < 3:
             assert sock.poll(5000)
             head, body = sock.recv_multipart()
