@@ -155,12 +155,24 @@ class Soak:
                     if run.process.poll() is not None:
                         raise SystemExit(f"the run ended:\n{run.output.read_text()[-3000:]}")
                     number += 1
-                    slot = f"rollout/{dice.randrange(ROLLOUTS)}"
                     if moment == "generating":
-                        self._in_generation(injector, number, slot, way)
+                        self._in_generation(injector, number, f"rollout/{dice.randrange(ROLLOUTS)}", way)
                     else:
-                        (self.orders / f"{slot.replace('/', '-')}.order").write_text(f"{moment} {way}")
+                        self._order(injector, dice, f"{moment} {way}", ends)
                     self._pause(injector, dice.expovariate(1 / self.pause_s))
+
+    def _order(self, injector: Injector, dice: random.Random, order: str, ends: float) -> None:
+        """To a slot that has carried out its last one: others are away, or wait for the next publication."""
+        paths = [self.orders / f"rollout-{n}.order" for n in range(ROLLOUTS)]
+        while not (free := [path for path in paths if not path.exists()]):
+            if time.monotonic() > ends:
+                return
+            self._pause(injector, 0.1)
+        path = dice.choice(free)
+        # Whole at once: its reader may look at any moment.
+        draft = path.with_suffix(".draft")
+        draft.write_text(order)
+        draft.rename(path)
 
     def _in_generation(self, injector: Injector, number: int, slot: str, way: str) -> None:
         fault = {"kill": "kill", "stop": "stop", "hang": "hang_loop"}[way]
@@ -209,7 +221,8 @@ class Soak:
         evidence = gather(run_dir)
         chaos = [f"{b.check}: {b.what}" for b in breaches(check(evidence))]
         missing = [f"{m} {w}" for m, w in itertools.product(MOMENTS, WAYS) if not self.struck[f"{m} {w}"]]
-        round_s = self.pause_s * len(MOMENTS) * len(WAYS)
+        # A round takes longer than its pauses: orders wait for engines that are back.
+        round_s = 2 * self.pause_s * len(MOMENTS) * len(WAYS)
         wrong = [*self.wrong, *(f"{name}: {w}" for name, (_, found) in checks.items() for w in found[:5]), *chaos[:10]]
         wrong += [f"{name}: nothing was looked at" for name, (looked, _) in checks.items() if not looked]
         if missing and self.total_s > 1.5 * round_s:
