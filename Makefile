@@ -52,11 +52,12 @@ bench: $(STAMP)  ## every benchmark, in its short form (with peers where `make p
 	$(BIN)/python tools/bench/end_to_end.py --quick
 	$(BIN)/python tools/bench/recovery.py --quick
 
-soak: $(STAMP)  ## kills of the queue's processes, an hour of restarts, kills of the agent, fuzzing, learning under kills
+soak: $(STAMP)  ## kills of the queue's processes, an hour of restarts, kills of the agent and of engines, fuzzing, learning under kills
 	$(BIN)/python tools/soak/queue_chaos.py --seconds 300
 	$(BIN)/python tools/soak/fuzz_block.py --seconds 60
 	$(BIN)/python tools/soak/restarts.py --minutes 60 --restarts 200
 	$(BIN)/python tools/soak/agent_kills.py --kills 10
+	$(BIN)/python tools/soak/engine_chaos.py --minutes 10
 	$(BIN)/python tools/soak/equivalence.py
 
 sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a machine without a GPU (1.6 GB)
