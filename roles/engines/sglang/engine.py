@@ -419,7 +419,7 @@ class SglangEngine:
 
     def _fetch_version(self, source: WeightSource) -> Held:
         with self._copy.fill(source) as view:
-            return Held(source.manifest.version, checksums(self._recipes, source.manifest.layout, view))
+            return Held(source.manifest.version, checksums(self._recipes, source.manifest.layout, view, self._device))
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         """See Engine.commit."""

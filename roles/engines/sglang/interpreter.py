@@ -38,6 +38,13 @@ def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             user_options(table.sglang.arguments)
         except Refused as error:
             yield Problem((*path, "arguments"), f"{error.what}: {error.why}", error.hint)
+        start = table.start_timeout_s or config.supervision.start_timeout_s
+        if table.sglang.boot_timeout_s >= start:
+            message = (
+                f"boot_timeout_s = {table.sglang.boot_timeout_s:g} is not below the role's start_timeout_s = {start:g}"
+            )
+            hint = f"raise roles.{kind}.start_timeout_s: the role would be killed before it could say why"
+            yield Problem((*path, "boot_timeout_s"), message, hint)
         python = interpreter(table.sglang.python, config_dir, getattr(table, "python", None) or sys.executable)
         key = (*path, "python") if table.sglang.python is not None else ("roles", kind, "engine")
         if python not in asked:

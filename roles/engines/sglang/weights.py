@@ -7,7 +7,6 @@ up; experts) along their first dimension, so that the bytes of a joined one are 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from relax_rt.roles.engines.sglang.hashing import content_hash
+from relax_rt.roles.engines.sglang.options import Device
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.weights.manifest import ALIGNMENT, Layout, TensorEntry
 from relax_rt.transport.weights.source import WeightSource
@@ -89,18 +90,17 @@ def _padding(name: str, entry: TensorEntry) -> int:
     return -rows % VOCABULARY_MULTIPLE * (entry.nbytes // rows if rows else 0)
 
 
-def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview) -> dict[str, str]:
-    """What the server must report of each of its tensors if it holds `data`: SHA-256 of its bytes, 64 bits of it."""
+def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview, device: Device = "cpu") -> dict[str, str]:
+    """What a server on this device must report of each of its tensors if it holds `data`."""
     entries = {entry.name: entry for entry in layout.entries}
-    found = {}
-    for name, recipe in made.items():
-        digest = hashlib.sha256()
-        for part in recipe.parts:
-            entry = entries[part]
-            digest.update(data[entry.offset : entry.offset + entry.nbytes])
-        digest.update(bytes(recipe.padding))
-        found[name] = digest.hexdigest()[:16]
-    return found
+
+    def bytes_of(part: str) -> memoryview:
+        return data[entries[part].offset : entries[part].offset + entries[part].nbytes]
+
+    return {
+        name: content_hash([bytes_of(part) for part in recipe.parts], recipe.padding, device)
+        for name, recipe in made.items()
+    }
 
 
 def compare(expected: Mapping[str, str], reported: Mapping[str, str], version: int) -> None:

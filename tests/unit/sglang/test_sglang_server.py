@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from relax_rt.config.problems import Problem
+from relax_rt.config.schema import SupervisionTable
 from relax_rt.roles.engines.sglang.guard import RotatingLog
 from relax_rt.roles.engines.sglang.interpreter import ask, check_sglang
 from relax_rt.roles.engines.sglang.options import (
@@ -211,7 +212,8 @@ def with_sglang(tmp_path: Path) -> Path:
 
 def problems(python: Path | str, **table: object) -> list[Problem]:
     rollout = EngineSettings.model_validate({"engine": "sglang", "sglang": {"python": str(python), **table}})
-    return list(check_sglang(RLConfig.model_construct(roles={"rollout": rollout}), Path("/")))
+    config = RLConfig.model_construct(roles={"rollout": rollout}, supervision=SupervisionTable(start_timeout_s=180))
+    return list(check_sglang(config, Path("/")))
 
 
 def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
@@ -232,6 +234,8 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
         assert "make sglang-cpu-env" in found.hint
     (found,) = problems(with_sglang(tmp_path), device="cpu", arguments={"port": 1})
     assert "port" in found.message
+    (found,) = problems(with_sglang(tmp_path), device="cpu", boot_timeout_s=180)
+    assert "not below the role's start_timeout_s = 180" in found.message
     # A real one answers the question that is put to it.
     assert ask(sys.executable) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
 
