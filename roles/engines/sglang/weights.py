@@ -40,7 +40,7 @@ class Recipe(msgspec.Struct, frozen=True):
     """What one tensor of the server is made of: published tensors in a row, then zeros.
 
     Attributes:
-        padding: bytes of zeros.
+        padding: rows of zeros, as long as those of the parts.
     """
 
     parts: tuple[str, ...]
@@ -86,8 +86,7 @@ def _recipe(name: str, published: Mapping[str, TensorEntry]) -> Recipe | None:
 def _padding(name: str, entry: TensorEntry) -> int:
     if not name.endswith(("embed_tokens.weight", "lm_head.weight")) or not entry.shape:
         return 0
-    rows = entry.shape[0]
-    return -rows % VOCABULARY_MULTIPLE * (entry.nbytes // rows if rows else 0)
+    return -entry.shape[0] % VOCABULARY_MULTIPLE
 
 
 def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview, device: Device = "cpu") -> dict[str, str]:
@@ -97,10 +96,12 @@ def checksums(made: Mapping[str, Recipe], layout: Layout, data: memoryview, devi
     def bytes_of(part: str) -> memoryview:
         return data[entries[part].offset : entries[part].offset + entries[part].nbytes]
 
-    return {
-        name: content_hash([bytes_of(part) for part in recipe.parts], recipe.padding, device)
-        for name, recipe in made.items()
-    }
+    def hash_of(recipe: Recipe) -> str:
+        first = entries[recipe.parts[0]]
+        padding = recipe.padding * first.nbytes // first.shape[0] if recipe.padding else 0
+        return content_hash([bytes_of(part) for part in recipe.parts], padding, device)
+
+    return {name: hash_of(recipe) for name, recipe in made.items()}
 
 
 def compare(expected: Mapping[str, str], reported: Mapping[str, str], version: int) -> None:
