@@ -51,6 +51,7 @@ HERE = Path(__file__).resolve().parent
 TINY = HERE.parents[1] / "tests/tiny_job/roles.toml"
 ROLLOUTS, CALLERS, EVERY_TOKENS, LEARNING_RATE = 3, 6, 3, 3e-4
 LENGTHS = (12, 24, 24, 48, 160)
+START_S = 300.0
 LIMITS = Limits(losses=30)
 """Engines are lost here all the time, and not because of what callers want."""
 MOMENTS = ("generating", *STEPS)
@@ -120,8 +121,8 @@ class Soak:
         self.orders.mkdir()
         resolve_model("package:tiny", Path())
         with ToyRun(self.folder, TINY, OVERRIDES, env={"ENGINE_CHAOS": str(self.orders)}) as run:
-            run.ready()
-            run.until("a step", lambda: any(r["kind"] == "step" for r in read_metrics(run.run_dir)))
+            run.ready(START_S)
+            run.until("a step", lambda: any(r["kind"] == "step" for r in read_metrics(run.run_dir)), START_S)
             asyncio.run(self._harm(run))
             if not settled(run.run_dir, 60.0):
                 self.wrong.append("the run did not recover: a slot is not ready")
