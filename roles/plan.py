@@ -14,7 +14,7 @@ from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.models.cache import cache_dir
-from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.sections import EngineSettings, EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STAGE_BUFFERS = 4
@@ -72,9 +72,15 @@ def published_bytes(config: RLConfig) -> int:
     return model_size(config.model.path, Path(config.config_dir)).parameters * size
 
 
+def server_copies(config: RLConfig) -> int:
+    """Engines that are servers: each has a copy of the weights in shared memory, to load from."""
+    tables = (table for table in config.roles.values() if isinstance(table, EngineSettings))
+    return sum(table.count for table in tables if table.engine == "sglang")
+
+
 def stage_bytes(config: RLConfig) -> int:
-    """Shared memory of the weight stage at most."""
-    return STAGE_BUFFERS * published_bytes(config) + MIB
+    """Shared memory of the weight stage and of servers' copies at most."""
+    return (STAGE_BUFFERS + server_copies(config)) * published_bytes(config) + MIB
 
 
 def plan(config: RLConfig) -> list[PlanLine]:
@@ -184,7 +190,13 @@ def _shared_memory(config: RLConfig) -> list[PlanLine]:
             f"(checkpoint.every_steps {config.checkpoint.every_steps} + staleness + 1 = {retained_batches(config):g}) "
             f"x {b} samples x {sample_bytes(config)} bytes",
         ),
-        PlanLine(section, "weights", _mib(stage), f"up to {STAGE_BUFFERS} buffers of {_mib(published_bytes(config))}"),
+        PlanLine(
+            section,
+            "weights",
+            _mib(stage),
+            f"up to {STAGE_BUFFERS} buffers of {_mib(published_bytes(config))}"
+            + (f", and {copies} for servers" if (copies := server_copies(config)) else ""),
+        ),
         PlanLine(
             section, "together", _mib(config.queue.capacity_mib * MIB + stage), f"{_mib(free)} are free in /dev/shm"
         ),
