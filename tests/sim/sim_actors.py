@@ -184,6 +184,8 @@ def _generate(p: Process, ticket: Ticket, version: int) -> Steps:
         lines: dict[int, list[int]] = {}
         for member in members:
             lines[member] = yield from _sample(p, ticket, member, version, begun.get(member, []))
+            if not lines[member]:
+                return
         yield from _put(p, ticket, lines)
 
 
@@ -204,7 +206,7 @@ def _begun(p: Process, ticket: Ticket) -> Steps:
 
 
 def _sample(p: Process, ticket: Ticket, member: int, version: int, begun: list[int]) -> Steps:
-    """All tokens of a member; now and then those so far are marked."""
+    """All tokens of a member; now and then those so far are marked. Empty: the group was handed over in between."""
     rng, world, key = p.world.kernel.random, p.world, SampleKey(ticket.group, member)
     tokens, marked, last = list(begun), len(begun), rng.choice([0, 0, 1, 2])
     seconds = min(rng.lognormvariate(-1.9, 0.9), 12.0)
@@ -221,6 +223,9 @@ def _sample(p: Process, ticket: Ticket, member: int, version: int, begun: list[i
                 marked = answer.held[0]
                 world.checker.acknowledged_mark(key, ticket.issue, marked)
                 world.happened["marked"] += 1
+                if rng.random() < 0.1:
+                    yield from p.call(ev.GiveBack([ticket.group], "handed over"))
+                    return []
     return tokens
 
 
