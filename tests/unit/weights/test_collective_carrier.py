@@ -45,9 +45,8 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
     assert into == sent
     with source.mapped() as view:
         assert view.readonly and view == sent
-    damaged = bytearray(sent)
-    damaged[BUCKET_BYTES + 3] ^= 1
-    Path(receivers["a"].path).write_bytes(damaged)
+    with opened(receivers["a"], writable=True) as memory:
+        memory.data[BUCKET_BYTES + 3] ^= 1
     with pytest.raises(Corrupt, match=f"bytes {BUCKET_BYTES}-"):
         source.copy_into(memoryview(into))
     stage.retire(2)
