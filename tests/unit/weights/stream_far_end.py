@@ -14,6 +14,7 @@ from weight_versions import fill
 
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.served import stage_server
 from relax_rt.transport.weights.stage import WeightStage
@@ -110,6 +111,21 @@ def told(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+def stop_halfway() -> None:
+    """This process stops itself when the first of a version's two buckets has come."""
+    digest, calls = stream.bucket_digest, 0
+
+    def counted(data: memoryview) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # both were looked at before anything was asked for
+            tell("halfway")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return digest(data)
+
+    stream.bucket_digest = counted
+
+
 def tell(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -125,7 +141,9 @@ def main(how: str, folder: str, address: str, *more: str) -> None:
     if how == "stranger":
         other = CurveKeys.make()
         keys = CurveKeys(other.public, other.secret, server=keys.public)
-    window = MIB if how == "slowly" else 8 * MIB
+    if how == "halfway":
+        stop_halfway()
+    window = 8 * MIB
     mirror = StageMirror(
         pathlib.Path(folder), lambda: address, keys, window_bytes=window, chunk_bytes=window // 8, connections=1
     )
