@@ -7,9 +7,9 @@ import struct
 from collections import Counter
 from typing import Any
 
-from ledger_model import Group as ModelGroup
-from ledger_model import Lease as ModelLease
 from ledger_model import Model
+from ledger_model_parts import Group as ModelGroup
+from ledger_model_parts import Lease as ModelLease
 
 from relax_rt.transport.ledger.state import Group, Held, Lease, State
 from relax_rt.transport.queue.api import Extent

@@ -1,0 +1,82 @@
+"""What the naive model of the ledger is made of."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import Extent, SampleKey
+
+
+@dataclass(eq=False)
+class Block:
+    extent: Extent | None
+    fields: tuple[str, ...]
+    digests: list[bytes]
+
+
+@dataclass
+class Part:
+    block: Block
+    row: int
+    task: str
+    version: int
+
+
+@dataclass(eq=False)
+class Sample:
+    made: bool = False
+    left_out: bool = False
+    parts: list[Part] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    leases: dict[str, int] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    deaths: int = 0
+    mark: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens marked, each with its version."""
+
+    def mark_bytes(self) -> int:
+        """8 a token, 32 a run of tokens of one version, 64 for itself."""
+        if not self.mark:
+            return 0
+        versions = [version for _, version in self.mark]
+        runs = 1 + sum(a != b for a, b in itertools.pairwise(versions))
+        return 8 * len(versions) + 32 * runs + 64
+
+
+@dataclass(eq=False)
+class Group:
+    id: int
+    prompt: int
+    attempt: int
+    failures: int
+    base: int
+    samples: list[Sample]
+    holder: Incarnation | None
+    making: set[int]
+    lease: int = 0
+    issue: int = 1
+    idle: int = 0
+    recycled: bool = False
+
+    def alive(self) -> list[tuple[int, Sample]]:
+        return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]
+
+    def missing(self) -> set[int]:
+        return {n for n, sample in self.alive() if not sample.made}
+
+
+@dataclass(eq=False)
+class Lease:
+    id: int
+    task: str
+    keys: list[SampleKey]
+    pins: list[Extent]
+    holders: set[Incarnation]
+    index: int = -1
+    readers: int = 1
+    finished: set[Incarnation] = field(default_factory=set)
+    reading: set[Incarnation] = field(default_factory=set)
+    pending: list[tuple[SampleKey, Part]] = field(default_factory=list)
+    failed: set[SampleKey] = field(default_factory=set)
