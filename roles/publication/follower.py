@@ -22,7 +22,7 @@ from relax_rt.roles.publication.machine import (
     Swap,
 )
 from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, Refused, RelaxError, Unreachable
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
@@ -143,7 +143,7 @@ class WeightFollower:
             await asyncio.wait_for(work, left)
         except TimeoutError:
             return "failed", f"not done within the {self._machine.timeout_s:g} s it has to get to a version"
-        except Gone as error:
+        except (Gone, Unreachable, DeadlineExceeded, OutOfSpace) as error:
             return "gone", str(error)
         except Corrupt as error:
             return "corrupt", str(error)

@@ -26,8 +26,8 @@ RETRY_S = 0.2
 REMEMBERED_COMMITS = 256
 
 Failure = Literal["gone", "corrupt", "refused", "failed"]
-"""gone: the version is not to be had (any more); corrupt: the bytes differ; refused: they do not fit this engine, and
-never will; failed: anything else."""
+"""gone: the version is not to be had (any more, or for now); corrupt: the bytes differ; refused: they do not fit this
+engine, and never will; failed: anything else."""
 
 
 class Fetch(msgspec.Struct, frozen=True):

@@ -363,8 +363,8 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str,
     rows: list[dict[str, Any]] = []
     for model in MODELS if "transfer" in options.only else ():
         for count in RECEIVERS[model]:
-            # Buffers of the stage, the trainer's copy, one a receiver, the file and what a reader of it holds.
-            need = layout(MODELS[model]).nbytes * (2 + 1 + 2 * count + 1) + SPARE_BYTES
+            # Two buffers of the stage, the trainer's copy, the file in the page cache, and one a receiver.
+            need = layout(MODELS[model]).nbytes * (4 + count) + SPARE_BYTES
             if options.quick and (model != "135M" or count == 2):
                 continue
             if need > (have := available_bytes()):

@@ -16,7 +16,7 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.engines.base import Engine, EngineLoad, KvPolicy, Swap
 from relax_rt.roles.publication import EngineOut, WeightFollower, stage_folder
 from relax_rt.roles.sections import PublicationTable, RLConfig
-from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.errors import Corrupt, Refused, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, bucket_digest, bucket_slices, layout_of, total_digest
@@ -249,6 +249,21 @@ async def test_a_version_that_is_nowhere_is_waited_for_until_the_deadline(tmp_pa
     record = world.commit()
     world.stage.retire(5)
     await world.out(record, "not on the stage")
+
+
+async def test_who_gives_versions_out_may_be_away_for_a_while(tmp_path: Path) -> None:
+    class Far(MemoryEngine):
+        away = 2
+
+        async def prepare(self, source: WeightSource) -> None:
+            self.away -= 1
+            if self.away >= 0:
+                raise Unreachable("the stage of the head")
+            await super().prepare(source)
+
+    world = World(tmp_path, Far(), timeout_s=5.0)
+    assert await world.follower.follow(world.commit())
+    assert world.ctx.kinds() == ["weights_not_prepared"] * 2 + ["weights_swapped"]
 
 
 @pytest.mark.parametrize("step", ["prepare", "commit"])
