@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conformance import ENDLESS
-from harness import Driver, Traits, raises
+from harness import Driver, Traits, raises, torch, transformers
 from sglang_parts import PYTHON, make_engine, needs_server
 
 from relax_rt.roles.engines.sglang.engine import SglangEngine
@@ -24,6 +24,27 @@ from relax_rt.supervision import procfs
 from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused
 
 pytestmark = [pytest.mark.engines, needs_server]
+
+
+@pytest.fixture(scope="module")
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary that the server pads, a head of its own, and tensors that leave gaps in the published layout."""
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        vocab_size=100,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    folder = tmp_path_factory.mktemp("odd")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @asynccontextmanager
@@ -101,9 +122,12 @@ async def test_weights_sent_as_tensors_and_a_server_that_hangs(
 
 
 async def test_a_server_that_says_it_loaded_and_did_not_is_out(
-    conformance_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    odd_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    async with running(conformance_model, tmp_path_factory.mktemp("b")) as driver:
+    async with running(odd_model, tmp_path_factory.mktemp("b")) as driver:
+        whole = driver.request([7, 8, 9], 3, new=40)
+        for completion in await driver.complete(whole):
+            driver.check(whole, completion)
         asked = driver.request([1, 2], 2, new=400, stop_ids=ENDLESS)
         driver.submit(asked)
         await driver.tokens(10)
