@@ -17,6 +17,7 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, micro_batches, shared_rows
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
@@ -176,6 +177,7 @@ class TorchBackend:
                     kept[name].copy_(tensor)
                 else:
                     kept[name] = tensor.clone()
+        give_back()
 
     def write(self, folder: Path) -> None:
         if self._snapshot is None:
