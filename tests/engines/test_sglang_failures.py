@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conformance import ENDLESS
-from harness import Driver, Traits, raises, torch, transformers
+from harness import Driver, Traits, torch, transformers
 from sglang_parts import PYTHON, make_engine, needs_server
 
 from relax_rt.roles.engines.sglang.engine import SglangEngine
@@ -139,7 +139,8 @@ async def test_a_server_that_says_it_loaded_and_did_not_is_out(
             file.seek(-100, os.SEEK_END)
             file.write(b"\x3f")
         before = driver.version
-        await raises(Corrupt, driver.engine.commit(source.record, "recompute"), "are not what was published")
+        with pytest.raises(Corrupt, match="are not what was published"):
+            await driver.engine.commit(source.record, "recompute")
         is_out(driver, Corrupt)
         assert driver.version == before
         told = [span.version for chunk in driver.chunks for span in chunk.versions]

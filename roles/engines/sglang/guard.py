@@ -24,6 +24,7 @@ from relax_rt.supervision import procfs
 
 GRACE_S = 20.0
 TRACKERS_S = 5.0
+LOOK_EVERY_S = 3.0
 SHARED = Path("/dev/shm")
 THEIRS = ("sem.mp-", "psm_", "torch_", "sglang")
 """Beginnings of names that multiprocessing, torch and SGLang give; others are nobody's business here."""
@@ -79,20 +80,29 @@ def main(argv: list[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=_die_with_guard,
     )
-    try:
-        return watch(server, options.lifeline, RotatingLog(options.log, options.log_mib << 20))
-    finally:
-        end_all()
-
-
-def end_all() -> None:
-    """Kill all descendants, and remove the shared memory that only they knew of."""
     shared: set[Path] = set()
+    try:
+        return watch(server, options.lifeline, RotatingLog(options.log, options.log_mib << 20), shared)
+    finally:
+        end_all(shared)
+
+
+def look(shared: set[Path]) -> set[int]:
+    """Add the shared memory of all descendants; answers with those that work."""
+    left = {pid for pid in procfs.descendants(os.getpid()) if not is_tracker(pid)}
+    shared.update(path for pid in left for path in shared_memory(pid))
+    return left
+
+
+def end_all(shared: set[Path]) -> None:
+    """Kill all descendants, and remove the shared memory that only they knew of.
+
+    Args:
+        shared: what was seen of it while they lived: one that dies first leaves it to nobody.
+    """
 
     def workers() -> set[int]:
-        left = {pid for pid in procfs.descendants(os.getpid()) if not is_tracker(pid)}
-        shared.update(path for pid in left for path in shared_memory(pid))
-        return left
+        return look(shared)
 
     procfs.kill_until_none(workers, reap=True, limit_s=GRACE_S)
     # multiprocessing's own trackers remove semaphores once all who used them are gone, and end.
@@ -127,8 +137,9 @@ def _die_with_guard() -> None:
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog) -> int:
+def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shared: set[Path]) -> int:
     """Pump the log until the server has ended or the role wants it to; the exit status."""
+    next_look = time.monotonic() + LOOK_EVERY_S
     assert server.stdout is not None
     output = server.stdout.fileno()
     ended = os.pidfd_open(server.pid)
@@ -137,7 +148,10 @@ def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog) -> i
             os.set_blocking(descriptor, False)
             selector.register(descriptor, selectors.EVENT_READ)
         while True:
-            ready = {key.fd for key, _ in selector.select()}
+            ready = {key.fd for key, _ in selector.select(max(0.0, next_look - time.monotonic()))}
+            if time.monotonic() >= next_look:
+                look(shared)
+                next_look = time.monotonic() + LOOK_EVERY_S
             if output in ready and not _pump(output, log):
                 selector.unregister(output)
             if ended in ready:
