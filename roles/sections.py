@@ -117,8 +117,8 @@ class PublicationTable(Table):
     """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
     that is set and the other fails."""
     directory: str | None = None
-    """A folder that all nodes see, where each version is put as safetensors files too, in a folder of the run's; relative
-    to the config file. Only the newest stays."""
+    """A folder that all nodes see, where each version is put as safetensors files too, in a folder of the run's;
+    relative to the config file. Only the newest stays."""
     directory_timeout_s: Seconds = 300.0
     """For one version to be written there. A disk that is full or too slow costs the run nothing but this copy, unless
     carrier = "directory"."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ AGENT_SOCKET = "agent.sock"
 SOCKET_ROOT = Path("/tmp")
 SHM_ROOT = Path("/dev/shm")
 PREFIX = "relax-"
+RUN_ID = re.compile(r"[0-9a-f]{8}")
 FRESH_S = 60.0
 
 RUNNING = ("starting", "running", "draining", "joined")
@@ -167,7 +169,8 @@ def stale_runs() -> list[RunPaths]:
     for root in (SOCKET_ROOT, SHM_ROOT):
         for directory in root.glob(f"{PREFIX}*"):
             run_id = directory.name.removeprefix(PREFIX)
-            if run_id not in found and _is_stale(run_id):
+            # Others may name theirs alike: what is no run's is not ours to remove.
+            if RUN_ID.fullmatch(run_id) and run_id not in found and _is_stale(run_id):
                 owner = read_json(SOCKET_ROOT / directory.name / OWNER) or {}
                 found[run_id] = RunPaths(run_id, Path(owner.get("run_dir", "/nonexistent")))
     return list(found.values())

@@ -154,3 +154,14 @@ def test_stale_runs_are_those_whose_owner_is_dead(paths: RunPaths) -> None:
     assert not paths.socket_dir.exists() and not paths.shm_dir.exists()
     run = read_run(paths.run_dir)
     assert run is not None and run["status"] == "agent died"
+
+
+def test_what_only_begins_like_a_run_is_not_ours_to_remove(paths: RunPaths) -> None:
+    others = paths.shm_dir.with_name(f"{paths.shm_dir.name}-of-others")
+    others.mkdir()
+    try:
+        os.utime(others, (1, 1))
+        clean_stale_runs()
+        assert others.is_dir()
+    finally:
+        others.rmdir()
