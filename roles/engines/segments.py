@@ -27,7 +27,8 @@ def length_class(length: int) -> int:
 def segments(lengths: Sequence[int]) -> list[Segment]:
     """Cut rows into runs, so that reading each run as far as its longest row costs little; rows as they stand.
 
-    Short runs go with their neighbour where that costs less than a call of their own. Rows that are ordered by
+    Short runs go with their neighbour where that costs less than a call of their own, and all rows with each other
+    where cutting them does not pay. Rows that are ordered by
     length_class give the best runs; any order gives a right answer.
     """
     found: list[Segment] = []
@@ -40,6 +41,10 @@ def segments(lengths: Sequence[int]) -> list[Segment]:
         while len(found) > 1 and _merged_cost(found[-2], found[-1]) <= CALL_COST:
             last, before = found.pop(), found.pop()
             found.append(Segment(before.start, last.end, max(before.upto, last.upto)))
+    longest = max(lengths, default=0)
+    cut = sum((s.end - s.start) * s.upto + CALL_COST for s in found)
+    if len(found) > 1 and len(lengths) * longest + CALL_COST <= cut:
+        return [Segment(0, len(lengths), longest)]
     return found
 
 
