@@ -11,17 +11,36 @@ from relax_rt.transport.ledger.state import Group
 def refuse_stale(core: Core, surplus: int = 0) -> None:
     """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
 
-    surplus: samples that may have been there beyond the bound: the newest so many end as that, or are recycled.
+    surplus: samples that may have been there beyond the bound: the newest so many end as that, or are recycled, less
+        what was recycled before and still goes on.
     """
     if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
         return
-    for group in reversed(list(core.state.groups.values())):
-        if group.lease or core.staleness(group) <= core.policy.max_staleness:
+    stale = [
+        group
+        for group in reversed(list(core.state.groups.values()))
+        if not group.lease and core.staleness(group) > core.policy.max_staleness
+    ]
+    core.changed = core.changed or bool(stale)
+    for group in stale:
+        if group.recycled and not keep_within(core, group):
+            core.end(group, "dropped(surplus)" if surplus else "refused(stale)")
+    left = surplus - _going_on(core) if surplus else 0
+    for group in stale:
+        if group.recycled:
             continue
-        core.changed = True
-        if not (keep_within(core, group) if group.recycled else surplus > 0 and recycle(core, group)):
-            core.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
-        surplus -= group.size
+        if left <= 0 or not recycle(core, group):
+            core.end(group, "dropped(surplus)" if left > 0 else "refused(stale)")
+        left -= group.size
+
+
+def _going_on(core: Core) -> int:
+    """Samples of recycled groups that are not ready for training: they take the room of new surplus."""
+    return sum(
+        group.size
+        for group in core.state.groups.values()
+        if group.recycled and not group.lease and group.id not in core.step_ready
+    )
 
 
 def urgent(core: Core, group: Group) -> bool:
@@ -65,8 +84,8 @@ def hold_for_stragglers(core: Core) -> str:
 
 
 def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
-    """The newest stragglers, as many as were over-provisioned: the batch does not wait for them."""
-    over = outstanding(core) - bound(core, core.state.trainer_version or 0)
+    """The newest stragglers, as many as were over-provisioned, less what goes on already: the batch does not wait."""
+    over = outstanding(core) - bound(core, core.state.trainer_version or 0) - _going_on(core)
     found: list[Group] = []
     for group in reversed(late):
         if not core.policy.over_provision or over <= 0:

@@ -422,7 +422,7 @@ class Model:
             return []
         late = self._stragglers(ready)
         if late and self.policy.over_provision:
-            over = self.outstanding() - self.bound(self.trainer)
+            over = self.outstanding() - self.bound(self.trainer) - self.going_on()
             while late and over > 0:
                 over -= len(late[-1].alive())
                 if not self.recycle(group := late.pop()):
@@ -447,12 +447,30 @@ class Model:
         ]
 
     def refuse_stale(self, surplus: int) -> None:
-        for group in reversed(list(self.groups.values())):
-            if not group.lease and self.staleness(group) > self.policy.max_staleness:
-                goes_on = self.keep_within(group) if group.recycled else surplus > 0 and self.recycle(group)
-                if not goes_on:
-                    self.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
-                surplus -= len(group.alive())
+        stale = [
+            group
+            for group in reversed(list(self.groups.values()))
+            if not group.lease and self.staleness(group) > self.policy.max_staleness
+        ]
+        for group in stale:
+            if group.recycled and not self.keep_within(group):
+                self.end(group, "dropped(surplus)" if surplus > 0 else "refused(stale)")
+        left = surplus - self.going_on() if surplus else 0
+        for group in stale:
+            if group.recycled:
+                continue
+            if left <= 0 or not self.recycle(group):
+                self.end(group, "dropped(surplus)" if left > 0 else "refused(stale)")
+            left -= len(group.alive())
+
+    def going_on(self) -> int:
+        """Samples that were recycled and are not ready for training."""
+        ready = self.step_ready()
+        return sum(
+            len(group.alive())
+            for group in self.groups.values()
+            if group.recycled and not group.lease and group not in ready
+        )
 
     def recycle(self, group: Group) -> bool:
         begun = group.holder is not None or any(sample.mark for sample in group.samples)

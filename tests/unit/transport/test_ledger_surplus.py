@@ -75,3 +75,36 @@ def test_a_group_of_which_nothing_is_under_way_is_not_recycled() -> None:
     make(d, v1, 3)
     step(d, 1, v1)
     assert d.ledger.account()["dropped(surplus)"] == 2 and not d.ledger.state.groups
+
+
+def test_what_was_recycled_and_goes_on_takes_the_room_of_surplus() -> None:
+    d, v1 = started(
+        max_staleness=1, prompts_per_step=1, over_provision=1, on_surplus="recycle", straggler_wait_s=1000.0
+    )
+
+    def train(number: int, version: int) -> int:
+        d.reward_all(JUDGE)
+        batch = d.take(TRAINER, "train", groups=1)
+        assert batch.samples, batch.waiting_on
+        return d.trained(TRAINER, batch, number, version)
+
+    def unfinished() -> list[int]:
+        return [g.id for g in d.ledger.state.groups.values() if g.recycled and g.missing()]
+
+    make(d, v1, 2)
+    (long,) = d.admit(OTHER, v1).tickets
+    v2 = train(1, v1)
+    (late,) = d.admit(ENGINE, v2).tickets
+    # Three groups are there, and the bound is two: the step does not wait for the newest one that is late.
+    v3 = train(2, v2)
+    assert unfinished() == [long.group]
+    # Three again, but one of them goes on already: the step waits for the one that is within the bound.
+    make(d, v3)
+    d.reward_all(JUDGE)
+    batch = d.take(TRAINER, "train", groups=1)
+    assert not batch.samples and f"group {late.group}" in batch.waiting_on
+    assert unfinished() == [long.group]
+    d.generate(ENGINE, late, v2)
+    train(3, v3)
+    assert unfinished() == [long.group]
+    assert d.ledger.audit() == []
