@@ -149,8 +149,8 @@ class WeightFollower:
             return "corrupt", str(error)
         except Refused as error:
             return "refused", str(error)
-        except (RelaxError, OSError) as error:
-            return "failed", str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the engine is not whole at that version
+            return "failed", str(error) if isinstance(error, RelaxError) else repr(error)
         return None
 
     async def _acknowledge(self, record: VersionRecord, seconds: float) -> None:
