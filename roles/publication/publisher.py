@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection
@@ -22,8 +23,9 @@ from relax_rt.transport.weights.stage import WeightStage
 
 REGISTRY_WAIT_S = 600.0
 STAGE_WAIT_S = 60.0
-COPY_WAIT_S = 300.0
-"""Of an optimizer step for the copy of the weights before it: a buffer's wait and the copy itself."""
+"""For room on the stage, from the moment on that no engine is owed patience any more."""
+COPY_S = 300.0
+"""For the copy itself, once there is room."""
 STAGE_RETRY_S = 0.1
 RETRY_S = 0.5
 WATCH_S = 2.0
@@ -78,6 +80,7 @@ class Publisher:
         self._copied.set()
         self._idle = threading.Event()
         self._idle.set()
+        self._copy_wait_s = table.ack_timeout_s + STAGE_WAIT_S + COPY_S
         self._facts: dict[int, dict[str, float | int]] = {}
         self._doing = ""
         self.current: asyncio.Task[VersionRecord] | None = None
@@ -103,8 +106,8 @@ class Publisher:
 
     def weights_may_change(self) -> None:
         """Blocks (not the event loop: call it in the trainer's thread) until the weights have been copied."""
-        if not self._copied.wait(COPY_WAIT_S):
-            raise DeadlineExceeded(f"the weights were not copied within {COPY_WAIT_S:g} s", why=self._doing)
+        if not self._copied.wait(self._copy_wait_s):
+            raise DeadlineExceeded(f"the weights were not copied within {self._copy_wait_s:g} s", why=self._doing)
 
     def check(self) -> None:
         """Raise what went wrong in the background."""
@@ -121,7 +124,7 @@ class Publisher:
         if self._files is not None:
             await self._files.close()
         # The thread that writes the stage cannot be cancelled; the stage must not be closed under it.
-        await asyncio.to_thread(self._idle.wait, COPY_WAIT_S)
+        await asyncio.to_thread(self._idle.wait, COPY_S)
 
     async def _publish(self, weights: VersionRecord) -> VersionRecord:
         """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""
@@ -159,7 +162,7 @@ class Publisher:
 
     async def _staged(self, version: int) -> Staged:
         """Wait for a free buffer as long as engines are owed patience; then take one from whoever holds it."""
-        deadline, evict = time.monotonic() + STAGE_WAIT_S, False
+        deadline, evict = math.inf, False
         while True:
             self._doing = f"version {version} is staged"
             try:
@@ -169,7 +172,8 @@ class Publisher:
                 if now > deadline:
                     raise
                 self._doing = str(error)
-                evict = evict or not self._machine.patience_s(now)
+                if not evict and not self._machine.patience_s(now):
+                    deadline, evict = now + STAGE_WAIT_S, True
                 if evict:
                     self._ctx.event("weights_evicted", version=version, why=str(error))
                 await asyncio.sleep(STAGE_RETRY_S)

@@ -19,7 +19,7 @@ from relax_rt.roles.publication import publisher as module
 from relax_rt.roles.publication.publisher import Publisher
 from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import TrainerBackend
-from relax_rt.transport.errors import OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, layout_of
@@ -207,7 +207,11 @@ async def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_
         await asyncio.to_thread(world.publisher.weights_may_change)  # nobody hangs for it
 
 
-async def test_readers_that_do_not_let_go_hold_the_trainer_no_longer_than_its_patience(tmp_path: Path) -> None:
+async def test_readers_that_do_not_let_go_hold_the_trainer_no_longer_than_its_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Less than the patience: what the stage may take beyond it does not begin before it ends.
+    monkeypatch.setattr(module, "STAGE_WAIT_S", 0.1)
     async with world_of(tmp_path, ack_timeout_s=0.5) as world:
         world.ctx.registry.say(engine(0, 0), engine(1, 0))
         kept = []
@@ -241,6 +245,21 @@ async def test_a_stage_without_room_ends_the_trainer_with_the_reason(
         await world.publish(1)
         with pytest.raises(OutOfSpace, match="enlarge /dev/shm"):
             await asyncio.wait_for(world.publisher.through(), SOON_S)
+
+
+async def test_an_optimizer_step_waits_as_long_as_a_stage_may_be_held(tmp_path: Path) -> None:
+    async with world_of(tmp_path, ack_timeout_s=900.0) as world:
+        asked: list[float] = []
+
+        class Copied(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                asked.append(timeout or 0.0)
+                return False
+
+        world.publisher._copied = Copied()
+        with pytest.raises(DeadlineExceeded):
+            world.publisher.weights_may_change()
+        assert sum(asked) > 900.0 + module.STAGE_WAIT_S
 
 
 async def test_late_and_lost_engines_are_told_and_the_publication_settles(tmp_path: Path) -> None:
