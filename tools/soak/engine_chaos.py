@@ -8,7 +8,8 @@ through all combinations of a way (kill, stop, hang) and a moment: in mid-genera
 publication at an engine, at which it strikes itself (engine_chaos_rollout.py). What engines, callers, registry and
 queue recorded is held together afterwards (engine_chaos_check.py), and the run is judged as by `relax-rt chaos`. The
 exit status is 0 when no promise was broken, every combination fell and the reward rose; what a short soak has no time
-for is told as not shown.
+for is told as not shown. ``--sabotage fetch|swap`` has engines sample from half-loaded weights: then it is 0 when the
+checks find out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
 import engine_chaos_check as judge
 from engine_chaos_rollout import STEPS, WAYS
+from engine_chaos_sabotage import EXPECTED
 from toy_run import ToyRun
 
 from relax_rt import discovery
@@ -107,8 +109,9 @@ class Callers:
 class Soak:
     """One soak in a folder of its own."""
 
-    def __init__(self, folder: Path, minutes: float, seed: int, pause_s: float) -> None:
+    def __init__(self, folder: Path, minutes: float, seed: int, pause_s: float, sabotage: str = "") -> None:
         self.folder, self.total_s, self.seed, self.pause_s = folder, minutes * 60, seed, pause_s
+        self.sabotage = sabotage
         self.orders = folder / "orders"
         self.asked: list[judge.Asked] = []
         self.records: list[VersionRecord] = []
@@ -120,7 +123,8 @@ class Soak:
         """Run, harm, end."""
         self.orders.mkdir()
         resolve_model("package:tiny", Path())
-        with ToyRun(self.folder, TINY, OVERRIDES, env={"ENGINE_CHAOS": str(self.orders)}) as run:
+        env = {"ENGINE_CHAOS": str(self.orders), "ENGINE_CHAOS_SABOTAGE": self.sabotage}
+        with ToyRun(self.folder, TINY, OVERRIDES, env=env) as run:
             run.ready(START_S)
             run.until("a step", lambda: any(r["kind"] == "step" for r in read_metrics(run.run_dir)), START_S)
             asyncio.run(self._harm(run))
@@ -214,6 +218,7 @@ class Soak:
         rewarded, not_rising, not_shown, thirds = judge.rising([r["reward_mean"] for r in steps])
         checks = {
             "versions": judge.versions(engines, self.asked, committed),
+            "weights": judge.weights(engines, self.records),
             "routed": judge.routed(engines, self.asked, committed),
             "outcomes": judge.outcomes(self.asked, self.counts["submitted"], self.counts["tokens"]),
             "marks": (handed, lost),
@@ -232,6 +237,7 @@ class Soak:
             not_shown.append(f"never struck, there was no time for a whole round: {', '.join(missing)}")
         return {
             "ok": not wrong,
+            "broken": sorted(name for name, (_, found) in checks.items() if found),
             "minutes": round(self.total_s / 60, 2),
             "struck": dict(sorted(self.struck.items())),
             "incarnations": len(engines),
@@ -266,13 +272,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=3.0, help="mean seconds between two strikes")
     parser.add_argument("--keep", type=Path, help="empty folder for the run and the records, which are kept")
+    parser.add_argument("--sabotage", choices=sorted(EXPECTED), default="", help="half-load weights on purpose")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="engine-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    soak = Soak(folder.resolve(), options.minutes, options.seed, options.pause)
+    soak = Soak(folder.resolve(), options.minutes, options.seed, options.pause, options.sabotage)
     try:
         try:
             soak.play()
@@ -283,6 +290,11 @@ def main() -> int:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(report, indent=1)) if options.json else show(report)
+    if options.sabotage:
+        found = bool(EXPECTED[options.sabotage] & set(report["broken"]))
+        told = "found" if found else "NOT FOUND"
+        print(f"sabotage '{options.sabotage}' was {told} by {report['broken']}", file=sys.stderr)
+        return 0 if found else 1
     return 0 if report["ok"] else 1
 
 

@@ -80,6 +80,22 @@ def versions(engines: Sequence[Incarnation], asked: Sequence[Asked], committed: 
     return looked, wrong
 
 
+def weights(engines: Sequence[Incarnation], records: Iterable[VersionRecord]) -> tuple[int, list[str]]:
+    """What an engine computes with is, to the byte, what the registry committed under the version that it names."""
+    digests = {record.version: record.digest for record in records}
+    newest = max(digests, default=0)
+    looked, wrong = 0, []
+    for incarnation in engines:
+        for line in incarnation.of("holds"):
+            if line["version"] > newest:
+                continue  # committed after the registry was asked
+            looked += 1
+            if digests.get(line["version"]) != line["digest"]:
+                committed = digests.get(line["version"], "nothing")
+                wrong.append(f"{incarnation.slot}#{incarnation.epoch}: committed is {committed}, here is {line}")
+    return looked, wrong
+
+
 def routed(engines: Sequence[Incarnation], asked: Sequence[Asked], committed: Committed) -> tuple[int, list[str]]:
     """No engine was sent a sequence at a version further behind than its caller allows."""
     lags = {one.seed: one.lag for one in asked}

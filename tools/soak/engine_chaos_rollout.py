@@ -2,7 +2,8 @@
 
 An order is a file ``<slot>.order`` in the folder that ENGINE_CHAOS names, with a step and a way; it is taken at the
 next publication. The record, a file of JSON lines for each incarnation, is made from what passes between the role, its
-engine and the queue: it knows nothing of what they say of themselves.
+engine and the queue: it knows nothing of what they say of themselves. What weights an engine has is read off the
+parameters that its model computes with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +20,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import engine_chaos_sabotage as sabotage
+import torch
+
 from relax_rt.roles.engines.base import Chunk, Engine, GroupRequest, KvPolicy, Swap
 from relax_rt.roles.generation import FIRST_REQUEST
 from relax_rt.roles.rollout import RolloutRole
 from relax_rt.transport.errors import Corrupt
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.manifest import Layout, bucket_digest, bucket_slices, total_digest
 from relax_rt.transport.weights.source import WeightSource
 
 STEPS = ("before_fetch", "in_fetch", "verified", "in_swap", "swapped")
@@ -38,6 +46,9 @@ class Record:
 
     def __call__(self, kind: str, **facts: Any) -> None:
         self._file.write(json.dumps({"kind": kind, "at": time.time(), **facts}).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Orders:
@@ -88,9 +99,7 @@ class Halfway:
         return getattr(self._source, name)
 
     def copy_into(self, into: memoryview) -> None:
-        whole = bytes(into[len(into) // 2 :])
-        self._source.copy_into(into)
-        into[len(into) // 2 :] = whole
+        sabotage.copy_half(self._source, into)
         self._orders.now()
         raise Corrupt("the copy", why="it stood still in the middle")
 
@@ -98,11 +107,21 @@ class Halfway:
         return self._source.mapped()
 
 
+def digest_in_use(model: torch.nn.Module, layout: Layout) -> str:
+    """The digest, as a manifest has it, of the parameters themselves: not of a buffer that they should point into."""
+    data = bytearray(layout.nbytes)
+    for entry, parameter in zip(layout.entries, model.parameters(), strict=True):
+        raw = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        data[entry.offset : entry.offset + entry.nbytes] = raw.tobytes()
+    with memoryview(data) as view:
+        return total_digest(bucket_digest(view[part]) for part in bucket_slices(layout.nbytes))
+
+
 class StruckEngine:
     """An engine between whose lines the orders are carried out, and which is watched."""
 
-    def __init__(self, engine: Engine, orders: Orders, record: Record) -> None:
-        self._engine, self._orders, self._record = engine, orders, record
+    def __init__(self, engine: Engine, orders: Orders, record: Record, sabotaged: str = "") -> None:
+        self._engine, self._orders, self._record, self._sabotaged = engine, orders, record, sabotaged
         self._whole: set[int] = set()
         self._swapping = 0
 
@@ -139,7 +158,13 @@ class StruckEngine:
         if self._whole:
             self._orders.look(source.record.version)
         await self._orders.at("before_fetch")
-        await self._engine.prepare(Halfway(source, self._orders) if self._orders.due("in_fetch") else source)
+        source = sabotage.tamper(self._sabotaged, source)
+        try:
+            await self._engine.prepare(Halfway(source, self._orders) if self._orders.due("in_fetch") else source)
+        finally:
+            # However a fetch ends, the weights in use are those of before.
+            if self._whole:
+                self._holds("fetch")
         await self._orders.at("verified")
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
@@ -149,9 +174,16 @@ class StruckEngine:
         swap = await self._engine.commit(record, kv)
         self._whole.add(record.version)
         self._swapping = 0
-        self._record("whole", version=record.version)
+        self._holds("swap")
         await self._orders.at("swapped")
         return swap
+
+    def _holds(self, after: str) -> None:
+        """Record what the model computes with; only a swap changes it, so it may be read beside the engine's thread."""
+        engine: Any = self._engine
+        decoder = engine._decoder  # beside its interface: it would answer with what it believes to hold
+        digest = digest_in_use(decoder._model, decoder.weights.layout)
+        self._record("holds", version=self._engine.load().version, digest=digest, after=after)
 
 
 class StruckRollout(RolloutRole):
@@ -161,7 +193,9 @@ class StruckRollout(RolloutRole):
         super()._load()
         folder, who = Path(os.environ["ENGINE_CHAOS"]), self.ctx.who
         self.record = Record(folder / f"{who.slot.replace('/', '-')}-{who.epoch}.jsonl")
-        self.engine = StruckEngine(self.engine, Orders(folder, who.slot, self.record), self.record)
+        sabotaged = os.environ.get("ENGINE_CHAOS_SABOTAGE", "")
+        sabotage.apply(sabotaged)
+        self.engine = StruckEngine(self.engine, Orders(folder, who.slot, self.record), self.record, sabotaged)
 
     def _request(self, number: int, ticket: Any, *more: Any) -> GroupRequest:
         request = super()._request(number, ticket, *more)

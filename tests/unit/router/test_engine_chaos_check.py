@@ -43,6 +43,18 @@ def test_versions() -> None:
         assert judge.versions([], [asked(spans=spans)], COMMITTED)[1], spans
 
 
+def test_weights_are_held_against_what_was_committed() -> None:
+    records = [VersionRecord(1, 0, 1, "aa"), VersionRecord(2, 1, 2, "bb")]
+
+    def found(version: int, digest: str) -> tuple[int, list[str]]:
+        return judge.weights([engine(line("holds", 1.0, version=version, digest=digest, after="swap"))], records)
+
+    assert found(2, "bb") == (1, [])
+    assert found(2, "aa")[1] and found(2, "ab")[1]
+    assert found(0, "aa")[1], "a version that was never committed"
+    assert found(3, "cc") == (0, []), "committed after the registry was asked"
+
+
 def test_routing_is_judged_by_the_tree_of_versions() -> None:
     def found(version: int, at: float, lag: int) -> list[str]:
         return judge.routed([engine(line("begun", at, seed=7, version=version))], [asked(lag=lag)], COMMITTED)[1]
