@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from relax_rt.transport.errors import Corrupt, Gone, Refused
@@ -16,7 +17,7 @@ from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective.carrier import ReceivedSource, spread
 from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
 from relax_rt.transport.weights.collective.events import Limits
-from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec
+from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec, _serve_store
 from relax_rt.transport.weights.collective.memory import allocate, opened
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, Export, read_export
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of
@@ -53,6 +54,14 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
     with pytest.raises(Gone):
         await spread(group, "trainer", stage.folder, manifest, receivers, 1.0)
     stage.close()
+
+
+def test_ranks_meet_at_the_given_address_alone() -> None:
+    store = _serve_store("127.0.0.1")
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [c.laddr.ip for c in listening if c.laddr.port == store.port] == ["127.0.0.1"]
+    with pytest.raises(Refused, match=r"192\.0\.2\.1.*an address of this host"):
+        _serve_store("192.0.2.1")
 
 
 def test_memory_that_is_not_there_too_short_or_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -215,7 +216,20 @@ def error_of(lost: ev.Lost) -> RelaxError:
 
 
 def _serve_store(address: str) -> Any:
-    """The store in which ranks find each other. It lives here: no rank's end takes it away."""
+    """The store in which ranks find each other. It lives here: no rank's end takes it away.
+
+    torch would listen on every address of this host, and nothing here asks who connects: it gets a socket that is bound.
+
+    Raises:
+        Refused: the address is none of this host's.
+    """
     from relax_rt.transport.weights.collective.meeting import dist  # imports torch
 
-    return dist.TCPStore(address, 0, None, True, wait_for_workers=False)
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        what, hint = f"a store for ranks at {address}", "give an address of this host that all ranks reach"
+        raise Refused(what, why=str(error), hint=hint) from None
+    port = listening.getsockname()[1]
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
