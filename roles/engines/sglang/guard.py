@@ -25,6 +25,8 @@ from relax_rt.supervision import procfs
 GRACE_S = 20.0
 TRACKERS_S = 5.0
 LOOK_EVERY_S = 3.0
+LOOK_AFTER_OUTPUT_S = 0.5
+"""A server that says something may just have made shared memory; it may die of itself soon after."""
 SHARED = Path("/dev/shm")
 THEIRS = ("sem.mp-", "psm_", "torch_", "sglang")
 """Beginnings of names that multiprocessing, torch and SGLang give; others are nobody's business here."""
@@ -152,8 +154,11 @@ def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shar
             if time.monotonic() >= next_look:
                 look(shared)
                 next_look = time.monotonic() + LOOK_EVERY_S
-            if output in ready and not _pump(output, log):
-                selector.unregister(output)
+            if output in ready:
+                if _pump(output, log):
+                    next_look = min(next_look, time.monotonic() + LOOK_AFTER_OUTPUT_S)
+                else:
+                    selector.unregister(output)
             if ended in ready:
                 while _pump(output, log):
                     pass
