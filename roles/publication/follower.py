@@ -130,13 +130,16 @@ class WeightFollower:
         async def commit() -> None:
             self._swap = await self._engine.commit(record, self._kv)
 
-        failure = await self._attempt(commit())
+        # Whatever it was, the engine may sample from anything now.
+        failure = await self._attempt(commit(), (Exception,))
         now = time.monotonic()
         if failure is not None:
             return self._machine.failed(record.version, *failure, now)
         return self._machine.swapped(record.version, self._engine.load().version, now)
 
-    async def _attempt(self, work: Awaitable[None]) -> tuple[Failure, str] | None:
+    async def _attempt(
+        self, work: Awaitable[None], foreseen: tuple[type[Exception], ...] = (RelaxError, OSError)
+    ) -> tuple[Failure, str] | None:
         """Have the engine do something within its time; answers with how it failed."""
         left = self._machine.left_s(time.monotonic())
         try:
@@ -149,7 +152,7 @@ class WeightFollower:
             return "corrupt", str(error)
         except Refused as error:
             return "refused", str(error)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the engine is not whole at that version
+        except foreseen as error:
             return "failed", str(error) if isinstance(error, RelaxError) else repr(error)
         return None
 

@@ -294,6 +294,15 @@ def _not_an_error_of_ours(world: World) -> Callable[..., Any]:
     return bug
 
 
+async def test_whatever_a_swap_raises_the_engine_is_out(tmp_path: Path) -> None:
+    class Broken(MemoryEngine):
+        async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
+            raise MemoryError
+
+    world = World(tmp_path, Broken())
+    await world.out(world.commit(), r"the swap failed: MemoryError\(\)")
+
+
 async def test_a_bug_is_not_taken_for_a_failure_of_the_transaction(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.engine.prepare = _not_an_error_of_ours(world)  # type: ignore[method-assign]
