@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
+from relax_rt.roles.engines.base import EngineEnded, GroupRequest, Partial
 from relax_rt.roles.intake import Intake, Marks
 from relax_rt.transport.interface import idempotent
 from relax_rt.transport.queue.api import VersionSpan
 
 if TYPE_CHECKING:
     from relax_rt.role import RoleContext
-    from relax_rt.roles.engines.base import Chunk, Engine, GroupRequest
+    from relax_rt.roles.engines.base import Chunk, Engine
 
 FIRST_REQUEST = 1 << 48
 """Numbers of our requests begin here: those of the engine's owner lie below."""
@@ -197,7 +198,14 @@ class GenerationService:
         request = _request(number, order)
         self._open[number] = one
         try:
-            self._engine.submit([request])
+            try:
+                self._engine.submit([request])
+            except EngineEnded:
+                # It is not the request's fault: another engine may take it.
+                self.turned_away += 1
+                one.ended = True
+                yield Piece(turned_away="stopping", report=self._report())
+                return
             self.begun += 1
             yield Piece(report=self._report())
             ends_at = time.monotonic() + order.left_s
@@ -254,8 +262,6 @@ class GenerationService:
 
 
 def _request(number: int, order: Order) -> GroupRequest:
-    from relax_rt.roles.engines.base import GroupRequest, Partial
-
     partial = Partial(tuple(order.tokens), tuple(order.logprobs), tuple(order.versions)) if order.tokens else None
     return GroupRequest(
         id=number,

@@ -117,6 +117,10 @@ class Swap(msgspec.Struct, frozen=True):
     recomputed_tokens: int
 
 
+class EngineEnded(Refused):
+    """The engine does not run: it failed, was closed or was not started. Another one may do what was asked for."""
+
+
 Sink = Callable[[list[Chunk]], None]
 OnFailure = Callable[[BaseException], None]
 
@@ -138,6 +142,7 @@ class Engine(Protocol):
 
         Raises:
             Refused: one of them does not fit the model or the engine, or the queue is full; none is taken then.
+            EngineEnded: it takes nothing any more.
         """
 
     def abort(self, request: int) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from relax_rt.roles.engines.base import (
     Chunk,
+    EngineEnded,
     EngineLoad,
     GroupRequest,
     KvPolicy,
@@ -90,6 +91,7 @@ class EmbeddedEngine:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         count = sum(len(r.seeds) for r in requests)
         ids = [r.id for r in requests]
+        self._check_running(f"{count} sequences")
         if sum(self._members.values()) + count > MAX_MEMBERS:
             raise Refused(f"{count} sequences", why=f"the engine holds at most {MAX_MEMBERS}", hint="submit fewer")
         if self._released:
@@ -120,12 +122,25 @@ class EmbeddedEngine:
         await self._at_boundary("resume", go_on)
 
     async def prepare(self, source: WeightSource) -> None:
-        async with self._preparing:
+        await self._preparing.acquire()
+        work = asyncio.get_running_loop().create_task(self._fill_standby(source))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: the lock stays with it as long as it writes.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def _fill_standby(self, source: WeightSource) -> None:
+        """Lets go of the lock that its caller has taken."""
+        try:
             self._prepared = None
             if self._released:
                 raise Refused(f"policy version {source.record.version}", why="the engine's memory is released")
             await asyncio.to_thread(self._fetch, source)
             self._prepared = source.record
+        finally:
+            self._preparing.release()
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         async with self._preparing:
@@ -138,7 +153,7 @@ class EmbeddedEngine:
                 recomputed = self._decoder.swap(record.version, kv)
                 return Swap(record.version, time.monotonic() - began, recomputed)
 
-            return await self._at_boundary(f"swap to policy version {record.version}", swap)
+            return await self._at_boundary(f"swap to policy version {record.version}", swap, fatal=True)
 
     def load(self) -> EngineLoad:
         decoder = self._decoder
@@ -192,14 +207,21 @@ class EmbeddedEngine:
         source.copy_into(weights.standby(base=delta))
         weights.load()
 
-    async def _at_boundary(self, what: str, action: Callable[[], T]) -> T:
+    def _check_running(self, what: str) -> None:
+        if self._failure is not None or self._thread is None or self._closing.is_set():
+            why = f"the engine does not run ({self._failure or 'not started, or closed'})"
+            raise EngineEnded(what, why=why, hint="its role starts a new one")
+
+    async def _at_boundary(self, what: str, action: Callable[[], T], *, fatal: bool = False) -> T:
         """Have the thread do something between two forward passes.
+
+        Args:
+            fatal: what `action` raises ends the engine before another forward pass, too.
 
         Raises:
             DeadlineExceeded: no token boundary came. Refused: the engine does not run. Whatever `action` raises.
         """
-        if self._failure is not None or self._thread is None or self._closing.is_set():
-            raise Refused(what, why=f"the engine does not run ({self._failure or 'not started, or closed'})")
+        self._check_running(what)
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -207,13 +229,17 @@ class EmbeddedEngine:
                 return
             try:
                 answer.set_result(action())
-            except BaseException as error:  # noqa: BLE001 - it is the caller's to judge
+            except BaseException as error:
                 answer.set_exception(error)
+                if fatal:
+                    raise
 
         self._calls.add(answer)
         self._inbox.put(run)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(answer), BOUNDARY_TIMEOUT_S)
+            # Not wait_for, which forgets a cancellation that comes together with the answer.
+            async with asyncio.timeout(BOUNDARY_TIMEOUT_S):
+                return await asyncio.wrap_future(answer)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{what}: no token boundary in {BOUNDARY_TIMEOUT_S:.0f} s",
@@ -242,7 +268,9 @@ class EmbeddedEngine:
             with torch.inference_mode(), denormals_flushed():
                 while not self._closing.is_set():
                     self._take_calls(block=bool(self._paused) or self._decoder.idle)
-                    if not self._paused and not self._decoder.idle:
+                    if self._paused:
+                        self._tell(self._decoder.report())  # what was aborted meanwhile
+                    elif not self._decoder.idle:
                         self._tell(self._decoder.turn())
         except BaseException as error:  # noqa: BLE001 - the thread's only way to tell its owner
             self._on_loop(self._fail, error)

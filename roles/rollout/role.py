@@ -72,6 +72,8 @@ class RolloutRole(Role):
         self._requests = itertools.count(1)
         self._room, self._news, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._complete = self._worked = False
+        self._doubtful = False
+        """The engine failed, or may sample from weights that are not whole: nothing more of it is kept."""
         self._measured = (0, time.monotonic())
         self.engine: Engine
         self.intake: Intake | None = None
@@ -108,7 +110,7 @@ class RolloutRole(Role):
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
         self.generation = serve_generation(self.ctx, self.engine)
-        await self.engine.start(self._arrive, self.failure)
+        await self.engine.start(self._arrive, self._engine_failed)
 
     def _load(self) -> None:
         from relax_rt.roles.engines import make_engine
@@ -165,16 +167,24 @@ class RolloutRole(Role):
             await asyncio.gather(stop, ask, *jobs, *over, return_exceptions=True)
 
     async def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            await self.engine.close(5.0)
-            self._measure()
-        if hasattr(self, "queue"):
+        try:
+            if hasattr(self, "engine"):
+                await self.engine.close(5.0)
+                self._measure()
+        finally:
+            if hasattr(self, "queue"):
+                await self._leave_queue()
+
+    async def _leave_queue(self) -> None:
+        try:
             # The queue may be gone as well: then the tickets lapse.
             with suppress(RelaxError, TimeoutError):
                 async with asyncio.timeout(LAST_WORD_S):
-                    await self._keep(self.work.take_all())
+                    if not self._doubtful:
+                        await self._keep(self.work.take_all())
                     if self.queue.groups:
                         await self.queue.give_back(list(self.queue.groups), "the rollout stops")
+        finally:
             await self.queue.close()
 
     async def _follow(self) -> None:
@@ -182,9 +192,18 @@ class RolloutRole(Role):
 
         self.ctx.progress.waiting("the first committed weights")
         async for record in committed_versions(self.ctx):
-            if await self.follower.follow(record):
+            try:
+                whole = await self.follower.follow(record)
+            except Exception:
+                self._doubtful = True
+                raise
+            if whole:
                 self._complete = record.step >= self.config.algorithm.steps
                 self._room.set()
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self._doubtful = True
+        self.failure(error)
 
     # --- groups
 
@@ -249,6 +268,8 @@ class RolloutRole(Role):
         )
 
     def _arrive(self, chunks: list[Chunk]) -> None:
+        if self._doubtful:
+            return
         self.work.arrive(self.generation.sift(chunks))
         for job in self.work.interrupted():
             self._give_up([job], "the engine stopped it")

@@ -200,6 +200,21 @@ async def test_nothing_is_generated_while_paused(driver: Driver) -> None:
     await driver.finished(late)
 
 
+async def test_what_is_aborted_while_paused_ends_then(driver: Driver) -> None:
+    members = driver.traits.members
+    asked = driver.request([1, 2], members, new=200, stop_ids=ENDLESS)
+    waits = driver.request([3, 4], 2, new=200, stop_ids=ENDLESS)
+    driver.submit(asked, waits)
+    await driver.tokens(3 * members)
+    await driver.engine.pause("a test")
+    load = driver.engine.load()
+    for request in (asked, waits):
+        driver.engine.abort(request.id)
+        assert all(c.finish_reason == "abort" for c in await driver.finished(request))
+    assert driver.engine.load().tokens_generated == load.tokens_generated
+    await driver.engine.resume()
+
+
 async def test_recompute_gives_each_version_its_own_logprobs_over_several_swaps(driver: Driver) -> None:
     asked = [
         driver.request([7, 8, 9], 3, new=240, stop_ids=ENDLESS, chunk_tokens=16),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from harness import Driver, Traits
+from harness import Driver, MemorySource, Traits
 
 from relax_rt.roles.engines import embedded
-from relax_rt.roles.engines.base import Chunk, generate
+from relax_rt.roles.engines.base import Chunk, EngineEnded, generate
 from relax_rt.roles.engines.embedded import EmbeddedEngine
 from relax_rt.transport.errors import DeadlineExceeded, Refused
 
@@ -83,6 +84,62 @@ async def test_a_closed_engine_refuses_calls(driver: Driver) -> None:
     count = len(driver.chunks)
     await asyncio.sleep(0.05)
     assert len(driver.chunks) == count
+
+
+async def test_a_swap_that_fails_ends_the_engine_before_another_token(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.submit(driver.request([1, 2], 2, new=400, stop_ids=frozenset(), chunk_tokens=1))
+    await driver.tokens(3)
+    source = driver.source()
+    await driver.engine.prepare(source)
+    held: list[int] = []
+
+    def half(_: Any) -> None:
+        held.append(driver.engine.load().tokens_generated)
+        raise MemoryError("of the cache")
+
+    monkeypatch.setattr(driver.engine._decoder, "_fill", half)  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError, match="of the cache"):
+        await driver.engine.commit(source.record, "recompute")
+    with pytest.raises(MemoryError, match="of the cache"):
+        await driver.until(lambda: False)
+    assert driver.engine.load().tokens_generated == held[0]
+
+
+async def test_an_engine_that_does_not_run_takes_no_requests(driver: Driver, conformance_model: Path) -> None:
+    new = make(conformance_model)
+    with pytest.raises(EngineEnded, match="not started"):
+        new.submit([driver.request([1], 1)])
+    await driver.engine.close(10.0)
+    with pytest.raises(EngineEnded, match="closed"):
+        driver.submit(driver.request([1], 1))
+
+
+async def test_a_fetch_whose_caller_is_gone_keeps_others_out_until_it_has_ended(driver: Driver) -> None:
+    begun, go_on, writes = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(30)
+        writes.append("first")
+
+    first = driver.source(lambda folder, version: MemorySource(folder, version, slow))
+    second = driver.source(lambda folder, version: MemorySource(folder, version, lambda: writes.append("second")))
+    fetch = asyncio.create_task(driver.engine.prepare(first))
+    await asyncio.to_thread(begun.wait, 30)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    other = asyncio.create_task(driver.engine.prepare(second))
+    await asyncio.sleep(0.05)
+    assert not other.done()
+    go_on.set()
+    await other
+    assert writes == ["first", "second"]
+    await driver.engine.commit(second.record, "keep")
+    asked = driver.request([1, 2], 1)
+    driver.check(asked, (await driver.complete(asked))[0])
 
 
 async def test_completions_that_do_not_come_in_time_are_an_error(conformance_model: Path) -> None:

@@ -1,0 +1,60 @@
+"""What a rollout leaves behind when it ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from relax_rt.roles.engines.base import Chunk
+from relax_rt.roles.rollout.role import RolloutRole
+
+
+def role_with(calls: list[str], close_error: Exception | None = None) -> RolloutRole:
+    """A role whose parts tell what is done with them."""
+
+    def told(what: str, answer: Any = None, error: Exception | None = None) -> Any:
+        async def call(*_: Any) -> Any:
+            calls.append(what)
+            if error is not None:
+                raise error
+            return answer
+
+        return call
+
+    role = RolloutRole.__new__(RolloutRole)
+    parts = {
+        "_doubtful": False,
+        "_measure": lambda: None,
+        "failure": lambda _: None,
+        "engine": SimpleNamespace(close=told("close engine", error=close_error)),
+        "queue": SimpleNamespace(
+            groups={7}, give_back=told("give back"), close=told("close queue"), marks=SimpleNamespace(keep=told("mark"))
+        ),
+        "work": SimpleNamespace(take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None),
+    }
+    vars(role).update(parts)
+    return role
+
+
+async def test_at_its_end_it_marks_what_it_has_and_gives_its_groups_back() -> None:
+    calls: list[str] = []
+    await role_with(calls).teardown()
+    assert calls == ["close engine", "mark", "give back", "close queue"]
+
+
+async def test_nothing_of_an_engine_that_failed_is_marked() -> None:
+    calls: list[str] = []
+    role = role_with(calls)
+    role._engine_failed(RuntimeError("of the device"))
+    role._arrive(cast(list[Chunk], [object()]))  # it is not looked at
+    await role.teardown()
+    assert calls == ["close engine", "give back", "close queue"]
+
+
+async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:
+    calls: list[str] = []
+    with pytest.raises(BufferError):
+        await role_with(calls, BufferError("exported")).teardown()
+    assert calls == ["close engine", "mark", "give back", "close queue"]
