@@ -19,6 +19,8 @@ from relax_rt.roles.sections import EngineSettings, EvaluatorSettings, RLConfig,
 BYTES = {"float32": 4, "bfloat16": 2}
 STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
+DELTA_PART = 0.5
+"""Of a buffer that a delta takes at most."""
 RUNTIME_MIB = {"torch": 420, "transformers": 250, "plain": 60}
 """Resident memory of a process before it holds a model, with the libraries that its kind imports."""
 
@@ -78,9 +80,14 @@ def server_copies(config: RLConfig) -> int:
     return sum(table.count for table in tables if table.engine == "sglang")
 
 
+def delta_bytes(config: RLConfig) -> int:
+    """Shared memory of deltas at most: one to the committed version, and one that is written."""
+    return int(2 * DELTA_PART * published_bytes(config)) if config.publication.delta else 0
+
+
 def stage_bytes(config: RLConfig) -> int:
-    """Shared memory of the weight stage and of servers' copies at most."""
-    return (STAGE_BUFFERS + server_copies(config)) * published_bytes(config) + MIB
+    """Shared memory of the weight stage, its deltas and of servers' copies at most."""
+    return (STAGE_BUFFERS + server_copies(config)) * published_bytes(config) + delta_bytes(config) + MIB
 
 
 def plan(config: RLConfig) -> list[PlanLine]:
@@ -195,7 +202,8 @@ def _shared_memory(config: RLConfig) -> list[PlanLine]:
             "weights",
             _mib(stage),
             f"up to {STAGE_BUFFERS} buffers of {_mib(published_bytes(config))}"
-            + (f", and {copies} for servers" if (copies := server_copies(config)) else ""),
+            + (f", and {copies} for servers" if (copies := server_copies(config)) else "")
+            + (f", and {_mib(deltas)} for deltas" if (deltas := delta_bytes(config)) else ""),
         ),
         PlanLine(
             section, "together", _mib(config.queue.capacity_mib * MIB + stage), f"{_mib(free)} are free in /dev/shm"

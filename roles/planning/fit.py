@@ -10,7 +10,7 @@ import msgspec
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.roles.checks import batch_samples
-from relax_rt.roles.plan import RUNTIME_MIB, STAGE_BUFFERS
+from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS
 from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample
 from relax_rt.roles.planning.links import (
     Communicator,
@@ -264,7 +264,9 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
     if any(isinstance(config.roles[slot.kind], EngineSettings) for slot in here):
         buffer = shape.parameters * published_width(config)
         how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
-        yield Component("weight stage", STAGE_BUFFERS * buffer, how)
+        deltas = int(2 * DELTA_PART * buffer) if config.publication.delta else 0
+        how += f"; {_gib(deltas)} GiB for deltas" if deltas else ""
+        yield Component("weight stage", STAGE_BUFFERS * buffer + deltas, how)
 
 
 def host_problems(config: RLConfig, accounts: Sequence[HostAccount]) -> Iterator[Problem]:

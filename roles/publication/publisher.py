@@ -18,7 +18,7 @@ from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import TrainerBackend
 from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.manifest import Layout, Manifest
 from relax_rt.transport.weights.stage import WeightStage
 
 REGISTRY_WAIT_S = 600.0
@@ -80,6 +80,7 @@ class Publisher:
         self._copied.set()
         self._idle = threading.Event()
         self._idle.set()
+        self._closing = False
         self._copy_wait_s = table.ack_timeout_s + STAGE_WAIT_S + COPY_S
         self._facts: dict[int, dict[str, float | int]] = {}
         self._doing = ""
@@ -117,6 +118,7 @@ class Publisher:
 
     async def close(self) -> None:
         """Give up what is under way."""
+        self._closing = True
         tasks = [task for task in (self.current, self._watching) if task is not None]
         for task in tasks:
             task.cancel()
@@ -169,7 +171,8 @@ class Publisher:
                 return await asyncio.to_thread(self._write, version, evict)
             except OutOfSpace as error:
                 now = time.monotonic()
-                if now > deadline:
+                # Once copied, the weights may be others: they must not be exported again as this version.
+                if self._copied.is_set() or now > deadline:
                     raise
                 self._doing = str(error)
                 if not evict and not self._machine.patience_s(now):
@@ -191,12 +194,24 @@ class Publisher:
             self._backend.export(view, self._dtype)
             self._copied.set()
             copied = time.monotonic()
-            manifest = self._stage.seal(version, layout, file, view)
+            manifest = self._sealed(version, layout, file, view)
             base, delta_bytes = self._machine.acknowledged(), 0
             if self._table.delta and base:
                 delta = self._stage.seal_delta(manifest, view, base)
                 delta_bytes = (self._stage.folder / delta.file).stat().st_size if delta is not None else 0
         return Staged(manifest, delta_bytes, copied - began, time.monotonic() - began)
+
+    def _sealed(self, version: int, layout: Layout, file: str, view: memoryview) -> Manifest:
+        """Seal the copy; a shared memory that is full is waited for with the copy in it."""
+        deadline = time.monotonic() + STAGE_WAIT_S
+        while True:
+            try:
+                return self._stage.seal(version, layout, file, view)
+            except OutOfSpace as error:
+                if self._closing or time.monotonic() > deadline:
+                    raise
+                self._doing = str(error)
+                time.sleep(STAGE_RETRY_S)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """A call of the registry that waits out its absence: the step must not be lost for it."""

@@ -39,6 +39,10 @@ def _delta_file(version: int) -> str:
     return f"d{version:08d}.bin"
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _number(path: Path) -> int:
     return int(path.stem[1:])
 
@@ -109,7 +113,11 @@ class WeightStage:
             os.close(descriptor)
 
     def seal(self, version: int, layout: Layout, file: str, data: memoryview) -> Manifest:
-        """Digest the written buffer and put its manifest on the stage (call it inside `writing`)."""
+        """Digest the written buffer and put its manifest on the stage (call it inside `writing`).
+
+        Raises:
+            OutOfSpace: there is no room for the manifest; the buffer is as it was, and may be sealed again.
+        """
         self._fence()
         buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
         manifest = Manifest(version, self.epoch, file, layout, buckets, total_digest(buckets))
@@ -119,52 +127,64 @@ class WeightStage:
     def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest | None:
         """Put what changed since version `base` beside the sealed version (call it inside `writing`).
 
-        None, and no delta: the base is not on the stage or is of another layout, or the delta would not be smaller than
-        MAX_DELTA of the whole. A reader then takes the version in full.
+        None, and no delta: the base is not on the stage or is of another layout, the delta would not be smaller than
+        MAX_DELTA of the whole, or there is no room for it. A reader then takes the version in full. Deltas to other
+        versions than the base go: incarnations left them that died before their commit.
         """
         try:
             before = read_manifest(self.folder, base)
             if before.layout != manifest.layout:
                 return None
+            for path in self._deltas():
+                if _number(path) != base:
+                    path.unlink(missing_ok=True)
             with pinned(self.folder, before) as old:
-                size = self._write_delta(manifest, old, data)
-        except Gone:
-            return None
-        if not size:
-            return None
-        delta = msgspec.structs.replace(
-            manifest, file=_delta_file(manifest.version), payload="delta", base=base, base_digest=before.digest
-        )
-        self._put(_manifest_path(self.folder, manifest.version, "d"), delta)
-        return delta
+                whole = self._write_delta(manifest, old, data)
+            if whole:
+                delta = msgspec.structs.replace(
+                    manifest, file=_delta_file(manifest.version), payload="delta", base=base, base_digest=before.digest
+                )
+                self._put(_manifest_path(self.folder, manifest.version, "d"), delta)
+                return delta
+        except (Gone, Corrupt, OutOfSpace, OSError):
+            pass  # the version itself is there
+        (self.folder / _delta_file(manifest.version)).unlink(missing_ok=True)
+        return None
 
-    def _write_delta(self, manifest: Manifest, old: memoryview, new: memoryview) -> int:
-        """Write the delta's blocks; answers with their size, 0 if it grew too large and is not there."""
-        path, size = self.folder / _delta_file(manifest.version), 0
-        try:
-            with path.open("wb") as file:
-                for block in encode(old, new, manifest.layout):
-                    size += len(block)
-                    if size > MAX_DELTA * manifest.layout.nbytes:
-                        size = 0
-                        break
-                    file.write(block)
-        except OSError:
-            size = 0  # no room for it: the version itself is there
-        if not size:
-            path.unlink(missing_ok=True)
-        return size
+    def _write_delta(self, manifest: Manifest, old: memoryview, new: memoryview) -> bool:
+        """Write the delta's blocks; False if it grew too large, and is not whole."""
+        size = 0
+        with open(self.folder / _delta_file(manifest.version), "wb", opener=_private) as file:
+            for block in encode(old, new, manifest.layout):
+                size += len(block)
+                if size > MAX_DELTA * manifest.layout.nbytes:
+                    return False
+                file.write(block)
+        return True
+
+    def _deltas(self) -> list[Path]:
+        return [*self.folder.glob("d*.json"), *self.folder.glob("d*.bin")]
 
     def retire(self, committed: int) -> None:
         """Remove the manifests of the versions before the committed one, and deltas to them; buffers may be reused."""
-        for path in [*self.folder.glob("v*.json"), *self.folder.glob("d*.json"), *self.folder.glob("d*.bin")]:
+        for path in [*self.folder.glob("v*.json"), *self._deltas()]:
             if _number(path) < committed:
                 path.unlink(missing_ok=True)
 
     def _put(self, path: Path, manifest: Manifest) -> None:
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(manifest))
-        temporary.rename(path)
+        try:
+            with open(temporary, "wb", opener=_private) as file:
+                file.write(msgspec.json.encode(manifest))
+            temporary.rename(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise OutOfSpace(
+                f"the manifest of policy version {manifest.version} in {self.folder}",
+                why=str(error),
+                hint="enlarge /dev/shm",
+            ) from error
 
     def _evict(self, keep: int) -> None:
         """Take a pinned buffer's name away from it; readers that have it open keep it."""

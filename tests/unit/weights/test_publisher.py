@@ -247,6 +247,32 @@ async def test_a_stage_without_room_ends_the_trainer_with_the_reason(
             await asyncio.wait_for(world.publisher.through(), SOON_S)
 
 
+async def test_a_stage_that_is_full_once_the_copy_is_made_is_never_filled_with_later_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STAGE_WAIT_S", 0.5)
+    async with world_of(tmp_path) as world:
+        seal, left = world.stage.seal, [2]
+
+        def full(*args: Any) -> Any:
+            world.backend.value = 99  # the optimizer goes on
+            if left[0]:
+                left[0] -= 1
+                raise OutOfSpace("the manifest of policy version 1", why="No space left on device")
+            return seal(*args)
+
+        monkeypatch.setattr(world.stage, "seal", full)
+        await world.publish(1)
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        into = bytearray(LAYOUT.nbytes)
+        world.source(1).copy_into(memoryview(into))
+        assert into[0] == 1
+        left[0] = 1000
+        await world.publish(2)
+        with pytest.raises(OutOfSpace, match="manifest"):
+            await asyncio.wait_for(world.publisher.through(), SOON_S)
+
+
 async def test_an_optimizer_step_waits_as_long_as_a_stage_may_be_held(tmp_path: Path) -> None:
     async with world_of(tmp_path, ack_timeout_s=900.0) as world:
         asked: list[float] = []

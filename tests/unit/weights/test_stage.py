@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -114,3 +115,59 @@ def test_retiring_removes_older_manifests_only(tmp_path: Path) -> None:
     assert read_manifest(tmp_path, 2).version == 2
     with pytest.raises(Gone, match="policy version 1"):
         read_manifest(tmp_path, 1)
+
+
+FULL = """
+import pathlib, subprocess, sys
+from relax_rt.transport.errors import OutOfSpace
+from relax_rt.transport.weights.manifest import layout_of
+from relax_rt.transport.weights.stage import WeightStage
+root, layout = pathlib.Path(sys.argv[1]), layout_of([("w", "bfloat16", (1 << 19,), 1 << 20)])
+for pages in range(514, 518):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * 4096}", "tmpfs", str(root)], check=True)
+    stage = WeightStage(root, 1)
+    for version in (1, 2):
+        with stage.writing(layout, version - 1) as (file, view):
+            view[:9] = bytes([version]) * 9
+            try:
+                manifest = stage.seal(version, layout, file, view)
+            except OutOfSpace as error:
+                print(error)
+                break
+            delta = stage.seal_delta(manifest, view, 1) if version == 2 else None
+    print(delta is not None, *sorted(p.name for p in root.iterdir()))
+    stage.close()
+    subprocess.run(["umount", str(root)], check=True)
+"""
+
+
+def test_a_full_shared_memory_is_told_and_costs_first_the_delta(tmp_path: Path) -> None:
+    """A page more each time: for the manifest of the second version, for its delta, for the delta's manifest."""
+    command = ["unshare", "--mount"]
+    if os.geteuid() != 0 or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no file system of its own can be made here")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    told, *left = done.stdout.splitlines()
+    assert told.startswith(f"the manifest of policy version 2 in {tmp_path}: [Errno {errno.ENOSPC}]"), done.stderr
+    assert "enlarge /dev/shm" in told
+    one, two = "epoch v00000001.json w0.buf w1.buf", "epoch v00000001.json v00000002.json w0.buf w1.buf"
+    assert left == [
+        f"False {one}",
+        f"False {two}",
+        f"False {two}",
+        f"True d00000002.bin d00000002.json {two}",
+    ], done.stderr
+
+
+def test_deltas_of_incarnations_that_died_before_their_commit_do_not_pile_up(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    publish(stage, 1, 1)
+    for version in range(2, 6):
+        successor = WeightStage(tmp_path, version)
+        with successor.writing(LAYOUT, 1) as (file, view):
+            view[:] = bytes([1]) * LAYOUT.nbytes
+            manifest = successor.seal(version, LAYOUT, file, view)
+            assert successor.seal_delta(manifest, view, 1) is not None
+    assert sorted(path.name for path in tmp_path.glob("d*")) == ["d00000005.bin", "d00000005.json"]
