@@ -46,7 +46,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         stop_ids: sampling one of these ends the completion; the token is part of it.
         partials: what is there of each member already; empty: of none.
         chunk_tokens: report a member every so many tokens; 0: only its end.
-        routing: wants the experts that each token was routed to, where the model has some.
+        routing: wants the experts that each token was routed to. No engine tells them yet: refused.
     """
 
     id: int
@@ -320,6 +320,8 @@ def check_request(request: GroupRequest, *, context: int, vocabulary: int) -> No
         raise Refused(
             f"{what}: {len(request.prompt)} prompt tokens, {len(request.seeds)} members", why="both are needed"
         )
+    if request.routing:
+        raise Refused(f"{what}: routed experts", why="no engine reports them yet", hint="ask without routing")
     if request.max_new_tokens < 1:
         raise Refused(f"{what}: max_new_tokens = {request.max_new_tokens}", why="at least one token is sampled")
     if len(request.prompt) + request.max_new_tokens > context:
