@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,15 @@ class Ranks:
             (self._shm / name).write_bytes(os.urandom(NBYTES))
         with opened(self.memories["root"], writable=False) as view:
             return digest_of(view, BUCKET)
+
+    def mapped_by(self, pids: Iterable[int]) -> set[str]:
+        """Receivers' memories that one of these processes can still write into."""
+        found = set()
+        for pid in pids:
+            with suppress(OSError):  # it is gone
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                found |= {name for name in NAMES[1:] if f"{self._shm / name}\n" in maps}
+        return found
 
     def order(self, where: str, what: str, *, again: bool = False, who: str = "b") -> None:
         (self.faults / who).write_text(f"{where} {what} {'always' if again else 'once'}")
@@ -171,8 +181,22 @@ async def test_a_lost_root_a_hurried_owner_and_bytes_that_differ_have_their_name
             await ranks.send()
         assert caught.value.outcome is not None and not caught.value.outcome.delivered
         ranks.order("before", "stop")
+        pids = list(ranks.collective.ranks.pids.values())
         with pytest.raises(CollectiveFailed, match=r"not over within 0\.3 s"):
             await ranks.send(timeout_s=0.3)
+        assert not ranks.mapped_by(pids), "its memory may be used again"
+        (ranks.faults / "b").unlink(missing_ok=True)
+        await ranks.send()
+        ranks.order("middle", "stop")
+        task, pids = asyncio.create_task(ranks.send()), list(ranks.collective.ranks.pids.values())
+        while (ranks.faults / "b").exists() or "b" not in ranks.mapped_by(pids):  # noqa: ASYNC110 - another process does it
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()  # one who is in a hurry waits all the same
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not ranks.mapped_by(pids), "nor does a cancelled one write any more"
         ranks.fill()
         with pytest.raises(CollectiveFailed, match="digest"):
             await ranks.collective.broadcast(ranks.memories, "of something else", 30.0)

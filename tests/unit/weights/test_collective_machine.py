@@ -167,7 +167,7 @@ def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) ->
     names, small = st.sampled_from(NAMES), st.integers(0, 3)
     for _ in range(data.draw(st.integers(1, 60))):
         now += data.draw(st.floats(0.0, 6.0))
-        kind = data.draw(st.integers(0, 9))
+        kind = data.draw(st.integers(0, 10))
         who = (data.draw(names), data.draw(small))
         generation = machine.generation - data.draw(st.integers(0, 1))
         event: ev.Event
@@ -185,6 +185,7 @@ def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) ->
                 7: ev.Aborted(*who, generation),
                 8: ev.Died(*who, "?"),
                 9: ev.Tick(),
+                10: ev.Cancelled(data.draw(st.integers(0, asked))),
             }[kind]
         if isinstance(event, ev.Died):
             dead.add(who)
@@ -288,6 +289,26 @@ def test_transfers_beyond_the_line_are_refused_at_once() -> None:
         world.ask(number)
     assert [o.transfer for o in world.outcomes] == [LIMITS.waiting + 2]
     assert {lost.fate for lost in world.outcomes[0].lost} == {"late"}
+
+
+def test_a_cancelled_transfer_ends_at_once_with_whoever_is_in_the_middle_of_it() -> None:
+    world = World(bent={"b": ("stop", 2)})
+    for number in (1, 2, 3):
+        world.ask(number)
+    while world.machine.phase != "broadcasting":
+        world.feed(world.events.pop(0))
+    world.feed(ev.Cancelled(2))
+    assert [(o.transfer, o.error) for o in world.outcomes] == [(2, "it was cancelled")]
+    busy = {name for name, member in world.machine.members.items() if member.state == "broadcasting"}
+    assert "b" in busy
+    world.bent.clear()
+    world.stopped.clear()
+    world.feed(ev.Cancelled(1))
+    assert [o.transfer for o in world.outcomes] == [2, 1] and not world.outcomes[1].delivered
+    assert {(name, 1) for name in busy} <= world.ended, "what writes into the memory is ended"
+    world.feed(ev.Cancelled(1))
+    world.run(3)
+    assert set(world.outcomes[2].delivered) == {"a", "b", "c"}, "the one behind it is served"
 
 
 def test_closing_ends_everything() -> None:

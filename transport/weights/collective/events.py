@@ -64,6 +64,12 @@ class Asked(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
+class Cancelled(msgspec.Struct, frozen=True):
+    """Nobody wants the transfer any more: what is under way of it is ended."""
+
+    transfer: int
+
+
 class _FromMember(msgspec.Struct, frozen=True):
     """Something of one incarnation of a member: what another incarnation does means nothing."""
 
@@ -132,7 +138,7 @@ class Closed(msgspec.Struct, frozen=True):
     """The owner is done with the group."""
 
 
-Event = Asked | Hello | Joined | Progressed | Done | Failed | Heard | Aborted | Died | Tick | Closed
+Event = Asked | Cancelled | Hello | Joined | Progressed | Done | Failed | Heard | Aborted | Died | Tick | Closed
 
 
 class Spawn(msgspec.Struct, frozen=True):

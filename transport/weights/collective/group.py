@@ -34,7 +34,7 @@ from relax_rt.transport.weights.collective.messages import (
     ProgressSaid,
     Said,
 )
-from relax_rt.transport.weights.collective.ranks import Key, Ranks
+from relax_rt.transport.weights.collective.ranks import GONE_WITHIN_S, Key, Ranks
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
 GLOO = "relax_rt.transport.weights.collective.gloo:GlooCommunicator"
@@ -46,6 +46,14 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     name: str
     device: str = ""
+
+
+class _Writing(msgspec.Struct):
+    """A rank that was told to write into its memory, until it says or shows that it does so no more."""
+
+    transfer: int
+    generation: int
+    over: asyncio.Future[None]
 
 
 class Collective:
@@ -81,6 +89,7 @@ class Collective:
         self._known = set(devices)
         self._transfers: dict[int, dict[str, Memory]] = {}
         self._asking: dict[int, asyncio.Future[ev.Outcome]] = {}
+        self._writing: dict[Key, _Writing] = {}
         self._asked = 0
         self._timer: asyncio.TimerHandle | None = None
         self._store: Any = None
@@ -93,10 +102,14 @@ class Collective:
     async def __aexit__(self, *_: object) -> None:
         self._step(ev.Closed())
         await self.ranks.close()
+        for key in list(self._writing):
+            self._rests(key)
         self._store = None
 
     async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> ev.Outcome:
         """Bring what lies in the first rank's memory into all others'.
+
+        However it ends, cancelled or not: no rank writes into any of the memories after it.
 
         Args:
             memories: by rank, the root first, all of one size.
@@ -107,7 +120,8 @@ class Collective:
 
         Raises:
             Refused: an unknown rank, or memories of different sizes.
-            CollectiveFailed: it was given up as a whole; attribute `outcome` says who has it all the same.
+            CollectiveFailed: it was given up as a whole; attribute `outcome` says who has it all the same. Without an
+                outcome: a rank could not be ended, and its memory must not be used again.
         """
         if unknown := [name for name in memories if name not in self._known]:
             raise Refused(f"a broadcast to {', '.join(unknown)}", why="no rank of this group has that name")
@@ -124,12 +138,46 @@ class Collective:
             outcome = await self._asking[number]
         finally:
             self._asking.pop(number).cancel()
-            self._transfers.pop(number)
+            try:
+                self._step(ev.Cancelled(number))  # without effect on one that has its outcome
+                await self._at_rest(number)
+            finally:
+                self._transfers.pop(number)
         if outcome.error:
             failure = CollectiveFailed(f"broadcast from {next(iter(memories))}", why=outcome.error)
             failure.outcome = outcome
             raise failure
         return outcome
+
+    async def _at_rest(self, transfer: int) -> None:
+        """Wait until no rank writes for a transfer any more, however often the caller is cancelled meanwhile.
+
+        Raises:
+            CollectiveFailed: the kernel has not ended a rank that was killed.
+        """
+        loop, cancelled = asyncio.get_running_loop(), None
+        deadline = loop.time() + GONE_WITHIN_S
+        while writing := {key[0]: one.over for key, one in self._writing.items() if one.transfer == transfer}:
+            if loop.time() >= deadline:
+                raise CollectiveFailed(
+                    f"the end of a broadcast to {', '.join(sorted(writing))}",
+                    why=f"killed {GONE_WITHIN_S:g} s ago, the process still has the memory mapped",
+                    hint="do not use that memory again; the kernel's log may say what the process waits for",
+                )
+            try:
+                await asyncio.wait(writing.values(), timeout=deadline - loop.time())
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def _rests(self, key: Key, generation: int | None = None) -> None:
+        """A rank writes no more for a generation; None: for any."""
+        one = self._writing.get(key)
+        if one is not None and generation in (None, one.generation):
+            del self._writing[key]
+            if not one.over.done():
+                one.over.set_result(None)
 
     def _step(self, event: ev.Event) -> None:
         """Let the machine decide, and do as it says."""
@@ -163,9 +211,11 @@ class Collective:
             self._send_broadcast(key, action)
 
     def _send_broadcast(self, key: Key, action: ev.Broadcast) -> None:
-        memories = self._transfers.get(action.transfer)
-        if memories is None:
-            return  # nobody waits for it any more: it ends by its deadline
+        memories = self._transfers[action.transfer]
+        root = action.member == next(iter(memories))
+        if not root:
+            over = asyncio.get_running_loop().create_future()
+            self._writing[key] = _Writing(action.transfer, action.generation, over)
         self.ranks.tell(
             key,
             BroadcastOrder(
@@ -174,13 +224,15 @@ class Collective:
                 memories[action.member],
                 self._bucket_bytes,
                 action.first,
-                action.member == next(iter(memories)),
+                root,
                 action.stall_s,
             ),
         )
 
     def _said(self, key: Key, said: Said) -> None:
         name, incarnation = key
+        if isinstance(said, DoneSaid | FailedSaid | AbortedSaid):
+            self._rests(key, said.generation)
         event: ev.Event
         if isinstance(said, HelloSaid):
             event = ev.Hello(name, incarnation, said.device)
@@ -200,6 +252,7 @@ class Collective:
         self._step(event)
 
     def _exited(self, key: Key, how: str) -> None:
+        self._rests(key)
         self._step(ev.Died(*key, how))
 
 
@@ -218,7 +271,7 @@ def error_of(lost: ev.Lost) -> RelaxError:
 def _serve_store(address: str) -> Any:
     """The store in which ranks find each other. It lives here: no rank's end takes it away.
 
-    torch would listen on every address of this host, and nothing here asks who connects: it gets a socket that is bound.
+    torch would listen on every address of this host, and nothing here asks who connects: it gets a bound socket.
 
     Raises:
         Refused: the address is none of this host's.

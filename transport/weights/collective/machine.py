@@ -26,6 +26,7 @@ from relax_rt.transport.weights.collective.events import (
     Action,
     Asked,
     Broadcast,
+    Cancelled,
     Closed,
     Died,
     Done,
@@ -131,6 +132,8 @@ class GroupMachine:
     def _take(self, event: Event, now: float) -> None:
         if isinstance(event, Asked):
             self._ask(event, now)
+        elif isinstance(event, Cancelled):
+            self._cancel(event.transfer, now)
         elif isinstance(event, Closed):
             self._close()
         elif not isinstance(event, Tick):
@@ -408,6 +411,15 @@ class GroupMachine:
         if self._waiting:
             asked, deadline = self._waiting.popleft()
             self._begin(asked, deadline, now)
+
+    def _cancel(self, transfer: int, now: float) -> None:
+        why = "it was cancelled"
+        if self._now is not None and self._now.asked.transfer == transfer:
+            self._finish(now, why)
+            return
+        for waiting in [w for w in self._waiting if w[0].transfer == transfer]:
+            self._waiting.remove(waiting)
+            self._report(transfer, (), waiting[0].members[1:], "failed", why)
 
     def _close(self) -> None:
         transfer, why = self._now, "the group was closed"

@@ -116,6 +116,7 @@ class Ranks:
         if (child := self._child) is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, _end, child)
         for pidfd in self._pidfds.values():
+            asyncio.get_running_loop().remove_reader(pidfd)
             await asyncio.to_thread(_wait_gone, pidfd)
             os.close(pidfd)
         self._pidfds.clear()
@@ -185,6 +186,7 @@ class Ranks:
         if key is None:
             return
         if (pidfd := self._pidfds.pop(key, None)) is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
         if key in self._channels:
             self._readable(key)  # its last words
@@ -199,8 +201,9 @@ class Ranks:
             theirs.close()
         self._doomed.clear()
         unborn = self._channels.keys() - set(self._pids.values())
-        for pid in list(self._pids):
-            self._exited(pid, LAUNCHER_ENDED)
+        for pid, key in self._pids.items():
+            # The kernel is about to end them: each is told of once it can write nothing any more.
+            asyncio.get_running_loop().add_reader(self._pidfds[key], self._exited, pid, LAUNCHER_ENDED)
         for key in unborn:
             self._hang_up(key)
             self._on_exit(key, LAUNCHER_ENDED)

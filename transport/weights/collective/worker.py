@@ -82,8 +82,9 @@ class Worker:
                 os._exit(1)
 
     def _failed(self, generation: int, error: BaseException, *, own: bool) -> None:
-        # What an aborted call says is our own doing.
+        # What an aborted call says is our own doing. Once it is said, nothing of the library writes any more.
         if generation > self._aborted:
+            self._communicator.close()
             self._say(FailedSaid(generation, own, f"{type(error).__name__}: {error}"[:ERROR_CHARS]))
 
     def _carry_out(self, order: Order) -> None:
