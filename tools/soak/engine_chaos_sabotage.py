@@ -1,4 +1,4 @@
-"""Half-loaded weights, made on purpose in an engine's own process, to see that the checks of engine_chaos.py find them."""
+"""Half-loaded weights, made on purpose in an engine's process, to see that the checks of engine_chaos.py find them."""
 
 from __future__ import annotations
 
