@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from relax_rt.roles.engines.segments import Segment
+from relax_rt.transport.errors import Refused
 
 NAME = "relax_rt_gqa"
 """What transformers' models find it by (attn_implementation)."""
@@ -21,6 +22,8 @@ def grouped_query_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     segments: list[tuple[Segment, torch.Tensor]] | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention without repeating keys and values for the heads that share them.
@@ -30,6 +33,8 @@ def grouped_query_attention(
     one's mask), so that a long sequence does not make all others read as far as it.
     Shapes: query [b, heads, q, d], key and value [b, kv_heads, k, d].
     """
+    if softcap is not None or s_aux is not None:
+        raise Refused("attention of this model", why="scores that are capped, and sinks, are not computed")
     batch, heads, length, dim = query.shape
     groups = heads // key.shape[1]
     if segments is not None:

@@ -19,6 +19,7 @@ from relax_rt.roles.engines.sampling import Sampler
 from relax_rt.roles.engines.segments import Segment, length_class, segments
 from relax_rt.roles.engines.sequences import Sequence
 from relax_rt.roles.engines.weights import FlatWeights
+from relax_rt.roles.models.forward import check_plain
 
 PREFILL_TOKENS = 2048
 """Tokens computed in one forward pass besides decoding: bounds its memory and the pause it makes in decoding."""
@@ -38,6 +39,7 @@ class Decoder:
         self._model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=self.dtype, attn_implementation=attention.NAME
         ).eval()
+        check_plain(self._model, model_dir)
         text = self._model.config.get_text_config()
         self.context = int(text.max_position_embeddings)
         self.vocabulary = int(text.vocab_size)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.algorithms.grpo import clipped_policy_loss
 from relax_rt.roles.engines.weights import model_layout
+from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
@@ -57,6 +58,7 @@ class TorchBackend:
         self._temperature = temperature
         self._autocast = dtype == "bfloat16"
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+        check_plain(self._model, model_dir)
         self._model.train()
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),

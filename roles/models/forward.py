@@ -1,0 +1,68 @@
+"""Models whose forward pass is more than trainer and embedded engine compute. Those two run the layers, then the output
+layer, with every earlier position visible; what a model does besides would be left out without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relax_rt.transport.errors import Refused
+
+NEUTRAL = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+}
+"""Settings of known models, and the values with which they change nothing."""
+PROBE_TOKENS = 8
+CLOSE = 1e-3
+"""Both ways are the same operations on the same numbers; a scale or a cap changes more."""
+
+
+def check_plain(model: Any, folder: Path) -> None:
+    """Refuse a model that is not computed whole; it is in evaluation mode.
+
+    Raises:
+        Refused: with what would be left out.
+    """
+    text = model.config.get_text_config()
+    if why := _other(text):
+        raise _refused(folder, why)
+    device = next(model.parameters()).device
+    ids = torch.arange(PROBE_TOKENS, device=device)[None] % int(text.vocab_size)
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        ours = model.get_output_embeddings()(hidden)
+    gap, most = float((whole - ours).abs().max()), float(whole.abs().max())
+    if not gap <= CLOSE * most:
+        raise _refused(folder, f"its logits differ by {gap:.3g} (of {most:.3g}) from those of its layers and its head")
+
+
+def _other(text: Any) -> str:
+    """What of the settings is not computed; empty if nothing."""
+    for key, neutral in NEUTRAL.items():
+        if (value := getattr(text, key, neutral)) not in (neutral, None):
+            return f"{key} = {value} is not computed"
+    context = int(text.max_position_embeddings)
+    types = set(getattr(text, "layer_types", None) or ())
+    if other := types - {"full_attention", "sliding_attention", "chunked_attention"}:
+        return f"layers of type {', '.join(sorted(other))} are not computed"
+    for key, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+        window = getattr(text, key, None)
+        used = kind in types if types else getattr(text, "use_sliding_window", True)
+        if window is not None and used and int(window) < context:
+            return f"{key} = {window} is below the context of {context} tokens, and attention sees all of it"
+    return ""
+
+
+def _refused(folder: Path, why: str) -> Refused:
+    return Refused(
+        f"the model in {folder}",
+        why=why,
+        hint="use a model of full attention and plain logits (Qwen3, Llama, SmolLM2), or lower "
+        "max_position_embeddings to its window where sequences are that short",
+    )
