@@ -400,6 +400,23 @@ async def test_load_tells_what_is_still_to_come(driver: Driver) -> None:
     assert load.tokens_generated > idle.tokens_generated
 
 
+async def test_a_completion_may_reach_the_models_last_position(driver: Driver) -> None:
+    whole = driver.request([7] * (CONTEXT - 40), 2, new=40, stop_ids=ENDLESS)
+    last = driver.request([9] * (CONTEXT - 1), 1, new=1, stop_ids=ENDLESS)
+    driver.submit(whole, last)
+    await driver.tokens(2)
+    await driver.engine.pause("a look")
+    await driver.engine.resume()
+    for request, completion in zip((whole, whole, last), await driver.finished(whole, last), strict=True):
+        assert (len(completion.tokens), completion.finish_reason) == (request.max_new_tokens, "length")
+        driver.check(request, completion)
+
+
+async def test_routed_experts_are_refused_while_no_engine_tells_them(driver: Driver) -> None:
+    with pytest.raises(Refused, match="routed experts"):
+        driver.engine.submit([driver.request([7], 1, routing=True)])
+
+
 async def test_what_cannot_be_done_is_refused_and_nothing_of_it_is_taken(driver: Driver) -> None:
     good = driver.request([1], 1)
 
@@ -436,6 +453,7 @@ async def test_memory_is_released_only_while_idle_and_comes_back(driver: Driver)
     await driver.engine.release_memory()
     with pytest.raises(Refused, match="released"):
         driver.engine.submit([driver.request([7], 1)])
+    await raises(Refused, driver.engine.prepare(driver.source()))
     await driver.engine.resume_memory()
     again = driver.request([7, 8, 9], 2, new=20)
     for completion in await driver.complete(again):

@@ -12,7 +12,7 @@ from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxErro
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_EVENT_BYTES = 64 << 20
-"""One event of a stream: tokens and log-probabilities of some steps of one sequence, routed experts at its end."""
+"""One event of a stream: tokens and log-probabilities of some steps of one sequence."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -47,7 +47,6 @@ class Meta(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] = []
-    routed_experts: str | None = None
 
 
 class StreamError(msgspec.Struct, frozen=True):
@@ -62,6 +61,27 @@ class Event(msgspec.Struct, frozen=True):
     output_ids: list[int] = []
     meta_info: Meta | None = None
     error: StreamError | None = None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a server has room for, as it says itself: options and the device's memory decide.
+
+    Attributes:
+        longest: positions of one sequence, its prompt and all that is to come.
+        kv_tokens: positions of all sequences together.
+        running: sequences that it decodes at a time.
+    """
+
+    longest: int
+    kv_tokens: int
+    running: int
+
+
+class _Info(msgspec.Struct):
+    max_req_input_len: int
+    max_total_num_tokens: int
+    page_size: int | None = None
+    internal_states: list[dict[str, Any]] = []
 
 
 class ServerRefused(RelaxError):
@@ -89,15 +109,18 @@ class Client:
         )
         self.url = url
 
-    async def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+    async def call(self, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float) -> dict[str, Any]:
         """POST (GET without a body) and answer with the decoded object, empty where there was none.
+
+        Args:
+            body: bytes: encoded already.
 
         Raises:
             ServerRefused: another status than 200, or "success": false.
             Unreachable, DeadlineExceeded: no answer.
         """
         try:
-            data = None if body is None else msgspec.json.encode(body)
+            data = msgspec.json.encode(body) if isinstance(body, dict) else body
             answer = await self._http.request(
                 "GET" if data is None else "POST",
                 path,
@@ -114,6 +137,26 @@ class Client:
             why = str(decoded.get("message") or decoded.get("error") or answer.text[:300])
             raise ServerRefused(f"{path} of the SGLang server", why=f"{answer.status_code}: {why}")
         return decoded
+
+    async def limits(self, timeout_s: float) -> Limits:
+        """What the server has room for.
+
+        Raises:
+            ProtocolError: it does not say it in the way that is known. As call().
+        """
+        try:
+            info = msgspec.convert(await self.call("/server_info", timeout_s=timeout_s), _Info)
+            running = min(int(state["effective_max_running_requests_per_dp"]) for state in info.internal_states)
+        except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(
+                "/server_info of the SGLang server",
+                why=f"its limits are not where they are looked for: {error!r}",
+                hint="use the release of sglang that this engine is written to",
+            ) from error
+        # Of the cache it keeps back a page of each sequence, and rounds the input up to one.
+        page = info.page_size or 1
+        longest = min(info.max_req_input_len, info.max_total_num_tokens - 2 * page)
+        return Limits(longest, info.max_total_num_tokens, running)
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[Event]:
         """Pieces of the sequences of one request as they come; the iteration ends with the last of them.

@@ -9,11 +9,12 @@ values by way of the server's prefix cache, under the salt they were begun with.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 
 from relax_rt.roles.engines.base import (
     Chunk,
+    EngineEnded,
     EngineLoad,
     GroupRequest,
     KvPolicy,
@@ -30,9 +32,10 @@ from relax_rt.roles.engines.base import (
     check_request,
 )
 from relax_rt.roles.engines.sglang import update
-from relax_rt.roles.engines.sglang.client import Event
+from relax_rt.roles.engines.sglang.client import Event, Limits
+from relax_rt.roles.engines.sglang.hashing import finished
 from relax_rt.roles.engines.sglang.members import Batch, Line, Member
-from relax_rt.roles.engines.sglang.options import Boot, Device, Option
+from relax_rt.roles.engines.sglang.options import Device, Option
 from relax_rt.roles.engines.sglang.server import Place, Server
 from relax_rt.roles.engines.sglang.weights import (
     PrivateCopy,
@@ -51,10 +54,17 @@ MAX_WAITING = 4096
 """Requests that may wait; callers bound themselves far below."""
 PROGRESS_TOKENS = 16
 """A segment is heard of at least every so many tokens: health is judged by them."""
+QUEUED = 10
+"""Times stall_timeout_s: how long a segment may be silent that may be waiting for room at the server."""
 ABORT_AGAIN_S = 0.25
 """An abort that overtook its request at the server has had no effect: it is said again."""
 ABORT_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 1.0
+
+
+def server_seed(seed: int) -> int:
+    """The 63 bits that the server takes, made of all 64: seeds of two domains must not meet for want of the highest."""
+    return finished(seed) >> 1
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -69,9 +79,9 @@ class SglangEngine:
 
     Args:
         model: Hugging Face folder that the server starts from.
-        options: of the server, for what differs from start to start.
+        options: of the server, for what differs from start to start, and the model's `context`.
         place: where the server lives; the copy of the weights lies beside it.
-        kv_tokens: room of its cache.
+        kv_tokens: room of its cache, until the server says what it has.
         booting: told how long the start may take, when it begins.
     """
 
@@ -82,7 +92,7 @@ class SglangEngine:
         model: Path,
         settings: EngineSettings,
         place: Place,
-        options: Callable[[Boot], dict[str, Option]],
+        options: Callable[..., dict[str, Option]],
         *,
         device: Device,
         weights_folder: Path,
@@ -90,13 +100,14 @@ class SglangEngine:
         booting: Callable[[float], object] = lambda _: None,
     ) -> None:
         self.settings, self._table = settings, settings.sglang
-        self._server = Server(place, model, options, self._server_ended)
         self._copy = PrivateCopy(weights_folder)
-        self._device, self._kv_tokens, self._booting = device, kv_tokens, booting
-        self._model = published_tensors(model, settings.dtype)
+        self._device, self._booting = device, booting
+        self._folder, self._model = model, published_tensors(model, settings.dtype)
         text = json.loads((model / "config.json").read_text())
         self.context = int(text.get("max_position_embeddings") or text["text_config"]["max_position_embeddings"])
         self.vocabulary = int(text.get("vocab_size") or text["text_config"]["vocab_size"])
+        self._server = Server(place, model, functools.partial(options, context=self.context), self._fail)
+        self._limits = Limits(self.context, kv_tokens, settings.max_sequences)
         self._line = Line()
         self._running: dict[str, Member] = {}
         self._members: dict[int, list[Member]] = {}
@@ -108,7 +119,7 @@ class SglangEngine:
         self._idle.set()
         self._recipes: dict[str, Recipe] = {}
         self._prepared: Held | None = None
-        self._held: Held | None = None
+        self._held = Held(0, {})
         self._version = self._tokens = self._swaps = 0
         self._heard = 0.0
         self._untold: list[Chunk] = []
@@ -142,12 +153,15 @@ class SglangEngine:
         await self._server.start(self._table.boot_timeout_s)
         try:
             await self._first_token(self._table.boot_timeout_s - (time.monotonic() - began))
-            names = await update.reported(self._server.client, self._table.update_timeout_s)
-            self._recipes = await asyncio.to_thread(self._find_recipes, names)
+            self._limits = await self._server.client.limits(self._table.update_timeout_s)
+            held = await update.reported(self._server.client, self._table.update_timeout_s)
+            self._held = Held(0, held)
+            self._recipes = await asyncio.to_thread(self._find_recipes, held)
         except BaseException:
             await self._server.stop()
             raise
         self._watcher = asyncio.create_task(self._watch())
+        self._watcher.add_done_callback(self._settled)
         self._release("start")
 
     async def _first_token(self, timeout_s: float) -> None:
@@ -168,17 +182,23 @@ class SglangEngine:
 
     async def close(self, timeout_s: float) -> None:
         """See Engine.close."""
+        deadline = time.monotonic() + timeout_s
         self._hold("close", "it is being closed")
         self._failed = self._failed or Refused("the engine", why="it is closed")
         tasks = [*self._streams, *([self._watcher] if self._watcher else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.stop(timeout_s)
-        await asyncio.to_thread(self._copy.close)
-
-    def _server_ended(self, error: RelaxError) -> None:
-        self._fail(error)
+        try:
+            await self._server.stop(timeout_s)
+            with suppress(TimeoutError):
+                # A fetch cannot be ended, and writes into the copy until it is over.
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._fetch:
+                    pass
+        finally:
+            await asyncio.to_thread(self._copy.close)
+            with suppress(OSError):  # what else lies there is others'
+                self._copy.folder.parent.rmdir()
 
     def _fail(self, error: BaseException) -> None:
         """The engine is out: it says so once, and does nothing more."""
@@ -192,23 +212,32 @@ class SglangEngine:
         """Health is progress: a server with running segments that yields nothing is given up."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            silent = time.monotonic() - self._heard
-            if self._running and silent > self._table.stall_timeout_s:
-                self._fail(
-                    DeadlineExceeded(
-                        f"a token of the SGLang server, with {len(self._running)} sequences running",
-                        why=f"none within {silent:.0f} s; {self._server.describe()}",
-                    )
-                )
+            if self._running and (stalled := self._stalled(time.monotonic())):
+                self._fail(DeadlineExceeded(stalled[0], why=f"{stalled[1]}; {self._server.describe()}"))
             if lost := [member.rid for member in self._running.values() if member.aborted]:
                 await self._abort_segments(lost)
+
+    def _stalled(self, now: float) -> tuple[str, str] | None:
+        """What yields nothing though it should, and for how long."""
+        limit, count = self._table.stall_timeout_s, len(self._running)
+        if (silent := now - self._heard) > limit:
+            return f"a token of the SGLang server, with {count} sequences running", f"none within {silent:.0f} s"
+        need = sum(len(member.request.prompt) + member.request.max_new_tokens for member in self._running.values())
+        for member in self._running.values():
+            # Before its first token, or where not all fit into the cache, it may wait for others.
+            waits = member.fresh or need > self._limits.kv_tokens
+            if (silent := now - member.heard) > limit * (QUEUED if waits else 1):
+                which = f"request {member.request.id}, member {member.index}"
+                return f"a token of {which} of the SGLang server", f"none within {silent:.0f} s, while others got some"
+        return None
 
     # --- requests
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """See Engine.submit."""
-        if self._failed is not None:
-            raise Refused("requests to the SGLang engine", why=str(self._failed))
+        if self._failed is not None or self._watcher is None:
+            why = str(self._failed) if self._failed else "it is not started"
+            raise EngineEnded("requests to the SGLang engine", why=why, hint="its role starts a new one")
         if len(self._members) + len(requests) > MAX_WAITING:
             raise Refused(f"the engine holds {MAX_WAITING} requests", hint="submit fewer at a time")
         if "released" in self._holds:
@@ -228,8 +257,12 @@ class SglangEngine:
             raise Refused(f"request {request.id}", why="one of that number is in the engine already")
         check_request(request, context=self.context, vocabulary=self.vocabulary)
         need = len(request.prompt) + request.max_new_tokens
-        if need > self._kv_tokens:
-            raise Refused(f"request {request.id}: {need} tokens", why=f"the cache has room for {self._kv_tokens}")
+        if need > self._limits.longest:
+            raise Refused(
+                f"request {request.id}: {need} tokens",
+                why=f"this server takes {self._limits.longest} a sequence, with a cache of {self._limits.kv_tokens}",
+                hint="give the server more room, or lower sampling.max_new_tokens or data.max_prompt_tokens",
+            )
 
     def abort(self, request: int) -> None:
         """See Engine.abort."""
@@ -252,31 +285,36 @@ class SglangEngine:
 
     def _advance(self) -> None:
         """Have waiting members sampled, as many as the server decodes at a time."""
-        while not self._holds and (members := self._line.take(self.settings.max_sequences - len(self._running))):
+        at_a_time = min(self.settings.max_sequences, self._limits.running)
+        while not self._holds and (members := self._line.take(at_a_time - len(self._running))):
+            now = time.monotonic()
             for member in members:
-                member.begin(f"s{next(self._segments):015d}", self._version)
+                member.begin(f"s{next(self._segments):015d}", self._version, now)
                 self._running[member.rid] = member
             if len(self._running) == len(members):
-                self._heard = time.monotonic()
+                self._heard = now
             self._idle.clear()
             self._spawn(self._sample(Batch(members), self._version))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        task.add_done_callback(self._settled)
+
+    def _settled(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits these: what went wrong in one, foreseen or not, ends the engine."""
+        self._streams.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(self._explained(error) if isinstance(error, RelaxError) else error)
 
     async def _sample(self, batch: Batch, version: int) -> None:
         """One call of the server: a segment of each member."""
-        try:
-            async for event in self._server.client.generate(self._body(list(batch.members.values()))):
-                self._take(batch, event, version)
-            if batch.running:
-                raise ProtocolError(
-                    f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
-                )
-        except RelaxError as error:
-            self._fail(self._explained(error))
+        async for event in self._server.client.generate(self._body(list(batch.members.values()))):
+            self._take(batch, event, version)
+        if batch.running:
+            raise ProtocolError(
+                f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
+            )
 
     def _explained(self, error: RelaxError) -> RelaxError:
         return type(error)(error.what, why=f"{error.why}; {self._server.describe()}", hint=error.hint)
@@ -284,7 +322,7 @@ class SglangEngine:
     def _body(self, members: list[Member]) -> dict[str, Any]:
         first = members[0].request
         every = min(first.chunk_tokens or PROGRESS_TOKENS, PROGRESS_TOKENS)
-        body: dict[str, Any] = {
+        return {
             "rid": [member.rid for member in members],
             "input_ids": [[*first.prompt, *member.tokens] for member in members],
             "sampling_params": [self._sampling(member, every) for member in members],
@@ -292,9 +330,6 @@ class SglangEngine:
             "return_logprob": True,
             "stream": True,
         }
-        if first.routing and self._table.arguments.get("enable-return-routed-experts"):
-            body["return_routed_experts"] = True
-        return body
 
     def _sampling(self, member: Member, every: int) -> dict[str, Any]:
         request = member.request
@@ -307,25 +342,26 @@ class SglangEngine:
             "stream_interval": every,
         }
         if self._table.deterministic:
-            params["sampling_seed"] = request.seeds[member.index] & 0x7FFF_FFFF_FFFF_FFFF
+            params["sampling_seed"] = server_seed(request.seeds[member.index])
         return params
 
     def _take(self, batch: Batch, event: Event, version: int) -> None:
         if self._failed is not None or event.meta_info is None:
             return
         member = batch.of(event.meta_info)
-        self._tokens += member.take(event, version)
-        self._heard = time.monotonic()
-        if event.meta_info.finish_reason is not None:
+        if new := member.take(event, version):
+            self._tokens += new
+            self._heard = member.heard = time.monotonic()
+        if (end := event.meta_info.finish_reason) is not None:
             del self._running[member.rid]
-            member.end_segment()
+            member.end_segment(end)
             if not member.finish:
                 # Interrupted, or ended by a token that ends sequences of the model and not those of this request.
                 self._line.add([member])
             if not self._running:
                 self._idle.set()
         self._tell([member])
-        if event.meta_info.finish_reason is not None:
+        if end is not None:
             self._advance()
 
     def _tell(self, members: Iterable[Member], *, all_of_it: bool = False) -> None:
@@ -346,7 +382,10 @@ class SglangEngine:
     def _flush(self) -> None:
         told, self._untold = self._untold, []
         if told:
-            self._sink(told)
+            try:
+                self._sink(told)
+            except Exception as error:  # noqa: BLE001 - chunks that nobody took are lost: their owner must know
+                self._fail(error)
 
     # --- pauses and swaps
 
@@ -360,11 +399,24 @@ class SglangEngine:
     async def pause(self, why: str) -> None:
         """See Engine.pause."""
         async with self._change:
-            self._hold("pause", why)
-            await self._drain()
+            before = self._holds.get("pause")
+            self._hold("pause", why or "paused")
+            try:
+                await self._drain()
+            except RelaxError as error:
+                self._fail(self._explained(error))
+                raise
+            except BaseException:
+                # Whoever gave up does not resume: what was interrupted goes on.
+                if before is None:
+                    self._release("pause")
+                else:
+                    self._hold("pause", before)
+                raise
             # Whoever pauses may hand the sequences on: nothing is kept back.
             self._tell(self._line, all_of_it=True)
             self._flush()
+            self._check_running()
 
     async def resume(self) -> None:
         """See Engine.resume."""
@@ -379,16 +431,22 @@ class SglangEngine:
         """
         deadline = time.monotonic() + self._table.update_timeout_s
         while self._running and self._failed is None:
+            for member in self._running.values():
+                member.interrupted = True
             await self._server.client.call("/abort_request", {"abort_all": True}, timeout_s=ABORT_TIMEOUT_S)
             try:
-                await asyncio.wait_for(self._idle.wait(), ABORT_AGAIN_S)
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await self._idle.wait()
             except TimeoutError:
                 if time.monotonic() > deadline:
                     why = f"not within {self._table.update_timeout_s:g} s; {self._server.describe()}"
                     raise DeadlineExceeded(f"the end of {len(self._running)} running sequences", why=why) from None
         self._flush()
+        self._check_running()
+
+    def _check_running(self) -> None:
         if self._failed is not None:
-            raise Refused("the SGLang engine", why=f"it failed: {self._failed}")
+            raise EngineEnded("the SGLang engine", why=f"it failed: {self._failed}", hint="its role starts a new one")
 
     @asynccontextmanager
     async def _still(self, name: str, why: str) -> AsyncIterator[None]:
@@ -408,14 +466,30 @@ class SglangEngine:
 
     async def prepare(self, source: WeightSource) -> None:
         """See Engine.prepare."""
-        async with self._fetch:
+        await self._fetch.acquire()
+        fetch = asyncio.create_task(self._fill_copy(source))
+        try:
+            await asyncio.shield(fetch)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: the lock stays with it as long as it writes.
+            fetch.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def _fill_copy(self, source: WeightSource) -> None:
+        """Lets go of the lock that its caller has taken."""
+        try:
             self._prepared = None
+            version = f"policy version {source.manifest.version}"
+            if "released" in self._holds:
+                # What is loaded again when the memory comes back lies in the copy.
+                raise Refused(version, why=self._holds["released"], hint="resume_memory first")
             if source.manifest.payload == "lora":
-                raise Refused(
-                    f"policy version {source.manifest.version} as LoRA", why="the sglang engine takes whole weights"
-                )
-            check_layout(source.manifest.layout, self._model)
+                raise Refused(f"{version} as LoRA", why="the sglang engine takes whole weights")
+            needed = {part for recipe in self._recipes.values() for part in recipe.parts}
+            check_layout(source.manifest.layout, self._model, needed)
             self._prepared = await asyncio.to_thread(self._fetch_version, source)
+        finally:
+            self._fetch.release()
 
     def _fetch_version(self, source: WeightSource) -> Held:
         with self._copy.fill(source) as view:
@@ -448,33 +522,45 @@ class SglangEngine:
             return
         layout = self._copy.layout
         assert layout is not None
-        with self._copy.view as view:
-            await update.load_tensors(client, layout, view, version, flush=flush, timeout_s=limit)
+        # Not released here: a thread may still read from it when this is cancelled.
+        await update.load_tensors(client, layout, self._copy.view, version, flush=flush, timeout_s=limit)
 
     # --- memory
 
     async def release_memory(self) -> None:
         """See Engine.release_memory."""
-        if self._running or len(self._line):
-            raise Refused("the release of the engine's memory", why=f"{self.load().running} sequences are in flight")
-        async with self._still("memory", ""):
-            await update.release_memory(self._server.client, self._table.update_timeout_s)
-            self._hold("released", "its memory is released")
+        async with self._fetch:
+            what, held = "the release of the engine's memory", self._held.version
+            if self._running or len(self._line):
+                raise Refused(what, why=f"{len(self._running) + len(self._line)} sequences are in flight")
+            if "released" in self._holds:
+                return
+            if held and self._copy.version != held:
+                why = f"it could not get version {held} back: its copy was made for another"
+                raise Refused(what, why=why, hint="commit what was prepared, or prepare again, first")
+            self._prepared = None
+            async with self._still("memory", ""):
+                await update.release_memory(self._server.client, self._table.update_timeout_s)
+                self._hold("released", "its memory is released")
 
     async def resume_memory(self) -> None:
         """See Engine.resume_memory."""
-        async with self._still("memory", ""):
-            await update.resume_memory(self._server.client, self._table.update_timeout_s)
-            if (held := self._held) is not None:
-                await self._restore(held)
-            self._holds.pop("released", None)
+        async with self._fetch:
+            if "released" not in self._holds:
+                return
+            async with self._still("memory", ""):
+                await update.resume_memory(self._server.client, self._table.update_timeout_s)
+                await self._restore(self._held)
+                self._holds.pop("released")
 
     async def _restore(self, held: Held) -> None:
         """A device gives memory back without what was in it."""
         client, limit = self._server.client, self._table.update_timeout_s
         if await update.reported(client, limit) == held.expected:
             return
-        if self._copy.version == held.version:
+        if not held.version:
+            await update.load_file(client, self._folder, 0, flush=True, timeout_s=limit)
+        elif self._copy.version == held.version:
             await self._load(held.version, flush=True)
         await update.verify(client, held.expected, held.version, limit)
 
@@ -489,6 +575,6 @@ class SglangEngine:
             tokens_generated=self._tokens,
             swaps=self._swaps,
             outstanding_tokens=sum(member.left for member in members),
-            kv_used=min(1.0, taken / self._kv_tokens) if self._kv_tokens else 0.0,
+            kv_used=min(1.0, taken / self._limits.kv_tokens) if self._limits.kv_tokens else 0.0,
             paused="; ".join(why for why in self._holds.values() if why),
         )

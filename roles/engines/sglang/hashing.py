@@ -60,7 +60,7 @@ def _of_words(words: Words) -> int:
         )
         both = (high.astype(np.uint64) << np.uint64(32)) | low.astype(np.uint64)
         total += int(both.sum(dtype=np.uint64))
-    return _finished(total)
+    return finished(total)
 
 
 def _placed(index: Words, which: int) -> Words:
@@ -77,8 +77,8 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
-def _finished(x: int) -> int:
-    """SplitMix64's."""
+def finished(x: int) -> int:
+    """SplitMix64's last step: a permutation of 64-bit numbers."""
     mask = (1 << 64) - 1
     x &= mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

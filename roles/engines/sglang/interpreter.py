@@ -45,6 +45,10 @@ def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             )
             hint = f"raise roles.{kind}.start_timeout_s: the role would be killed before it could say why"
             yield Problem((*path, "boot_timeout_s"), message, hint)
+        for name in ("tensor_parallel", "data_parallel"):
+            if (value := getattr(table, name)) > 1:
+                message = f"{name} = {value}: what a server of more than one rank holds cannot be verified yet"
+                yield Problem(("roles", kind, name), message, f"set {name} = 1; roles.{kind}.count makes more engines")
         python = interpreter(table.sglang.python, config_dir, getattr(table, "python", None) or sys.executable)
         key = (*path, "python") if table.sglang.python is not None else ("roles", kind, "engine")
         if python not in asked:

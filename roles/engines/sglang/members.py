@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from relax_rt.roles.engines.base import Chunk, GroupRequest, extend_spans
-from relax_rt.roles.engines.sglang.client import Event, Meta
+from relax_rt.roles.engines.sglang.client import Event, Finish, Meta, ServerRefused
 from relax_rt.transport.errors import Corrupt, ProtocolError
 from relax_rt.transport.queue.api import VersionSpan
 
@@ -36,6 +36,8 @@ class Member:
         rid: the running segment's name; empty while there is none.
         base: tokens that were there when the running segment began.
         fresh: the running segment has not yielded a token yet.
+        heard: when it began, or yielded its last token.
+        interrupted: we have asked the server to end the running segment.
     """
 
     request: GroupRequest
@@ -51,9 +53,10 @@ class Member:
     rid: str = ""
     base: int = 0
     fresh: bool = True
+    heard: float = 0.0
+    interrupted: bool = False
     aborted: bool = False
     finish: str = ""
-    routing: bytes = b""
 
     @staticmethod
     def of(request: GroupRequest, index: int, order: int) -> Member:
@@ -71,11 +74,12 @@ class Member:
         """Tokens still to come at most."""
         return max(0, self.request.max_new_tokens - len(self.tokens))
 
-    def begin(self, rid: str, version: int) -> None:
+    def begin(self, rid: str, version: int, now: float = 0.0) -> None:
         """A segment begins under `version`."""
         if self.salt is None:
             self.salt = self.kv_version = version
         self.rid, self.base, self.fresh = rid, len(self.tokens), True
+        self.heard, self.interrupted = now, False
 
     def renew(self, version: int) -> int:
         """Its keys and values are computed again under `version`; how many positions that are."""
@@ -90,9 +94,13 @@ class Member:
         Raises:
             ProtocolError: tokens are missing, or come without their log-probabilities.
             Corrupt: the server sampled them from another version.
+            ServerRefused: it broke the segment off, and we did not ask it to.
         """
         meta = event.meta_info
         assert meta is not None
+        if (end := meta.finish_reason) is not None and end.type == ABORT and not (self.aborted or self.interrupted):
+            # Before a look at the tokens: what it invents for a request that it does not take has no log-probability.
+            raise self._broken_off(end)
         # An aborted segment repeats its last token: what counts is where the event's tokens stand.
         first = self.base + meta.completion_tokens - len(event.output_ids)
         if first > len(self.tokens):
@@ -120,12 +128,32 @@ class Member:
         self.logprobs.append(logprob)
         extend_spans(self.spans, VersionSpan(at, at + 1, version, self.kv_version))
 
-    def end_segment(self) -> None:
-        """The running segment is over; `finish` says whether the member is, too."""
+    def end_segment(self, end: Finish | None = None) -> None:
+        """The running segment is over; `finish` says whether the member is, too.
+
+        Args:
+            end: how the server ended it.
+
+        Raises:
+            ServerRefused: it did so too early. It would again: the same segment is not asked for twice.
+        """
         self.rid = ""
         self._judge()
         if self.aborted and not self.finish:
             self.finish = ABORT
+        if self.finish or self.interrupted or end is None:
+            return
+        # A token that ends sequences of the model need not be one that ends those of this request.
+        if end.type != STOP or len(self.tokens) == self.base:
+            raise self._broken_off(end)
+
+    def _broken_off(self, end: Finish) -> ServerRefused:
+        had, wanted = len(self.tokens), self.request.max_new_tokens
+        return ServerRefused(
+            f"request {self.request.id}, member {self.index} on the SGLang server",
+            why=f"it ended it ({end.type}) at {had} of {wanted} tokens, unasked: {end.message or 'no reason given'}",
+            hint="its limits and options (sglang.arguments) must allow for what this engine is asked",
+        )
 
     def _judge(self) -> None:
         if self.tokens and self.tokens[-1] in self.request.stop_ids:
@@ -140,8 +168,7 @@ class Member:
             return None
         at, self.reported = self.reported, len(self.tokens)
         spans = [VersionSpan(max(s.start, at), s.end, s.version, s.kv_version) for s in self.spans if s.end > at]
-        routing = self.routing if self.finish else b""
-        return Chunk(self.request.id, self.index, at, self.tokens[at:], self.logprobs[at:], spans, self.finish, routing)
+        return Chunk(self.request.id, self.index, at, self.tokens[at:], self.logprobs[at:], spans, self.finish)
 
 
 class Batch:

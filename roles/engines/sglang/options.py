@@ -29,6 +29,11 @@ OURS = frozenset(
 """Options that the engine rests on; settings of ours name them where they can be chosen."""
 
 
+KEPT_BACK = 8
+"""Positions of a sequence that the server keeps for itself (6 and some): it takes inputs, and samples, up to so many
+below its context length, and must do both to the model's last position."""
+
+
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from start to start.
 
@@ -50,11 +55,14 @@ def device_of(wanted: Literal["auto", "cuda", "cpu"]) -> Device:
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
-def server_options(settings: EngineSettings, device: Device, boot: Boot, *, kv_tokens: int) -> dict[str, Option]:
+def server_options(
+    settings: EngineSettings, device: Device, boot: Boot, *, kv_tokens: int, context: int
+) -> dict[str, Option]:
     """Options of `sglang.launch_server`, True for a flag.
 
     Args:
         kv_tokens: room of the cache on the CPU, where no share of a device's memory says it.
+        context: positions that the model has.
 
     Raises:
         Refused: roles.<kind>.sglang.arguments names an option that the engine rests on.
@@ -74,6 +82,7 @@ def server_options(settings: EngineSettings, device: Device, boot: Boot, *, kv_t
         "dtype": settings.dtype,
         "max-running-requests": settings.max_sequences,
         "chunked-prefill-size": settings.prefill_tokens,
+        "context-length": context + KEPT_BACK,
         "tp-size": settings.tensor_parallel,
         "grammar-backend": "none",
     }
@@ -139,6 +148,8 @@ def server_environment(device: Device, threads: int, folder: Path, base: Mapping
         # Imports of what is not on a machine warn by the dozen; the last lines of the log are to be of use.
         "PYTHONWARNINGS": "ignore",
         "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "1",
+        # For the positions that it keeps back; the engine holds requests to the model's context.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if device == "cpu":
         ours |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from relax_rt.roles.engines.sglang.client import Client, ServerRefused
+import msgspec
+
+from relax_rt.roles.engines.sglang.client import Client
 from relax_rt.roles.engines.sglang.weights import compare
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
@@ -58,9 +61,9 @@ async def load_tensors(
     buckets = list(_buckets(layout))
     for number, bucket in enumerate(buckets, 1):
         last = number == len(buckets)
-        body: dict[str, Any] = {"serialized_named_tensors": [_pickled(bucket, data)], "flush_cache": flush and last}
-        if last:
-            body["weight_version"] = str(version)
+        rest: dict[str, Any] = {"flush_cache": flush and last} | ({"weight_version": str(version)} if last else {})
+        # On a thread: the copies of a large bucket take longer than the event loop may be silent.
+        body = await asyncio.to_thread(_message, bucket, data, rest)
         await client.call("/update_weights_from_tensor", body, timeout_s=timeout_s)
     await client.call("/end_weight_update", {}, timeout_s=timeout_s)
 
@@ -76,6 +79,10 @@ def _buckets(layout: Layout) -> Iterator[list[Any]]:
         size += entry.nbytes
     if bucket:
         yield bucket
+
+
+def _message(entries: list[Any], data: memoryview, rest: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({"serialized_named_tensors": [_pickled(entries, data)], **rest})
 
 
 def _pickled(entries: list[Any], data: memoryview) -> str:
@@ -97,8 +104,3 @@ async def release_memory(client: Client, timeout_s: float) -> None:
 async def resume_memory(client: Client, timeout_s: float) -> None:
     """Take them again."""
     await client.call("/resume_memory_occupation", {}, timeout_s=timeout_s)
-
-
-Way = Literal["file", "tensor"]
-
-__all__ = ["ServerRefused", "Way", "load_file", "load_tensors", "release_memory", "reported", "resume_memory", "verify"]

@@ -11,8 +11,10 @@ import json
 import mmap
 import os
 import re
+import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -134,15 +136,18 @@ def published_tensors(folder: Path, dtype: str) -> dict[str, tuple[str, tuple[in
     return found
 
 
-def check_layout(layout: Layout, model: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+def check_layout(layout: Layout, model: Mapping[str, tuple[str, tuple[int, ...]]], needed: Iterable[str] = ()) -> None:
     """Refuse a publication of another model before a byte of it is used.
+
+    Args:
+        needed: tensors that the server has parts of: a head is among them unless it is tied to the embedding.
 
     Raises:
         Refused: a tensor is missing, or of another name, dtype or shape.
     """
     ours = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in layout.entries}
     odd = sorted(name for name, what in ours.items() if model.get(name) != what)
-    missing = sorted(model.keys() - ours.keys() - {"lm_head.weight"})
+    missing = sorted(model.keys() - ours.keys() - ({"lm_head.weight"} - set(needed)))
     if odd or missing:
         what = f"{odd[0]} {ours[odd[0]]}" if odd else f"{missing[0]} is missing"
         raise Refused(
@@ -198,7 +203,7 @@ class PrivateCopy:
         return self._view.toreadonly()
 
     def _create(self, layout: Layout) -> None:
-        self.close()
+        self._unmap()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         header = safetensors_header(layout)
         path = self.folder / "model.safetensors"
@@ -220,11 +225,17 @@ class PrivateCopy:
         self.layout, self.version = layout, 0
 
     def close(self) -> None:
-        """Unmap; the file goes with the folder."""
-        if self._view is not None:
-            self._view.release()
-        if self._map is not None:
-            self._map.close()
+        """Unmap, and remove the folder."""
+        self._unmap()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _unmap(self) -> None:
+        # Where a thread that was given up still holds views, the memory goes with the last of them.
+        with suppress(BufferError):
+            if self._view is not None:
+                self._view.release()
+            if self._map is not None:
+                self._map.close()
         self._view = self._map = self.layout = None
         self.version = 0
 

@@ -62,6 +62,7 @@ def test_what_was_told_before_is_not_told_again() -> None:
     member.begin("a", 1)
     member.take(event(member, [4, 5], upto=2), 1)
     # An aborted segment ends with its last token once more.
+    member.interrupted = True
     assert member.take(event(member, [5], upto=2, end="abort"), 1) == 0
     assert member.tokens == [4, 5]
     assert member.take(event(member, [4, 5, 6], upto=3), 1) == 1

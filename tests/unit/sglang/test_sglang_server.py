@@ -17,6 +17,7 @@ from relax_rt.config.schema import SupervisionTable
 from relax_rt.roles.engines.sglang.guard import RotatingLog
 from relax_rt.roles.engines.sglang.interpreter import ask, check_sglang
 from relax_rt.roles.engines.sglang.options import (
+    KEPT_BACK,
     SUPPORTED,
     Boot,
     Option,
@@ -178,9 +179,10 @@ BOOT = Boot(model=Path("/m"), port=1, name="n", secrets=Path("/k.yaml"))
 
 def test_options_by_device() -> None:
     table = EngineSettings.model_validate({"engine": "sglang", "memory_fraction": 0.7, "max_sequences": 9})
-    cpu, cuda = (server_options(table, device, BOOT, kv_tokens=123) for device in ("cpu", "cuda"))
+    cpu, cuda = (server_options(table, device, BOOT, kv_tokens=123, context=512) for device in ("cpu", "cuda"))
     assert (cpu["device"], cpu["max-total-tokens"]) == ("cpu", 123)
     assert (cuda["mem-fraction-static"], cuda["max-running-requests"]) == (0.7, 9)
+    assert cpu["context-length"] == cuda["context-length"] == 512 + KEPT_BACK
     assert "device" not in cuda and "max-total-tokens" not in cuda
     assert as_arguments({"a": True, "b": False, "c": 1.5}) == ["--a", "--c", "1.5"]
 
@@ -188,7 +190,7 @@ def test_options_by_device() -> None:
 def test_the_users_options_win_save_those_the_engine_rests_on() -> None:
     def options(**arguments: object) -> dict[str, Option]:
         table = EngineSettings.model_validate({"sglang": {"arguments": arguments}})
-        return server_options(table, "cpu", BOOT, kv_tokens=1)
+        return server_options(table, "cpu", BOOT, kv_tokens=1, context=512)
 
     assert options(log_level="info")["log-level"] == "info"
     with pytest.raises(Refused, match="api-key"):
