@@ -115,7 +115,7 @@ class StagedVersions:
         what = f"weights of policy version {version}"
         try:
             manifest = read_manifest(self._folder, version)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, Corrupt) as error:
             raise Gone(what, why=f"its manifest cannot be read: {error}") from error
         if manifest.digest != digest:
             raise Gone(what, why=f"on the stage it has digest {manifest.digest}")

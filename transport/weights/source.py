@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from relax_rt.transport.errors import Corrupt, Gone, Refused
+from relax_rt.transport.errors import Gone, Refused
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.stage import copy_verified, pinned, read_manifest, verify
@@ -56,14 +57,14 @@ class StageSource:
 
     Raises:
         Gone: it is not there.
-        Corrupt: another content was staged under its number than was committed.
+        Corrupt: another content was staged under its number than was committed, or its manifest cannot be true.
     """
 
     def __init__(self, folder: Path, record: VersionRecord) -> None:
         self.record = record
         self.manifest = read_manifest(folder, record.version)
         self._folder = folder
-        _check_digest(record, self.manifest)
+        check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""
@@ -90,7 +91,7 @@ class DeltaSource:
         self.record = record
         self.manifest = read_manifest(folder, record.version, delta=True)
         self._folder = folder
-        _check_digest(record, self.manifest)
+        check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
         if (self.manifest.base, self.manifest.base_digest) != (holds.version, holds.digest):
             raise Refused(
                 f"delta to policy version {record.version}",
@@ -127,11 +128,3 @@ def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | Non
         with suppress(Gone, Refused):
             return DeltaSource(folder, record, holds)
     return StageSource(folder, record)
-
-
-def _check_digest(record: VersionRecord, manifest: Manifest) -> None:
-    if record.digest and manifest.digest != record.digest:
-        raise Corrupt(
-            f"policy version {record.version}",
-            why=f"committed with digest {record.digest}, staged with {manifest.digest}",
-        )

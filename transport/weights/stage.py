@@ -39,6 +39,13 @@ def _delta_file(version: int) -> str:
     return f"d{version:08d}.bin"
 
 
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _decoded(path: Path) -> Manifest:
+    return msgspec.json.decode(path.read_bytes(), type=Manifest)
+
+
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
@@ -52,12 +59,15 @@ def read_manifest(folder: Path, version: int, *, delta: bool = False) -> Manifes
 
     Raises:
         Gone: it is not on this stage (never staged, or retired).
+        Corrupt: it cannot be understood.
     """
+    what = f"{'delta to' if delta else 'weights of'} policy version {version}"
     try:
-        return msgspec.json.decode(_manifest_path(folder, version, "d" if delta else "v").read_bytes(), type=Manifest)
+        return _decoded(_manifest_path(folder, version, "d" if delta else "v"))
     except FileNotFoundError:
-        what = f"{'delta to' if delta else 'weights of'} policy version {version}"
         raise Gone(what, why=f"not on the stage {folder}") from None
+    except _UNREADABLE as error:
+        raise Corrupt(f"the manifest of {what} on the stage {folder}", why=str(error)) from error
 
 
 class WeightStage:
@@ -206,9 +216,13 @@ class WeightStage:
                 mapping.close()
 
     def _forget(self, name: str) -> None:
-        """Remove the manifests of what a buffer held."""
+        """Remove the manifests of what a buffer held, and those that say nothing."""
         for path in self.folder.glob("v*.json"):
-            if msgspec.json.decode(path.read_bytes(), type=Manifest).file == name:
+            try:
+                held = _decoded(path).file
+            except _UNREADABLE:
+                held = name
+            if held == name:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -217,10 +231,11 @@ class WeightStage:
             self._unmap(name)
 
     def _file_of(self, version: int) -> str:
-        """The buffer that holds a version; empty if it is not here (a run resumed in new shared memory)."""
+        """The buffer that holds a version; empty if it is not here (a run resumed in new shared memory), or if nobody
+        can tell."""
         try:
             return read_manifest(self.folder, version).file
-        except Gone:
+        except (Gone, Corrupt):
             return ""
 
     def _free_buffer(self, nbytes: int, keep: int) -> tuple[str, int]:
@@ -260,6 +275,7 @@ def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
 
     Raises:
         Gone: the version was retired meanwhile; ask for the newest one.
+        Corrupt: its buffer is too short, or its manifest is damaged by now.
     """
     what = f"weights of policy version {manifest.version}"
     try:

@@ -116,10 +116,11 @@ class StageMirror:
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         until = time.monotonic() + timeout_s
-        with contextlib.suppress(Gone):
+        # What is damaged here may be whole at home.
+        with contextlib.suppress(Gone, Corrupt):
             return StageSource(self.folder, record)
         with self._alone(record, until):
-            with contextlib.suppress(Gone):
+            with contextlib.suppress(Gone, Corrupt):
                 return StageSource(self.folder, record)
             self._fetch(record, until)
         self._on_wait("")

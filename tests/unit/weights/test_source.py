@@ -11,9 +11,9 @@ import pytest
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, layout_of
-from relax_rt.transport.weights.source import StageSource
-from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, bucket_digest, layout_of
+from relax_rt.transport.weights.source import DeltaSource, StageSource
+from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, read_manifest
 
 SMALL = layout_of([("w", "bfloat16", (1000,), 2000)])
 LARGE = layout_of([("w", "float32", (BUCKET_BYTES // 2,), BUCKET_BYTES * 2)])
@@ -89,8 +89,40 @@ def test_damage_is_found_by_copy_and_by_mapping(tmp_path: Path, bucket: int) -> 
 
 def test_what_was_committed_is_what_is_read(tmp_path: Path) -> None:
     record = publish(WeightStage(tmp_path, 1), 1)
-    with pytest.raises(Corrupt, match="committed with digest feed, staged with"):
+    with pytest.raises(Corrupt, match="committed with digest feed, here is"):
         StageSource(tmp_path, msgspec.structs.replace(record, digest="feed"))
+
+
+def rewrite(path: Path, **change: object) -> None:
+    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, **change)))
+
+
+def test_digests_of_buckets_are_those_that_were_committed(tmp_path: Path) -> None:
+    """Other bytes with other digests, under the committed digest of the whole."""
+    record = publish(WeightStage(tmp_path, 1), 1, LARGE)
+    damage(tmp_path, 5)
+    other = bucket_digest(memoryview((tmp_path / "w0.buf").read_bytes())[:BUCKET_BYTES])
+    buckets = read_manifest(tmp_path, 1).buckets
+    rewrite(tmp_path / "v00000001.json", buckets=(other, *buckets[1:]))
+    with pytest.raises(Corrupt, match="do not make that of the whole"):
+        StageSource(tmp_path, record)
+
+
+def test_a_damaged_manifest_is_an_error_of_its_reader_and_not_the_end_of_the_writer(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    record = publish(stage, 1)
+    (tmp_path / "v00000001.json").write_bytes(b'{"version":1')
+    with pytest.raises(Corrupt, match="the manifest of weights of policy version 1"):
+        StageSource(tmp_path, record)
+    (tmp_path / "d00000001.json").write_bytes(b"\xff")
+    with pytest.raises(Corrupt, match="delta to policy version 1"):
+        DeltaSource(tmp_path, record, record)
+    with stage.writing(SMALL, 1) as (file, view):
+        view[:] = b"\x02" * SMALL.nbytes
+        manifest = stage.seal(2, SMALL, file, view)
+        assert stage.seal_delta(manifest, view, 1) is None
+    StageSource(tmp_path, VersionRecord(2, 1, 2, manifest.digest))
 
 
 def test_a_version_staged_again_is_not_the_one_that_was_looked_at(tmp_path: Path) -> None:

@@ -100,6 +100,17 @@ def test_a_version_comes_whole_and_what_did_not_change_is_not_sent_again(tmp_pat
             mirror_of(away, lambda: address).source(first, 20.0)
 
 
+def test_what_is_damaged_on_the_stage_of_a_node_is_fetched_again(tmp_path: pathlib.Path) -> None:
+    home, away, layout = tmp_path / "home", tmp_path / "away", layout_of_mib(1)
+    data = fill(layout)
+    record = publish(home, layout, 1, data)
+    with serving(home) as address:
+        mirror = mirror_of(away, lambda: address)
+        assert content(mirror, record) == data
+        (away / "v00000001.json").write_bytes(b"{")
+        assert content(mirror, record) == data
+
+
 def test_a_server_that_dies_in_the_middle_and_comes_back_elsewhere_is_found_and_the_rest_is_fetched(
     tmp_path: pathlib.Path,
 ) -> None:
