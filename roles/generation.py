@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.engines.base import EngineEnded, GroupRequest, Partial
+from relax_rt.roles.engines.base import MAX_TEMPERATURE, EngineEnded, GroupRequest, Partial
 from relax_rt.roles.intake import Intake, Marks
 from relax_rt.transport.interface import idempotent
-from relax_rt.transport.queue.api import VersionSpan
+from relax_rt.transport.queue.api import Finite, VersionSpan
 
 if TYPE_CHECKING:
     from relax_rt.role import RoleContext
@@ -30,7 +30,9 @@ CHUNK_TOKENS = 8
 MOST_REQUESTS = 64
 MAX_TOKENS = 1 << 20
 
-Tokens = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)]
 TurnedAway = Literal["", "stale", "full", "stopping"]
 
 
@@ -50,13 +52,13 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prompt: Tokens
-    seed: int
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    temperature: Temperature = 1.0
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
-    stop_ids: Annotated[list[int], msgspec.Meta(max_length=4096)] = []
+    stop_ids: Annotated[list[TokenId], msgspec.Meta(max_length=4096)] = []
     tokens: Tokens = []
-    logprobs: list[float] = []
-    versions: list[VersionSpan] = []
+    logprobs: Annotated[list[Finite], msgspec.Meta(max_length=MAX_TOKENS)] = []
+    versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
     allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS
     left_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0

@@ -15,6 +15,8 @@ from relax_rt.transport.versions import VersionRecord
 if TYPE_CHECKING:
     from relax_rt.transport.weights.source import WeightSource
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+
 KvPolicy = Literal["keep", "recompute"]
 """What becomes of the KV cache of sequences in flight at a swap: it stays (later tokens carry the older kv_version), or
 it is computed again under the new weights (kv_version equals version afterwards)."""
@@ -332,15 +334,29 @@ def check_request(request: GroupRequest, *, context: int, vocabulary: int) -> No
         )
     if request.partials and len(request.partials) != len(request.seeds):
         raise Refused(f"{what}: {len(request.partials)} partials of {len(request.seeds)} members")
-    worst = max(max(request.prompt), *(max(p.tokens, default=0) for p in request.partials if p), 0)
-    if worst >= vocabulary or min(request.prompt) < 0:
-        raise Refused(
-            f"{what}: token {worst}",
-            why=f"the model's vocabulary is {vocabulary} tokens",
-            hint="tokenizer and model must belong together",
-        )
+    if odd := odd_sampling(request.seeds, request.temperature):
+        raise Refused(f"{what}: {odd}", why="no engine samples with that")
+    had = [token for partial in request.partials if partial for token in partial.tokens]
+    for tokens in (request.prompt, had):
+        if outside := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise Refused(
+                f"{what}: token {outside[0]}",
+                why=f"the model's vocabulary is {vocabulary} tokens",
+                hint="tokenizer and model must belong together",
+            )
     for member, partial in enumerate(request.partials):
         _check_partial(f"{what}, member {member}", partial, request)
+
+
+def odd_sampling(seeds: Sequence[int], temperature: float) -> str:
+    """A seed or a temperature that nothing can be drawn with; empty if they can."""
+    for seed in seeds:
+        if not 0 <= seed < 1 << 64:
+            return f"seed {seed} (64 bits, not negative)"
+    # Below and above that float32 logits divided by it are no numbers any more, or all alike.
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        return f"temperature {temperature} (0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g})"
+    return ""
 
 
 def _check_partial(what: str, partial: Partial | None, request: GroupRequest) -> None:

@@ -12,8 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.engines.base import extend_spans
+from relax_rt.roles.engines.base import extend_spans, odd_sampling
 from relax_rt.roles.generation import Piece
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import VersionSpan
 
 OF_ONE = 3
@@ -48,6 +49,15 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     prefix: bool = False
     expected_tokens: int = 0
     chunk_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        """Refused here, for no engine would take it: a vocabulary is only known there."""
+        odd = odd_sampling((self.seed,), self.temperature)
+        odd = odd or next(
+            (f"token {token}" for token in (*self.prompt, *self.stop_ids) if not 0 <= token < 1 << 31), ""
+        )
+        if odd:
+            raise Refused(f"a request with {odd}", why="no engine samples with that")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

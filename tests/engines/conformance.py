@@ -432,6 +432,13 @@ async def test_what_cannot_be_done_is_refused_and_nothing_of_it_is_taken(driver:
     refused(driver.request([1], 0), "both are needed")
     refused(driver.request([1], 1, new=0), "at least one token")
     refused(driver.request([1, VOCABULARY], 1), "vocabulary")
+    refused(driver.request([1, -1], 1), "token -1")
+    outside = Partial((9, -2), (-1.0, -1.0), (VersionSpan(0, 2, 0, 0),))
+    refused(driver.request([1], 1, partials=(outside,)), "token -2")
+    for seed in (-1, 1 << 64):
+        refused(driver.request([1], seeds=(seed,)), "seed")
+    for temperature in (float("nan"), float("inf"), -1.0, 1e-40):
+        refused(driver.request([1], 1, temperature=temperature), "temperature")
     refused(driver.request([1], 2, partials=(None,)), "1 partials of 2 members")
     refused(driver.request([1], 1, partials=(short,)), "1 log-probabilities")
     refused(driver.request([1], 1, partials=(unknown,)), "do not cover")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.roles.generation import EngineReport, Piece
+from relax_rt.roles.generation import EngineReport, Order, Piece
 from relax_rt.roles.router.requests import Life, Wanted
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import VersionSpan
 
 STOP, MOST, LOSSES = 0, 12, 3
@@ -137,3 +139,26 @@ def test_a_late_outcome_says_what_it_waited_for() -> None:
     life.expire()
     assert life.outcome is not None
     assert "2 s" in life.outcome.why and "rollout/0 is at version 6" in life.outcome.why
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"prompt": (1, -1)}, "token -1"),
+        ({"stop_ids": frozenset({1 << 40})}, "token"),
+    ],
+)
+def test_what_no_engine_samples_with_is_refused_before_one_sees_it(change: dict[str, object], match: str) -> None:
+    values: dict[str, object] = {"prompt": (1,), "max_new_tokens": 4} | change
+    with pytest.raises(Refused, match=match):
+        Wanted(**values)  # type: ignore[arg-type]
+    plain = {"prompt": [1], "seed": 0, "max_new_tokens": 4, "allowed": [1]}
+    msgspec.convert(plain, Order)
+    wire = plain | {key: list(v) if isinstance(v, (tuple, frozenset)) else v for key, v in change.items()}
+    if wire["seed"] != 1 << 64:  # msgpack has no such number
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(wire, Order)
