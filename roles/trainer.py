@@ -119,6 +119,7 @@ class TrainerRole(Role):
         if self.step > self._newest_step():
             await self._save(final=True)
         await self.publisher.through()
+        await self.publisher.filed()
         self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
 
     async def teardown(self) -> None:

@@ -12,30 +12,38 @@ from relax_rt.roles.locations import model_folder
 from relax_rt.roles.publication.carriers import files_folder
 from relax_rt.roles.publication.place import stage_folder
 from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import Gone, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.directory import WeightDirectory
 from relax_rt.transport.weights.source import StageSource
+
+LOOK_S = 0.5
 
 
 class WeightFiles:
     """Copies versions from the stage into the run's folder.
 
+    Args:
+        only_way: engines get the versions from the folder alone. Otherwise a folder that cannot be opened or written
+            costs the copy, and is tried again with the next version.
+
     Raises:
         StaleEpoch: a newer trainer writes there.
+        OutOfSpace, Refused: it cannot be opened, and is the only way.
     """
 
     def __init__(self, ctx: RoleContext, folder: Path, *, only_way: bool, timeout_s: float) -> None:
-        self._ctx, self._only_way, self._timeout_s = ctx, only_way, timeout_s
+        self._ctx, self._folder, self._only_way, self._timeout_s = ctx, folder, only_way, timeout_s
         self._closing = False
+        self._next: VersionRecord | None = None
         self._behind: asyncio.Task[None] | None = None
-        self._directory = WeightDirectory(
-            folder,
-            ctx.who.epoch,
-            companions=model_folder(ctx),
-            # A trainer that ends does not wait for a slow disk.
-            clock=lambda: math.inf if self._closing else time.monotonic(),
-        )
+        self._directory: WeightDirectory | None = None
+        try:
+            self._opened()
+        except (OutOfSpace, Refused) as error:
+            if only_way:
+                raise
+            self._not_filed(0, error)
 
     @classmethod
     def of(cls, ctx: RoleContext) -> WeightFiles | None:
@@ -59,9 +67,20 @@ class WeightFiles:
         """To be called when it is committed. Where engines have another way the copy is made behind the training, of
         the newest version when the one before is done."""
         if self._only_way:
-            await asyncio.to_thread(self._directory.retire, record.version)
-        elif self._behind is None or self._behind.done():
-            self._behind = asyncio.create_task(self._follow(record))
+            await asyncio.to_thread(self._retire, record)
+            return
+        self._next = record
+        if self._behind is None or self._behind.done():
+            self._behind = asyncio.create_task(self._follow())
+
+    async def through(self) -> None:
+        """Wait until the newest version is in the folder, or was given up: each copy has its time."""
+        try:
+            while self._behind is not None and not self._behind.done():
+                self._ctx.progress.waiting(f"the newest weights are put into {self._folder}")
+                await asyncio.wait([self._behind], timeout=LOOK_S)
+        finally:
+            self._ctx.progress.waiting("")
 
     async def close(self) -> None:
         """Give up what is being written."""
@@ -69,15 +88,36 @@ class WeightFiles:
         if self._behind is not None:
             await asyncio.gather(self._behind, return_exceptions=True)
 
-    async def _follow(self, record: VersionRecord) -> None:
-        try:
-            await asyncio.to_thread(self._write, record)
-            await asyncio.to_thread(self._directory.retire, record.version)
-        except RelaxError as error:
-            self._ctx.event("weights_not_filed", version=record.version, why=str(error))
-            self._ctx.log.warning("a version was not put into the folder", version=record.version, why=str(error))
+    async def _follow(self) -> None:
+        while self._next is not None and not self._closing:
+            record, self._next = self._next, None
+            try:
+                await asyncio.to_thread(self._write, record)
+                await asyncio.to_thread(self._retire, record)
+            except Gone:
+                continue  # the stage keeps the newest committed one: there is a newer
+            except (RelaxError, OSError) as error:
+                self._not_filed(record.version, error)
+
+    def _opened(self) -> WeightDirectory:
+        if self._directory is None:
+            self._directory = WeightDirectory(
+                self._folder,
+                self._ctx.who.epoch,
+                companions=model_folder(self._ctx),
+                # A trainer that has failed does not wait for a slow disk.
+                clock=lambda: math.inf if self._closing else time.monotonic(),
+            )
+        return self._directory
 
     def _write(self, record: VersionRecord) -> None:
-        source = StageSource(stage_folder(self._ctx), record)
+        directory, source = self._opened(), StageSource(stage_folder(self._ctx), record)
         with source.mapped() as view:
-            self._directory.write(record, source.manifest, view, self._timeout_s)
+            directory.write(record, source.manifest, view, self._timeout_s)
+
+    def _retire(self, record: VersionRecord) -> None:
+        self._opened().retire(record.version)
+
+    def _not_filed(self, version: int, error: Exception) -> None:
+        self._ctx.event("weights_not_filed", version=version, why=str(error))
+        self._ctx.log.warning("a version was not put into the folder", version=version, why=str(error))

@@ -105,6 +105,11 @@ class Publisher:
             self._ctx.progress.waiting("")
         self.current.result()
 
+    async def filed(self) -> None:
+        """Wait until the newest version lies in the folder of files, where there is one and it takes it."""
+        if self._files is not None:
+            await self._files.through()
+
     def weights_may_change(self) -> None:
         """Blocks (not the event loop: call it in the trainer's thread) until the weights have been copied."""
         if not self._copied.wait(self._copy_wait_s):

@@ -87,6 +87,7 @@ def test_rollouts_elsewhere_follow_the_trainer_by_one_stream_a_version(nodes: No
         "rollout/0",
         "rollout/1",
     }
-    # The folder has the newest that was put there, whole.
+    # The folder has the last version, and no other.
     (folder,) = (tmp_path / "files").iterdir()
-    assert len(list(folder.glob("v*"))) >= 1 and not run.events("weights_not_filed")
+    assert [path.name for path in folder.glob("v*")] == [f"v{max(published):08d}"]
+    assert not run.events("weights_not_filed")

@@ -79,6 +79,7 @@ class WeightDirectory:
 
     Raises:
         StaleEpoch: a newer incarnation writes here.
+        OutOfSpace, Refused: the folder cannot be made or written.
     """
 
     def __init__(
@@ -92,8 +93,11 @@ class WeightDirectory:
     ) -> None:
         self.root, self.epoch = root, epoch
         self._shard_bytes, self._companions, self._clock = shard_bytes, companions, clock
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fence(root, epoch, "weight directory")
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(error, root) from error
+        self._fence()
 
     def write(self, record: VersionRecord, manifest: Manifest, data: memoryview, timeout_s: float) -> Path:
         """Put a version there, from its flat buffer; blocks. Answers with its folder.
@@ -108,7 +112,7 @@ class WeightDirectory:
         what = f"policy version {record.version} in {self.root}"
         if manifest.payload != "full" or len(data) < manifest.layout.nbytes:
             raise Refused(what, why=f"a {manifest.payload} payload of {len(data)} bytes is not the whole version")
-        fence(self.root, self.epoch, "weight directory")
+        self._fence()
         self._remove_unfinished()
         temporary = self.root / f".writing-{self.epoch}-{folder.name}"
         until = self._clock() + timeout_s
@@ -116,7 +120,7 @@ class WeightDirectory:
             temporary.mkdir(mode=0o700)
             stored = list(self._write_shards(temporary, manifest, data, until, what))
             self._write_rest(temporary, Stored(FORMAT, record, manifest, tuple(stored)))
-            fence(self.root, self.epoch, "weight directory")
+            self._fence()
             temporary.rename(folder)
         except OSError as error:
             raise _told(error, what) from error
@@ -130,6 +134,12 @@ class WeightDirectory:
             found = _VERSION.fullmatch(folder.name)
             if found and int(found[1]) < committed:
                 self._remove(folder)
+
+    def _fence(self) -> None:
+        try:
+            fence(self.root, self.epoch, "weight directory")
+        except (OSError, ValueError) as error:
+            raise _unusable(error, self.root) from error
 
     def _remove(self, folder: Path) -> None:
         # Under another name first: nobody takes a folder for a version that has lost some of its files.
@@ -161,7 +171,7 @@ class WeightDirectory:
                 for entry in entries:
                     digest = xxhash.xxh3_128()
                     for piece in _pieces(data[entry.offset : entry.offset + entry.nbytes]):
-                        if self._clock() > until:
+                        if self._clock() >= until:  # also where both are infinite
                             raise DeadlineExceeded(what, why=f"the disk is too slow; at tensor {entry.name}")
                         digest.update(piece)
                         _write_all(descriptor, piece)
@@ -376,3 +386,9 @@ def _told(error: OSError, what: str) -> OutOfSpace | Refused:
     if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
         return Refused(what, why="it is there already: a version's number is used once")
     return Refused(what, why=str(error))
+
+
+def _unusable(error: OSError | ValueError, root: Path) -> OutOfSpace | Refused:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return OutOfSpace(f"weight directory {root}", why=str(error), hint="free some space, or name another folder")
+    return Refused(f"weight directory {root}", why=str(error), hint="make it a folder that this user may write in")

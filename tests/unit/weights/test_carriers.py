@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +18,20 @@ from relax_rt.roles.publication import stage_folder
 from relax_rt.roles.publication.carriers import FallbackSource, files_folder, source_for
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.sections import PublicationTable, RLConfig
-from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, RelaxError
+from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def waiting(self, reason: str) -> None:
+        self.waits.append(reason)
 
 
 class Context:
@@ -37,6 +45,7 @@ class Context:
         self.shm_dir.mkdir()
         self.log = structlog.get_logger()
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.progress = Progress()
 
     def event(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -70,6 +79,7 @@ async def test_on_the_trainers_node_it_is_shared_memory_and_the_folder_steps_in(
     await files.before(record)
     assert not list((tmp_path / "files" / "run-1").glob("v*")), "behind the commit, not before it"
     await files.after(record)
+    await files.through()
     await files.close()
     source = source_for(cast(RoleContext, ctx))
     assert copied(source(record, None)) == data and not ctx.events
@@ -114,19 +124,90 @@ async def test_a_full_disk_behind_costs_the_copy_alone(tmp_path: Path, monkeypat
     assert [kind for kind, _ in ctx.events] == ["weights_not_filed"]
 
 
-async def test_a_trainer_that_ends_does_not_wait_for_a_slow_disk(
+class Disk:
+    """Versions are written one at a time, each when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[int] = []
+        self.may = threading.Semaphore(0)
+        write = WeightDirectory.write
+
+        def slow(directory: WeightDirectory, record: VersionRecord, *rest: Any) -> Path:
+            self.begun.append(record.version)
+            assert self.may.acquire(timeout=10)
+            return write(directory, record, *rest)
+
+        monkeypatch.setattr(WeightDirectory, "write", slow)
+
+    async def at(self, *versions: int) -> None:
+        async with asyncio.timeout(10):
+            while tuple(self.begun) != versions:  # noqa: ASYNC110 what is waited for sets no event
+                await asyncio.sleep(0.005)
+
+
+async def test_the_newest_is_copied_when_the_copy_under_way_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ctx = Context(tmp_path, directory="files")
-    record = stage(ctx, fill(LAYOUT))
+    """No later version comes to set it off, and an orderly end waits for it."""
+    ctx, disk = Context(tmp_path, directory="files"), Disk(monkeypatch)
     files = WeightFiles.of(cast(RoleContext, ctx))
     assert files is not None
-    await files.after(record)
+    for version in (7, 8, 9):
+        await files.after(stage(ctx, fill(LAYOUT, version), version))
+        await disk.at(7)
+    ending = asyncio.create_task(files.through())
+    disk.may.release()
+    await disk.at(7, 9)
+    assert not ending.done() and "put into" in ctx.progress.waits[-1]
+    disk.may.release()
+    await asyncio.wait_for(ending, 10)
     await files.close()
-    with suppress(IndexError):
-        # Either it was done by then, or it was given up and says so.
-        assert ctx.events[0][0] == "weights_not_filed" and "too slow" in ctx.events[0][1]["why"]
-    assert not list((tmp_path / "files" / "run-1").glob(".writing*"))
+    assert [path.name for path in (tmp_path / "files" / "run-1").glob("v*")] == ["v00000009"]
+    assert not ctx.events and ctx.progress.waits[-1] == ""
+
+
+async def test_a_trainer_that_failed_does_not_wait_for_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, disk = Context(tmp_path, directory="files"), Disk(monkeypatch)
+    files = WeightFiles.of(cast(RoleContext, ctx))
+    assert files is not None
+    for version in (7, 8):
+        await files.after(stage(ctx, fill(LAYOUT, version), version))
+        await disk.at(7)
+    closing = asyncio.create_task(files.close())
+    await asyncio.sleep(0)
+    disk.may.release()
+    await asyncio.wait_for(closing, 10)
+    ((kind, told),) = ctx.events
+    assert (kind, told["version"]) == ("weights_not_filed", 7) and "too slow" in told["why"]
+    assert disk.begun == [7] and not [*(tmp_path / "files" / "run-1").glob("[v.]*")]
+
+
+async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_next_version(tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("in the way")
+    ctx = Context(tmp_path, directory="files")
+    files = WeightFiles.of(cast(RoleContext, ctx))
+    assert files is not None
+    await files.after(stage(ctx, fill(LAYOUT), 7))
+    await files.through()
+    assert [(kind, told["version"]) for kind, told in ctx.events] == [
+        ("weights_not_filed", 0),
+        ("weights_not_filed", 7),
+    ]
+    assert "may write in" in ctx.events[0][1]["why"]
+    (tmp_path / "files").unlink()
+    await files.after(stage(ctx, fill(LAYOUT), 8))
+    await files.through()
+    await files.close()
+    assert len(ctx.events) == 2 and (tmp_path / "files" / "run-1" / "v00000008").is_dir()
+
+
+def test_a_folder_that_cannot_be_opened_and_is_the_only_way_ends_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("in the way")
+    ctx = Context(tmp_path, directory="files", carrier="directory")
+    with pytest.raises(Refused, match="weight directory"):
+        WeightFiles.of(cast(RoleContext, ctx))
 
 
 def test_other_carriers_have_no_folder(tmp_path: Path) -> None:

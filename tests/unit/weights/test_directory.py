@@ -160,6 +160,19 @@ def test_a_slow_disk_ends_at_the_deadline_and_leaves_nothing(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["epoch"]
 
 
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match="weight directory"):
+        WeightDirectory(tmp_path / "file", 1)
+    writer = WeightDirectory(tmp_path, 1)
+    (tmp_path / "epoch").unlink()
+    (tmp_path / "epoch").mkdir()
+    data = fill(LAYOUT)
+    record, manifest = version_of(data)
+    with pytest.raises(Refused, match="may write in"):
+        writer.write(record, manifest, memoryview(data), 10.0)
+
+
 FULL = """
 import sys, pathlib
 sys.path[:0] = sys.argv[2:]
