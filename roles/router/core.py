@@ -5,8 +5,8 @@ Of every request that `submit` gave a number exactly one End comes, and after it
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -91,7 +91,8 @@ class RouterCore:
         self.counts: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         """Sequences sent to each slot."""
-        self._waiting: dict[int, None] = {}
+        self._waiting = _Waiting()
+        self._loads = _Loads()
         self._lengths = Lengths()
         self._numbers = 0
         self._actions: list[Action] = []
@@ -117,7 +118,7 @@ class RouterCore:
         life = Life(self._numbers, wanted, now, self.limits.losses)
         life.long = self._lengths.long(life.expected)
         self.lives[life.number] = life
-        self._waiting[life.number] = None
+        self._waiting.add(life)
         self.counts["submitted"] += 1
         return life.number, self._done(now)
 
@@ -144,7 +145,9 @@ class RouterCore:
         self.fleet.heard(now, life.place.slot, sign_of(piece.report))
         place, before = self._who_answers(now, life, piece.report.epoch), len(life.tokens)
         older = f"an older incarnation, #{piece.report.epoch}, answers" if piece.report.epoch < place.epoch else ""
-        if wrong := older or life.add(now, piece):
+        wrong = older or life.add(now, piece)
+        self._loads.note(life)
+        if wrong:
             # Left too: the engine thinks that it still has the sequence.
             self._lose(now, life, f"{place.slot}#{place.epoch}: {wrong}", close=True)
             return self._done(now)
@@ -181,7 +184,7 @@ class RouterCore:
             self.fleet.full(now, life.place.slot, self.limits.full_s)
             self._release(life)
             life.give_back(why)
-            self._waiting[number] = None
+            self._waiting.add(life)
         return self._done(now)
 
     def report(self, now: float, slot: str, report: EngineReport) -> list[Action]:
@@ -199,6 +202,8 @@ class RouterCore:
         self.fleet.tick(now)
         for life in [life for life in self.lives.values() if now >= life.deadline]:
             self._leave(life)
+            if life.number in self._waiting:
+                life.waiting_on = self._why_nowhere(life.wanted.lag)
             life.expire()
             self._end(life)
         for life in list(self.lives.values()):
@@ -215,11 +220,14 @@ class RouterCore:
 
     def waiting_on(self) -> dict[str, int]:
         """What requests wait for, in words, and how many for each."""
-        return dict(Counter(life.waiting_on for life in self.lives.values() if life.waiting_on))
+        found = Counter(life.waiting_on for life in self.lives.values() if life.place is not None and life.waiting_on)
+        for lag, count in self._waiting.by_lag().items():
+            found[self._why_nowhere(lag)] += count
+        return dict(found)
 
     def outstanding(self, slot: str, epoch: int) -> int:
         """Tokens that an incarnation has to make for our requests, as expected."""
-        return sum(life.expected for life in self._at(slot, epoch))
+        return self._loads.ours(slot, epoch)
 
     # --- inside
 
@@ -230,29 +238,40 @@ class RouterCore:
         return actions
 
     def _send(self, now: float) -> None:
-        """Send requests that wait to engines that may have them, the oldest first."""
+        """Send requests that wait to engines that may have them, the oldest first.
+
+        This follows every event: it costs as much as there are engines and requests sent, not as many as wait.
+        """
         if not self._waiting:
             return
-        loads = _Loads(self)
-        nowhere: dict[int, str] = {}
-        for number in list(self._waiting):
-            life, lag = self.lives[number], self.lives[number].wanted.lag
-            if lag not in nowhere:
-                candidates = loads.candidates(now, lag)
-                # Where it was lost once it goes only if there is nobody else.
-                others = [c for c in candidates if (c.slot, self.fleet.engines[c.slot].epoch) not in life.lost_with]
-                slot = choose(_need(life), others or candidates)
-                if slot:
-                    self._place(now, life, slot)
-                    loads.add(slot, life)
-                    continue
-                nowhere[lag] = self._why_nowhere(lag)
-            life.waiting_on = nowhere[lag]
+        fleet, first = self.fleet, self.limits.first_room
+        room = [slot for slot in sorted(fleet.engines) if fleet.room(now, slot, first) > 0]
+        nowhere: set[int] = set()
+        while room and (number := self._waiting.first(nowhere)):
+            life = self.lives[number]
+            candidates = [self._candidate(slot) for slot in room if fleet.routable(slot, life.wanted.lag)]
+            # Where it was lost once it goes only if there is nobody else.
+            others = [c for c in candidates if (c.slot, fleet.engines[c.slot].epoch) not in life.lost_with]
+            slot = choose(_need(life), others or candidates)
+            if not slot:
+                nowhere.add(life.wanted.lag)
+                continue
+            self._place(now, life, slot)
+            if fleet.room(now, slot, first) <= 0:
+                room.remove(slot)
+
+    def _candidate(self, slot: str) -> Candidate:
+        engine = self.fleet.engines[slot]
+        # Its own word counts also what others have sent there, but is as old as it is.
+        told = engine.sign.outstanding_tokens if engine.sign is not None else 0
+        ours = self._loads.ours(slot, engine.epoch)
+        return Candidate(slot, max(ours, told), self._loads.longs(slot, engine.epoch))
 
     def _place(self, now: float, life: Life, slot: str) -> None:
         engine, wanted = self.fleet.engines[slot], life.wanted
         place = life.send(now, slot, engine.epoch)
-        self._waiting.pop(life.number)
+        self._waiting.drop(life)
+        self._loads.note(life)
         self.fleet.took(now, slot, engine.epoch)
         self.sent[slot] += 1
         self.counts["sent"] += 1
@@ -292,6 +311,7 @@ class RouterCore:
             self.fleet.left(place.slot, place.epoch)
             place = life.place = Place(place.attempt, place.slot, epoch)
             self.fleet.took(now, place.slot, epoch)
+            self._loads.note(life)
         return place
 
     def _turned_away(self, now: float, life: Life, place: Place, piece: Piece) -> None:
@@ -302,7 +322,7 @@ class RouterCore:
         self.fleet.full(now, place.slot, self.limits.full_s)
         self._release(life)
         life.give_back(f"{place.slot} turned it away: {reason}")
-        self._waiting[life.number] = None
+        self._waiting.add(life)
 
     def _take_away(self, now: float) -> None:
         """Take sequences away from engines that will not make them."""
@@ -316,10 +336,11 @@ class RouterCore:
             self._actions.append(Close(life.number, life.place))
         self._unwork(life)
         life.lose(why)
+        self._loads.note(life)
         if life.outcome is not None:
             self._end(life)
         else:
-            self._waiting[life.number] = None
+            self._waiting.add(life)
 
     def _leave(self, life: Life) -> None:
         """Have the engine end it, if one has it."""
@@ -330,6 +351,7 @@ class RouterCore:
     def _release(self, life: Life) -> None:
         self._unwork(life)
         life.place = None
+        self._loads.note(life)
 
     def _unwork(self, life: Life) -> None:
         if life.place is not None:
@@ -338,46 +360,76 @@ class RouterCore:
     def _end(self, life: Life) -> None:
         assert life.outcome is not None
         del self.lives[life.number]
-        self._waiting.pop(life.number, None)
+        self._waiting.drop(life)
+        self._loads.note(life)
         self.counts[life.outcome.kind] += 1
         self._actions.append(End(life.number, life.outcome))
 
-    def _at(self, slot: str, epoch: int) -> list[Life]:
-        return [
-            life
-            for life in self.lives.values()
-            if life.place is not None and (life.place.slot, life.place.epoch) == (slot, epoch)
-        ]
+
+class _Waiting:
+    """Numbers of the requests that wait, the oldest first, and those with one lag apart from the others."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, OrderedDict[int, int]] = {}
+        self._turns = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def __contains__(self, number: int) -> bool:
+        return any(number in line for line in self._lines.values())
+
+    def add(self, life: Life) -> None:
+        """At the end."""
+        self._turns += 1
+        self._lines.setdefault(life.wanted.lag, OrderedDict())[life.number] = self._turns
+
+    def drop(self, life: Life) -> None:
+        """Whether it waits or not."""
+        if (line := self._lines.get(life.wanted.lag)) is not None:
+            line.pop(life.number, None)
+            if not line:
+                del self._lines[life.wanted.lag]
+
+    def first(self, but: Collection[int]) -> int:
+        """The oldest one with another lag than these; 0: there is none."""
+        heads = [next(iter(line.items())) for lag, line in self._lines.items() if lag not in but]
+        return min(heads, key=lambda head: head[1])[0] if heads else 0
+
+    def by_lag(self) -> dict[int, int]:
+        """How many there are."""
+        return {lag: len(line) for lag, line in self._lines.items()}
 
 
 class _Loads:
-    """What each engine has to do, while requests are being sent out."""
+    """What each incarnation has to do for us, kept up as requests move and grow."""
 
-    def __init__(self, core: RouterCore) -> None:
-        self._core = core
-        self._ours: Counter[str] = Counter()
-        self._longs: Counter[str] = Counter()
-        for life in core.lives.values():
-            if life.place is not None and core.fleet.engines[life.place.slot].epoch == life.place.epoch:
-                self.add(life.place.slot, life)
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[tuple[str, int], int, bool]] = {}
+        self._ours: Counter[tuple[str, int]] = Counter()
+        self._longs: Counter[tuple[str, int]] = Counter()
 
-    def add(self, slot: str, life: Life) -> None:
-        self._ours[slot] += life.expected
-        self._longs[slot] += life.long
+    def note(self, life: Life) -> None:
+        """A request may have another place, or more tokens, than when it was last noted."""
+        if (before := self._of.pop(life.number, None)) is not None:
+            self._add(before[0], -before[1], -before[2])
+        if (place := life.place) is not None and life.outcome is None:
+            self._of[life.number] = (place.slot, place.epoch), life.expected, life.long
+            self._add((place.slot, place.epoch), life.expected, life.long)
 
-    def candidates(self, now: float, lag: int) -> list[Candidate]:
-        """Engines that a request with this lag may go to."""
-        fleet, first = self._core.fleet, self._core.limits.first_room
-        return [
-            Candidate(slot, self._outstanding(slot), self._longs[slot])
-            for slot in sorted(fleet.engines)
-            if fleet.routable(slot, lag) and fleet.room(now, slot, first) > 0
-        ]
+    def ours(self, slot: str, epoch: int) -> int:
+        """Tokens to come, as expected."""
+        return self._ours[slot, epoch]
 
-    def _outstanding(self, slot: str) -> int:
-        """Its own word counts also what others have sent there, but is as old as it is."""
-        sign = self._core.fleet.engines[slot].sign
-        return max(self._ours[slot], sign.outstanding_tokens if sign is not None else 0)
+    def longs(self, slot: str, epoch: int) -> int:
+        """Long sequences."""
+        return self._longs[slot, epoch]
+
+    def _add(self, who: tuple[str, int], tokens: int, longs: int) -> None:
+        for counter, n in ((self._ours, tokens), (self._longs, longs)):
+            counter[who] += n
+            if not counter[who]:
+                del counter[who]  # incarnations come and go
 
 
 def _need(life: Life) -> Need:

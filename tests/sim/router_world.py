@@ -14,7 +14,7 @@ from relax_rt.roles.router.fleet import EngineNews, Patience
 from relax_rt.roles.router.requests import Outcome, Wanted
 from relax_rt.transport.versions import VersionRecord
 
-TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST = (
+TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST, ACCOUNT = (
     "two outcomes",
     "no outcome",
     "wrong tokens",
@@ -23,6 +23,7 @@ TWICE, NONE, WRONG, STALE, ROUTED, LEAK, STUCK, UNJUST = (
     "worked on for nobody",
     "left with an engine that makes nothing",
     "given up without cause",
+    "accounts that do not add up",
 )
 SLOTS = ("rollout/0", "rollout/1", "rollout/2")
 LIMITS = Limits(silent_s=2.0, patience=Patience(stuck_s=3.0, paused_s=6.0, dead_s=8.0))
@@ -135,7 +136,8 @@ class Checker:
             self.found(UNJUST, f"{number} after {request.harm} and {harmed}: {outcome.why}")
 
     def look(self) -> None:
-        """Every second."""
+        """Every now and then."""
+        self._add_up()
         for number, request in self.world.requests.items():
             if not request.outcomes and self.world.kernel.now > request.until + 1.0:
                 request.outcomes.append(Outcome(kind="late"))
@@ -144,6 +146,21 @@ class Checker:
             still_s = self.world.kernel.now - max(request.placed_at, request.moved_at)
             if life is not None and life.place is not None and still_s > STUCK_S:
                 self.found(STUCK, f"{number} at {life.place} for {still_s:.1f} s")
+
+    def _add_up(self) -> None:
+        """What the core keeps account of as it goes, against a count of all its requests."""
+        core = self.world.core
+        placed = [life for life in core.lives.values() if life.place is not None]
+        for slot, engine in core.fleet.engines.items():
+            at = [life for life in placed if life.place and (life.place.slot, life.place.epoch) == (slot, engine.epoch)]
+            have = core.outstanding(slot, engine.epoch), core._loads.longs(slot, engine.epoch)
+            if have != (sum(life.expected for life in at), sum(life.long for life in at)):
+                self.found(
+                    ACCOUNT, f"{slot}#{engine.epoch} has {have}, its sequences are {[life.number for life in at]}"
+                )
+        waiting = sum(core._waiting.by_lag().values())
+        if waiting != len(core.lives) - len(placed) or len(core._loads._of) != len(placed):
+            self.found(ACCOUNT, f"{len(core.lives)} requests, {len(placed)} placed, {waiting} waiting")
 
 
 class World:
