@@ -74,9 +74,10 @@ class WeightFiles:
             self._behind = asyncio.create_task(self._follow())
 
     async def through(self) -> None:
-        """Wait until the newest version is in the folder, or was given up: each copy has its time."""
+        """Wait until the newest version is in the folder, or was given up: each copy has its time. A role that is
+        asked to stop has little, and does not wait."""
         try:
-            while self._behind is not None and not self._behind.done():
+            while self._behind is not None and not self._behind.done() and not self._ctx.stopping.is_set():
                 self._ctx.progress.waiting(f"the newest weights are put into {self._folder}")
                 await asyncio.wait([self._behind], timeout=LOOK_S)
         finally:

@@ -45,7 +45,7 @@ class Context:
         self.shm_dir.mkdir()
         self.log = structlog.get_logger()
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.progress = Progress()
+        self.progress, self.stopping = Progress(), asyncio.Event()
 
     def event(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -166,7 +166,7 @@ async def test_the_newest_is_copied_when_the_copy_under_way_is_done(
     assert not ctx.events and ctx.progress.waits[-1] == ""
 
 
-async def test_a_trainer_that_failed_does_not_wait_for_a_slow_disk(
+async def test_a_trainer_that_failed_or_is_stopped_does_not_wait_for_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx, disk = Context(tmp_path, directory="files"), Disk(monkeypatch)
@@ -175,6 +175,8 @@ async def test_a_trainer_that_failed_does_not_wait_for_a_slow_disk(
     for version in (7, 8):
         await files.after(stage(ctx, fill(LAYOUT, version), version))
         await disk.at(7)
+    ctx.stopping.set()
+    await asyncio.wait_for(files.through(), 10)
     closing = asyncio.create_task(files.close())
     await asyncio.sleep(0)
     disk.may.release()
