@@ -109,21 +109,33 @@ def read_resolved(path: Path) -> RunConfig:
 
     Raises:
         RelaxError: the file is not there or was not written by this version.
+        TargetError: the user's role that stands for one of the job's cannot be imported.
     """
     try:
         data = json.loads(path.read_text())
         job = load_job(data["run"]["job"])
         config = job.Config.model_validate_json(json.dumps(data), strict=True)
         roles = {
-            kind: _settings_type(kind, job).model_validate_json(json.dumps(table), strict=True)
-            if kind in job.Roles or kind in SYSTEM_ROLES
-            else table
+            kind: _resolved_table(kind, table, job) if kind in job.Roles or kind in SYSTEM_ROLES else table
             for kind, table in config.roles.items()
         }
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         hint = "start the run again with `relax-rt up`"
         raise RelaxError(f"resolved config {path} cannot be read", why=str(error), hint=hint) from error
     return config.model_copy(update={"roles": roles})
+
+
+def _resolved_table(kind: str, table: dict[str, Any], job: Job) -> RoleSettings:
+    text = json.dumps(table)
+    try:
+        return _settings_type(kind, job).model_validate_json(text, strict=True)
+    except ValidationError:
+        if not isinstance(target := table.get("target"), str):
+            raise
+        # A role of the user's own in the place of one of the job's has further settings. Only then is it imported, for
+        # this is read in every process.
+        settings: type[RoleSettings] = load_target(target).Settings
+        return settings.model_validate_json(text, strict=True)
 
 
 def config_digest(config: RunConfig) -> str:

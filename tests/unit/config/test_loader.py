@@ -352,6 +352,16 @@ class Echo:
     Settings = Settings
 """
 
+OWN_ROLLOUT = """
+from relax_rt.roles.sections import RolloutSettings
+
+class Settings(RolloutSettings):
+    limit: int = 41
+
+class Sampler:
+    Settings = Settings
+"""
+
 
 def test_own_role_beside_the_config(write: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("LIMIT = 41\n")
@@ -386,6 +396,23 @@ def test_settings_of_own_roles_stay_plain_until_asked_for(write: Callable[[str],
     assert role_settings(again, "echo", type(config.roles["echo"])) == config.roles["echo"]
     with pytest.raises(ConfigErrors, match="limit"):
         role_settings(again, "echo", RewardSettings)
+
+
+def test_own_role_in_the_place_of_one_of_the_jobs_may_have_settings_of_its_own(
+    write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "sampler.py").write_text(OWN_ROLLOUT)
+    config = load_config(write(MINIMAL + "[roles.rollout]\ntarget = 'sampler.py:Sampler'\nthreads = 3\nlimit = 5\n"))
+    write_resolved(config, tmp_path / "config.json")
+    again = read_resolved(tmp_path / "config.json")
+    assert again == config
+    assert isinstance(again.roles["rollout"], RolloutSettings)
+    assert (again.roles["rollout"].threads, again.roles["rollout"].limit) == (3, 5)  # type: ignore[attr-defined]
+    damaged = json.loads((tmp_path / "config.json").read_text())
+    damaged["roles"]["rollout"]["limits"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(damaged))
+    with pytest.raises(RelaxError, match="limits"):
+        read_resolved(tmp_path / "config.json")
 
 
 def test_damaged_resolved_config_is_refused(tmp_path: Path) -> None:
