@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 VERSIONS_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+AGAIN_S, LASTS_S = 0.2, 10.0
+MOST_FAILURES = 5
+"""A background job that failed so often, each time before it had lasted, does so for good."""
 
 
 class Run(Protocol):
@@ -105,9 +108,10 @@ class Router:
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._jobs: list[asyncio.Task[None]] = []
         self._members: Members | None = None
+        self._broken = ""
 
     async def __aenter__(self) -> Router:
-        self._jobs = [asyncio.create_task(self._follow()), asyncio.create_task(self._tick())]
+        self._jobs = [asyncio.create_task(self._kept(job)) for job in (self._follow, self._tick)]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -123,7 +127,7 @@ class Router:
 
         Raises:
             NotGenerated: it is late, too many engines were lost with it, or no engine could ever do it.
-            Refused: it asks for nothing, or the router has too many at hand.
+            Refused: it asks for nothing, or the router has too many at hand, or can go on no more.
         """
         number, caller = self._submit(wanted, streams=False)
         try:
@@ -188,6 +192,8 @@ class Router:
     def _submit(self, wanted: Wanted, *, streams: bool) -> tuple[int, _Caller]:
         if not self._jobs:
             raise Refused("a request", why="the router has not begun", hint="`async with Router(run) as router`")
+        if self._broken:
+            raise self._at_an_end()
         caller = _Caller(streams=streams)
         number, actions = self.core.submit(self._now(), wanted)
         self._callers[number] = caller
@@ -246,11 +252,45 @@ class Router:
             self._do(self.core.report(self._now(), slot, report))
         except RelaxError as error:
             self._do(self.core.no_report(self._now(), slot, epoch, f"it does not say how it does: {error}"))
+        except Exception as error:
+            log.exception("a probe of %s", slot)
+            self._do(self.core.no_report(self._now(), slot, epoch, f"{type(error).__name__}: {error}"))
         finally:
             self._probes.pop(slot, None)
 
     def _engine(self, slot: str, timeout_s: float) -> Generation:
         return self._run.actor(slot, Generation, timeout_s=timeout_s)
+
+    async def _kept(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Have a background job go on: without it nobody would be sent anywhere, or nothing would ever be late."""
+        failures, what = 0, job.__name__.strip("_")
+        while True:
+            began = self._now()
+            try:
+                await job()
+                why = "it ended"
+            except Exception as error:  # noqa: BLE001 - told, and bounded
+                why = f"{type(error).__name__}: {error}"
+                log.exception("the router's job %r", what)
+            failures = 1 if self._now() - began > LASTS_S else failures + 1
+            if failures >= MOST_FAILURES:
+                self._break(f"its job {what!r} failed {failures} times, at last with {why}")
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    def _break(self, why: str) -> None:
+        """Every caller is told; none would be answered any more, and no deadline be looked at."""
+        self._broken = why
+        log.error("the router is at an end: %s", why)
+        callers, self._callers = self._callers, {}
+        for caller in callers.values():
+            if not caller.ended.done():
+                caller.ended.set_exception(self._at_an_end())
+            if caller.parts is not None:
+                caller.parts.put_nowait(None)
+
+    def _at_an_end(self) -> Refused:
+        return Refused("a request to the router", why=self._broken, hint="see the log; make a new router")
 
     async def _tick(self) -> None:
         while True:

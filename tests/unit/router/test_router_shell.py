@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from router_far_end import FleetOfTests, Rollout, fleet, token
 
 from relax_rt.roles.router import Limits, NotGenerated, Router, Wanted
+from relax_rt.roles.router import router as router_module
 from relax_rt.roles.router.fleet import Patience
 from relax_rt.transport.errors import Refused
 
@@ -213,3 +214,46 @@ async def test_a_router_that_ends_leaves_nobody_waiting(run: FleetOfTests) -> No
     with pytest.raises(NotGenerated, match="cancelled"):
         await asked
     await eventually(lambda: not one.engine.running)
+
+
+async def test_a_background_job_that_fails_once_goes_on(run: FleetOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
+    async with Router(run, limits=LIMITS) as router:
+        for name in ("news", "tick"):
+            whole, failed = getattr(router.core, name), asyncio.Event()
+
+            def once(*args: Any, name: str = name, whole: Any = whole, failed: asyncio.Event = failed) -> Any:
+                monkeypatch.setattr(router.core, name, whole)
+                failed.set()
+                raise ZeroDivisionError(name)
+
+            monkeypatch.setattr(router.core, name, once)
+            await Rollout(run, f"rollout/{len(run.rollouts)}").begin()
+            await asyncio.wait_for(failed.wait(), 10)
+        assert (await router.generate(wanted())).tokens == right()
+        with pytest.raises(NotGenerated, match=r"not finished in 0\.3 s"):
+            await router.generate(replace(wanted(10_000), timeout_s=0.3))
+        assert len(router.statistics().engines) == 2
+
+
+@pytest.mark.parametrize("name", ["news", "tick"])
+async def test_a_background_job_that_fails_for_good_fails_its_callers(
+    run: FleetOfTests, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(router_module, "AGAIN_S", 0.01)
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError(name)
+
+    async with Router(run, limits=LIMITS) as router:
+        await eventually(lambda: router.statistics().committed)
+        asked = asyncio.create_task(router.generate(wanted()))
+        streamed = asyncio.create_task(anext(router.stream(wanted())))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(router.core, name, broken)
+        run.commit()
+        for task in (asked, streamed):
+            with pytest.raises(Refused, match="failed 5 times, at last with ZeroDivisionError"):
+                await asyncio.wait_for(task, 10)
+        with pytest.raises(Refused, match="make a new router"):
+            await router.generate(wanted())
