@@ -269,7 +269,7 @@ class Router:
             try:
                 await job()
                 why = "it ended"
-            except Exception as error:  # noqa: BLE001 - told, and bounded
+            except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 log.exception("the router's job %r", what)
             failures = 1 if self._now() - began > LASTS_S else failures + 1
