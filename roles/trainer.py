@@ -69,6 +69,7 @@ class TrainerRole(Role):
         self._early = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
+        self._held_s = 0.0
         self.backend: TrainerBackend
         self.queue: QueueClient
         self.stage: WeightStage
@@ -233,7 +234,11 @@ class TrainerRole(Role):
         from relax_rt.roles.algorithms.batch import set_advantages
 
         set_advantages(samples, self.config.algorithm)
-        return self.backend.step(samples, self.step + 1, self.publisher.weights_may_change)
+        self._held_s = 0.0
+        return self.backend.step(samples, self.step + 1, self._before_update)
+
+    def _before_update(self) -> None:
+        self._held_s = self.publisher.weights_may_change()
 
     async def _account(self, lease: LeasedBatch, result: StepResult) -> None:
         """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
@@ -322,6 +327,7 @@ class TrainerRole(Role):
             "skipped": "" if result.applied else result.why,
             "wait_s": got - asked,
             "train_s": trained - got,
+            "held_s": self._held_s,
             "publish_s": done - trained,
             "elapsed_s": self._trained_before_s + done - self._started,
         }

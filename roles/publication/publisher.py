@@ -110,10 +110,24 @@ class Publisher:
         if self._files is not None:
             await self._files.through()
 
-    def weights_may_change(self) -> None:
-        """Blocks (not the event loop: call it in the trainer's thread) until the weights have been copied."""
-        if not self._copied.wait(self._copy_wait_s):
-            raise DeadlineExceeded(f"the weights were not copied within {self._copy_wait_s:g} s", why=self._doing)
+    def weights_may_change(self) -> float:
+        """Blocks (not the event loop: call it in the trainer's thread) until the weights have been copied.
+
+        Answers with how long that took (s); what is waited for is seen meanwhile.
+        """
+        if self._copied.is_set():
+            return 0.0
+        began = time.monotonic()
+        try:
+            while not self._copied.wait(RETRY_S):
+                if time.monotonic() - began > self._copy_wait_s:
+                    raise DeadlineExceeded(
+                        f"the weights were not copied within {self._copy_wait_s:g} s", why=self._doing
+                    )
+                self._ctx.progress.waiting(f"the copy of the weights before: {self._doing}")
+        finally:
+            self._ctx.progress.waiting("")
+        return time.monotonic() - began
 
     def check(self) -> None:
         """Raise what went wrong in the background."""

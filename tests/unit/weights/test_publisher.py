@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -273,19 +274,38 @@ async def test_a_stage_that_is_full_once_the_copy_is_made_is_never_filled_with_l
             await asyncio.wait_for(world.publisher.through(), SOON_S)
 
 
-async def test_an_optimizer_step_waits_as_long_as_a_stage_may_be_held(tmp_path: Path) -> None:
-    async with world_of(tmp_path, ack_timeout_s=900.0) as world:
-        asked: list[float] = []
+async def test_what_holds_an_optimizer_step_is_seen_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    async with world_of(tmp_path) as world:
+        writing, since = world.stage.writing, time.monotonic()
 
-        class Copied(threading.Event):
-            def wait(self, timeout: float | None = None) -> bool:
-                asked.append(timeout or 0.0)
-                return False
+        def pinned(*args: Any, **options: Any) -> Any:
+            if time.monotonic() - since < 0.5:
+                raise OutOfSpace("a buffer for weights", why="all 4 are pinned by readers")
+            return writing(*args, **options)
 
-        world.publisher._copied = Copied()
-        with pytest.raises(DeadlineExceeded):
-            world.publisher.weights_may_change()
-        assert sum(asked) > 900.0 + module.STAGE_WAIT_S
+        monkeypatch.setattr(world.stage, "writing", pinned)
+        await world.publish(1)
+        held_s = await asyncio.to_thread(world.publisher.weights_may_change)
+        assert 0.3 < held_s < SOON_S
+        assert any("all 4 are pinned by readers" in wait for wait in world.ctx.progress.waits)
+        await world.publisher.through()
+        assert world.publisher.weights_may_change() == 0.0
+        assert world.ctx.progress.waits[-1] == ""
+
+
+async def test_an_optimizer_step_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STAGE_WAIT_S", "COPY_S", "RETRY_S"):
+        monkeypatch.setattr(module, name, 0.05)
+    async with world_of(tmp_path, ack_timeout_s=0.3) as world:
+        world.backend.go_on.clear()
+        await world.publish(1)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"not copied within 0\.4 s"):
+            await asyncio.to_thread(world.publisher.weights_may_change)
+        assert time.monotonic() - began >= 0.4, "room may be waited for as long as engines have time, and then some"
 
 
 async def test_late_and_lost_engines_are_told_and_the_publication_settles(tmp_path: Path) -> None:
