@@ -92,7 +92,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     Attributes:
         running, waiting: sequences that are decoded, and those that wait for room.
         outstanding_tokens: an upper bound of the tokens still to come, of all members.
-        kv_used: taken part of the cache's room, 0 to 1.
+        kv_used: taken part of the cache's room, 0 to 1; 0 where further sequences take none from those in flight.
         paused: why nothing is generated; empty while it may be.
     """
 

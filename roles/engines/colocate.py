@@ -1,5 +1,7 @@
 """Engines and a trainer on one device, in turns: engines give their memory back, the trainer works, they take it again.
 
+No role uses this yet: it is for engines and a trainer of one process group, once a run can be set up so.
+
 `Turns` decides, purely; `Colocation` carries it out on engines. An engine gives memory back only while it is idle, so
 its owner drains it first (sequences in flight are ended with their tokens kept, and go on afterwards). The trainer
 never waits longer than the deadlines: an engine that does not give way is out, and its owner has to restart it; it may
@@ -217,12 +219,15 @@ class Colocation:
     async def _to_the_end(self, change: Coroutine[None, None, None], undo: Callable[[], Awaitable[None]]) -> None:
         """A change of turns is never left half-way, also when its caller is cancelled; it ends by its deadlines."""
         task = asyncio.get_running_loop().create_task(change)
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await task
-            await undo()
-            raise
+        cancelled = await _wait_out(task)
+        if cancelled is None:
+            return task.result()
+        if task.exception() is None:
+            # Not left half-way either, however often the caller is cancelled meanwhile.
+            back = asyncio.ensure_future(undo())
+            await _wait_out(back)
+            back.result()
+        raise cancelled
 
     async def _change(self, event: Callable[[float], list[Action]]) -> None:
         loop = asyncio.get_running_loop()
@@ -262,6 +267,17 @@ class Colocation:
             self._carry_out(self.turns.failed(action.engine, action.step, str(error)))
             return
         self._carry_out(self.turns.done(action.engine, action.step, asyncio.get_running_loop().time()))
+
+
+async def _wait_out(task: asyncio.Future[None]) -> asyncio.CancelledError | None:
+    """Wait for a task whatever happens; the cancellation that came meanwhile."""
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 async def _nothing() -> None:

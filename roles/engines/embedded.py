@@ -165,8 +165,9 @@ class EmbeddedEngine:
             tokens_generated=decoder.tokens,
             swaps=decoder.swaps,
             outstanding_tokens=self._asked - decoder.settled,
-            # Rows are the cache's unit: a sequence takes a whole one.
-            kv_used=running / decoder.slots,
+            # A sequence has a row of its own until it ends, and one that waits has nothing in the cache: more of them
+            # take no room from others, however many rows are in use.
+            kv_used=0.0,
             paused=self._paused,
         )
 
@@ -303,4 +304,5 @@ class EmbeddedEngine:
         try:
             self._sink(chunks)
         except Exception as error:  # noqa: BLE001 - a chunk that nobody took is lost: its owner must know
-            self._fail(error)
+            if not self._closing.is_set():
+                self._fail(error)

@@ -103,8 +103,10 @@ def staged(folder: Path, dtype: torch.dtype) -> Iterator[list[StageSource]]:
     data = weights.standby(base=True)
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     place = Path(tempfile.mkdtemp(prefix="engine-bench-", dir=base))
-    try:
+    with contextlib.ExitStack() as left:
+        left.callback(shutil.rmtree, place)
         stage = WeightStage(place, 1)
+        left.callback(stage.close)
         sources = []
         for version in (1, 2):
             with stage.writing(weights.layout, version - 1) as (file, view):
@@ -114,9 +116,6 @@ def staged(folder: Path, dtype: torch.dtype) -> Iterator[list[StageSource]]:
             sources.append(StageSource(place, VersionRecord(version, 0, version, manifest.digest)))
         del data, model, weights
         yield sources
-    finally:
-        stage.close()
-        shutil.rmtree(place)
 
 
 async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary: int) -> list[Round]:

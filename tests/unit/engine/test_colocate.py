@@ -224,7 +224,10 @@ async def test_a_refused_release_puts_the_engine_out_with_its_reason(conformance
         assert outs[0].step == "releasing" and "in flight" in outs[0].why
 
 
-async def test_a_trainer_that_is_cancelled_while_it_waits_leaves_the_engines_serving(conformance_model: Path) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_trainer_that_is_cancelled_while_it_waits_leaves_the_engines_serving(
+    conformance_model: Path, times: int
+) -> None:
     async with Served(conformance_model) as served:
         held = asyncio.Event()
         colocation = Colocation({"e": (served.engine, held.wait)})
@@ -234,8 +237,9 @@ async def test_a_trainer_that_is_cancelled_while_it_waits_leaves_the_engines_ser
                 raise AssertionError("it was cancelled before")
 
         task = asyncio.create_task(train())
-        await asyncio.sleep(0.02)
-        task.cancel()
+        for _ in range(times):
+            await asyncio.sleep(0.02)
+            task.cancel()
         await asyncio.sleep(0.02)
         held.set()
         with pytest.raises(asyncio.CancelledError):

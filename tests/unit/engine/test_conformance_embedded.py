@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
 from relax_rt.roles.engines.embedded import EmbeddedEngine
+from relax_rt.roles.generation import MOST_REQUESTS, GenerationService
 
 
 @pytest_asyncio.fixture
@@ -18,3 +20,14 @@ async def driver(conformance_model: Path) -> AsyncIterator[Driver]:
     engine = EmbeddedEngine(conformance_model, dtype="float32", max_sequences=traits.members, threads=1)
     yield await Driver(engine, conformance_model, traits).start()
     await engine.close(10.0)
+
+
+async def test_an_engine_with_all_rows_in_use_still_takes_in_requests_of_others(driver: Driver) -> None:
+    members = driver.traits.members
+    busy = driver.request([1, 2], members, new=300, stop_ids=frozenset())
+    driver.submit(busy)
+    await driver.tokens(2 * members)
+    report = await GenerationService(1, driver.engine, asyncio.Event()).load()
+    assert (report.running, report.room) == (members, MOST_REQUESTS)
+    driver.engine.abort(busy.id)
+    await driver.finished(busy)
