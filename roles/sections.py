@@ -112,7 +112,7 @@ class PublicationTable(Table):
     """From a commit, or from hearing of it, until an engine must have the weights whole. An engine that is late ends
     and is started again; the trainer waits for none longer than this."""
     delta: bool = False
-    """Put what changed since the last acknowledged version beside each version where it is less than half of it."""
+    """Put what changed since the version before beside each version where it is less than half of it."""
     carrier: Literal["auto", "shared_memory", "stream", "directory"] = "auto"
     """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
     that is set and the other fails."""

@@ -260,10 +260,6 @@ class Publication:
         """The living engines that sample from this version."""
         return [e.who for e in self._engines.values() if e.version == version]
 
-    def acknowledged(self) -> int:
-        """The newest version that every living engine has or has had; ROOT when one has none, or there is none."""
-        return min((e.version for e in self._engines.values()), default=ROOT)
-
     def patience_s(self, now: float) -> float:
         """How long the trainer may be kept waiting by engines: never past the deadline of the newest version."""
         if not self._commits or all(e.late or e.behind_since is None for e in self._engines.values()):

@@ -214,9 +214,10 @@ class Publisher:
             self._copied.set()
             copied = time.monotonic()
             manifest = self._sealed(version, layout, file, view)
-            base, delta_bytes = self._machine.acknowledged(), 0
-            if self._table.delta and base:
-                delta = self._stage.seal_delta(manifest, view, base)
+            delta_bytes = 0
+            if self._table.delta and self._committed:
+                # To the version that engines have or are getting; one that has not got it takes this one in full.
+                delta = self._stage.seal_delta(manifest, view, self._committed)
                 delta_bytes = (self._stage.folder / delta.file).stat().st_size if delta is not None else 0
         return Staged(manifest, delta_bytes, copied - began, time.monotonic() - began)
 

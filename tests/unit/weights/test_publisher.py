@@ -24,7 +24,7 @@ from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, Sta
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, layout_of
-from relax_rt.transport.weights.source import DeltaSource, StageSource
+from relax_rt.transport.weights.source import DeltaSource, StageSource, stage_source
 from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage
 
 LAYOUT = layout_of([("w", "bfloat16", (4000,), 8000)])
@@ -329,23 +329,36 @@ async def test_late_and_lost_engines_are_told_and_the_publication_settles(tmp_pa
         assert record["bytes"] == LAYOUT.nbytes
 
 
-async def test_a_delta_is_made_against_what_every_engine_has(tmp_path: Path) -> None:
+async def test_a_delta_is_made_to_the_version_before_whoever_is_behind(tmp_path: Path) -> None:
     async with world_of(tmp_path, delta=True) as world:
         world.ctx.registry.say(engine(0, 0))
         await world.publish(1)
         await world.publisher.through()
-        assert dict(world.ctx.events)["published"]["delta_bytes"] == 0, "nobody has a base yet"
-        world.ctx.registry.say(engine(0, 1))
-        await soon(lambda: bool(world.ctx.records))
+        assert dict(world.ctx.events)["published"]["delta_bytes"] == 0, "there is no base yet"
+        world.ctx.registry.say(engine(0, 1), engine(1, 1), engine(2, 0))
+        await asyncio.sleep(0.05)
         await world.publish(2)
         await world.publisher.through()
-        one, two = world.ctx.registry.committed
-        into = bytearray(LAYOUT.nbytes)
-        into[:] = b"\x01" * LAYOUT.nbytes
-        DeltaSource(tmp_path, two, one).copy_into(memoryview(into))
-        assert into[0] == 2
+        # One has version 2, one is behind, and one has had none yet.
+        world.ctx.registry.say(engine(0, 2), engine(1, 1), engine(2, 0))
+        await asyncio.sleep(0.05)
+        await world.publish(3)
+        await world.publisher.through()
+        one, two, three = world.ctx.registry.committed
+        source = stage_source(tmp_path, three, two)
+        assert isinstance(source, DeltaSource)
+        into = bytearray(b"\x01" * LAYOUT.nbytes)
+        into[0] = 2
+        source.copy_into(memoryview(into))
+        assert into[0] == 3
         published = [fields for kind, fields in world.ctx.events if kind == "published"][-1]
         assert 0 < published["delta_bytes"] * 10 < published["bytes"]
+        for holds in (one, None):
+            behind = stage_source(tmp_path, three, holds)
+            assert isinstance(behind, StageSource), "in full"
+            into = bytearray(LAYOUT.nbytes)
+            behind.copy_into(memoryview(into))
+            assert into[0] == 3
 
 
 async def test_closing_in_the_middle_waits_for_the_copy(tmp_path: Path) -> None:
