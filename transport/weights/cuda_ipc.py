@@ -24,6 +24,7 @@ from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused
 from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
+from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.collective.communicator import DeviceMemory
 from relax_rt.transport.weights.device import DeviceBuffer, DeviceFailed, DeviceView
 from relax_rt.transport.weights.manifest import Manifest, bucket_digest, bucket_slices
@@ -97,14 +98,14 @@ class CudaStage:
 
         Raises:
             OutOfSpace: every slot is pinned by readers. DeviceFailed: see there.
+            Corrupt: what lies on the device is not what the manifest says; nothing is shown.
         """
         number, pin = self._free_slot()
         try:
             buffer = self._buffer(number, manifest.layout.nbytes)
             view = buffer.view.part(0, manifest.layout.nbytes)
             fill(view)
-            with device.diagnosed("digests of weights on the device"):
-                buckets = tuple(view.part(s.start, s.stop).digest() for s in bucket_slices(view.nbytes))
+            buckets = _digests(manifest, view)
             memory = msgspec.structs.replace(buffer.export(), nbytes=view.nbytes)
             mine = os.getpid()
             export = Export(
@@ -112,7 +113,10 @@ class CudaStage:
             )
             path = _export_path(self._folder, manifest.version)
             temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(msgspec.msgpack.encode(export))
+            temporary.unlink(missing_ok=True)
+            # For this user alone, whatever the umask is: it has the handle of the memory.
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.msgpack.encode(export))
             temporary.rename(path)
             return export
         finally:
@@ -160,6 +164,27 @@ class CudaStage:
         return buffer
 
 
+def _digests(manifest: Manifest, view: DeviceView) -> tuple[str, ...]:
+    """The device's digests of the buckets, each held against the manifest's first: readers hold copies against these.
+
+    A bucket at a time goes to the host, where the digest is computed that was committed.
+    """
+    found, parts = [], bucket_slices(view.nbytes)
+    scratch = memoryview(bytearray(max((part.stop - part.start for part in parts), default=0)))
+    with device.diagnosed("digests of weights on the device"):
+        for part, expected in zip(parts, manifest.buckets, strict=True):
+            piece, host = view.part(part.start, part.stop), scratch[: part.stop - part.start]
+            found.append(piece.digest())
+            device.copy_to_host(host, piece)
+            if bucket_digest(host) != expected:
+                raise Corrupt(
+                    f"weights of policy version {manifest.version} on the device, bytes {part.start}-{part.stop}",
+                    why="they do not match the digest of the staged version",
+                    hint="fill them from the same weights, and wait until the device has them",
+                )
+    return tuple(found)
+
+
 def _decoded(path: Path) -> Export:
     return msgspec.msgpack.decode(path.read_bytes(), type=Export)
 
@@ -179,6 +204,7 @@ class CudaIpcSource:
                 f"policy version {record.version}",
                 why=f"committed with digest {record.digest}, shown with {self._export.digest}",
             )
+        check_manifest(manifest, record, f"policy version {record.version} on the device")
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""

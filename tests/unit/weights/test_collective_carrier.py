@@ -20,9 +20,10 @@ from relax_rt.transport.weights.collective.events import Limits
 from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec, _serve_store
 from relax_rt.transport.weights.collective.memory import allocate, opened
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, Export, read_export
-from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of, total_digest
 from relax_rt.transport.weights.stage import WeightStage, read_manifest
 
+DIGEST = total_digest(["x"])
 SIZE = BUCKET_BYTES + (1 << 20)
 """More than one bucket, so that digests of several are put together as the manifest has them."""
 
@@ -85,8 +86,8 @@ def test_what_a_reader_does_to_a_private_mapping_stays_with_it(tmp_path: Path) -
 def shown(folder: Path, pid: int, started: int) -> Manifest:
     """Version 1 as that process would have shown it."""
     layout = layout_of([("w", "uint8", (8,), 8)])
-    manifest = Manifest(1, 1, "", layout, ("x",), "digest")
-    export = Export(1, "digest", DeviceMemory(b"h" * 64, "GPU-1", 0, 8), ("x",), "cuda0.pin", pid, started)
+    manifest = Manifest(1, 1, "", layout, ("x",), DIGEST)
+    export = Export(1, DIGEST, DeviceMemory(b"h" * 64, "GPU-1", 0, 8), ("x",), "cuda0.pin", pid, started)
     (folder / "v00000001.cuda").write_bytes(msgspec.msgpack.encode(export))
     (folder / "cuda0.pin").touch()
     return manifest
@@ -97,7 +98,7 @@ def test_device_memory_of_a_dead_owner_is_gone_before_any_call_of_cuda(tmp_path:
         read_export(tmp_path, 1)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     manifest = shown(tmp_path, child.pid, start_time(child.pid))
-    record = VersionRecord(1, 0, 1, "digest")
+    record = VersionRecord(1, 0, 1, DIGEST)
     source = CudaIpcSource(tmp_path, record, manifest)
     child.kill()
     child.communicate()
@@ -112,7 +113,7 @@ def test_device_memory_of_a_dead_owner_is_gone_before_any_call_of_cuda(tmp_path:
 
 def test_another_content_than_was_committed_is_corrupt_and_nothing_of_it_maps(tmp_path: Path) -> None:
     manifest = shown(tmp_path, os.getpid(), start_time(os.getpid()))
-    with pytest.raises(Corrupt, match="committed with digest other, shown with digest"):
+    with pytest.raises(Corrupt, match=f"committed with digest other, shown with {DIGEST}"):
         CudaIpcSource(tmp_path, VersionRecord(1, 0, 1, "other"), manifest)
     with pytest.raises(Refused, match="device memory"):
-        CudaIpcSource(tmp_path, VersionRecord(1, 0, 1, "digest"), manifest).mapped()
+        CudaIpcSource(tmp_path, VersionRecord(1, 0, 1, DIGEST), manifest).mapped()
