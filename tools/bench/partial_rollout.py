@@ -57,7 +57,8 @@ def run(way: str, steps: int, median: int, sigma: float) -> list[dict[str, Any]]
         "checkpoint.every_steps": steps,
         "evaluation.items": 1,
         "roles.rollout.max_sequences": SLOTS,
-        # Twice what is decoded at a time: when sequences end others are there, and few wait that count as begun.
+        # Twice what is decoded at a time: when sequences end others are there. Those that only wait never hold up new
+        # weights: they are begun after them.
         "roles.rollout.groups_in_flight": 2 * SLOTS // GROUP,
         "roles.trainer.tokens_per_micro_batch": 2048,
     }

@@ -34,6 +34,8 @@ class LongTail:
         self._begun = 0
         self._empty = asyncio.Event()
         self._held: list[GroupRequest] | None = None
+        self._singles_of: dict[int, GroupRequest] = {}
+        self._taken_back: set[int] = set()
         self._sink: Callable[[list[Chunk]], None]
         self._members: dict[int, int] = {}
 
@@ -48,7 +50,14 @@ class LongTail:
         told = []
         for chunk in chunks:
             request, member = divmod(chunk.request, MEMBERS)
-            self._begun -= bool(chunk.finish_reason)
+            if chunk.finish_reason:
+                self._begun -= 1
+                one = self._singles_of.pop(chunk.request)
+                if chunk.request in self._taken_back:
+                    self._taken_back.remove(chunk.request)
+                    assert self._held is not None and not chunk.tokens
+                    self._held.append(one)
+                    continue
             told.append(msgspec.structs.replace(chunk, request=request, member=member))
         if not self._begun:
             self._empty.set()
@@ -60,7 +69,11 @@ class LongTail:
         if self._held is not None:
             self._held += single
             return
+        self._begin(single)
+
+    def _begin(self, single: list[GroupRequest]) -> None:
         self._begun += len(single)
+        self._singles_of.update((one.id, one) for one in single)
         self._inner.submit(single)
 
     def _singles(self, request: GroupRequest) -> list[GroupRequest]:
@@ -81,12 +94,28 @@ class LongTail:
         return found
 
     def abort(self, request: int) -> None:
-        for member in range(self._members.pop(request, 0)):
-            self._inner.abort(request * MEMBERS + member)
+        numbers = {request * MEMBERS + member for member in range(self._members.pop(request, 0))}
+        for number in numbers:
+            self._taken_back.discard(number)
+            self._inner.abort(number)
+        ended = [one for one in self._held or [] if one.id in numbers]
+        if self._held is not None:
+            self._held = [one for one in self._held if one.id not in numbers]
+        if ended:
+            asyncio.get_running_loop().call_soon(self._sink, [_aborted(one) for one in ended])
+
+    async def _take_back(self) -> None:
+        """What waits for a slot in the engine has not begun: it waits here, and is begun with the new weights."""
+        await self._inner.pause("what has not begun is taken back")
+        self._taken_back = {sequence.request.id for sequence in self._inner._decoder.waiting}
+        for number in self._taken_back:
+            self._inner.abort(number)
+        await self._inner.resume()
 
     async def commit(self, record: Any, kv: Any) -> Any:
         if not self._interruptible:
             self._held = []
+            await self._take_back()
             while self._begun:
                 self._empty.clear()
                 await self._empty.wait()
@@ -95,8 +124,13 @@ class LongTail:
         finally:
             held, self._held = self._held, None
             if held:
-                self._begun += len(held)
-                self._inner.submit(held)
+                self._begin(held)
+
+
+def _aborted(one: GroupRequest) -> Chunk:
+    request, member = divmod(one.id, MEMBERS)
+    had = one.partial(0)
+    return Chunk(request, member, len(had.tokens) if had else 0, [], [], [], "abort")
 
 
 def install() -> None:
