@@ -196,8 +196,6 @@ class Publisher:
                 self._doing = str(error)
                 if not evict and not self._machine.patience_s(now):
                     deadline, evict = now + STAGE_WAIT_S, True
-                if evict:
-                    self._ctx.event("weights_evicted", version=version, why=str(error))
                 await asyncio.sleep(STAGE_RETRY_S)
 
     def _write(self, version: int, evict: bool) -> Staged:
@@ -209,7 +207,11 @@ class Publisher:
 
     def _write_stage(self, version: int, evict: bool) -> Staged:
         layout, began = self._backend.layout(self._dtype), time.monotonic()
-        with self._stage.writing(layout, self._committed, evict=evict) as (file, view):
+        if evict and (evicted := self._stage.evict(self._committed)):
+            # Where only memory is short nothing is taken from anybody.
+            why = "readers hold every buffer longer than engines have time"
+            self._ctx.event("weights_evicted", version=version, buffer=evicted, why=why)
+        with self._stage.writing(layout, self._committed) as (file, view):
             self._backend.export(view, self._dtype)
             self._copied.set()
             copied = time.monotonic()

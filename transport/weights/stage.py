@@ -97,18 +97,13 @@ class WeightStage:
             os.close(descriptor)
 
     @contextmanager
-    def writing(self, layout: Layout, keep: int, *, evict: bool = False) -> Iterator[tuple[str, memoryview]]:
+    def writing(self, layout: Layout, keep: int) -> Iterator[tuple[str, memoryview]]:
         """A free buffer of the layout's size, locked for writing; version `keep` is left alone.
-
-        With `evict` a new buffer takes the place of one that a reader does not let go: that reader keeps what it has,
-        outside the stage, until it ends.
 
         Raises:
             OutOfSpace: every buffer is pinned by readers or there is no room for another.
         """
         self._fence()
-        if evict:
-            self._evict(keep)
         name, descriptor = self._free_buffer(layout.nbytes, keep)
         try:
             view = memoryview(self._map(name, descriptor, layout.nbytes))[: layout.nbytes]
@@ -196,18 +191,33 @@ class WeightStage:
                 hint="enlarge /dev/shm",
             ) from error
 
-    def _evict(self, keep: int) -> None:
-        """Take a pinned buffer's name away from it; readers that have it open keep it."""
+    def evict(self, keep: int) -> str:
+        """Make place for another buffer where readers pin all of them, by taking one's name away: its readers keep what
+        they have, outside the stage, until they end. Answers with the name; empty if there was a free one.
+        """
+        self._fence()
         kept = self._file_of(keep)
-        for number in range(MAX_BUFFERS):
-            name = f"w{number}.buf"
-            path = self.folder / name
-            if name == kept or not path.exists():
-                continue
-            self._forget(name)
-            path.unlink()
-            self._unmap(name)
-            return
+        names = [name for number in range(MAX_BUFFERS) if (name := f"w{number}.buf") != kept]
+        if any(self._is_free(name) for name in names):
+            return ""
+        self._forget(names[0])
+        (self.folder / names[0]).unlink(missing_ok=True)
+        self._unmap(names[0])
+        return names[0]
+
+    def _is_free(self, name: str) -> bool:
+        """Whether nobody is at a buffer; one that is not there can be made."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDWR)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
     def _unmap(self, name: str) -> None:
         mapping = self._maps.pop(name, None)

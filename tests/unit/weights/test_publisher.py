@@ -228,7 +228,8 @@ async def test_readers_that_do_not_let_go_hold_the_trainer_no_longer_than_its_pa
         await asyncio.wait_for(world.publisher.through(), SOON_S)
         waited = asyncio.get_running_loop().time() - began
         assert waited > 0.2, "the engine that is behind has its time"
-        assert "weights_evicted" in world.ctx.kinds()
+        (evicted,) = [told for kind, told in world.ctx.events if kind == "weights_evicted"]
+        assert (evicted["version"], evicted["buffer"]) == (MAX_BUFFERS + 1, "w0.buf")
         assert [int(weights[0]) for weights in kept] == list(range(1, MAX_BUFFERS + 1))
         del view
 
@@ -246,6 +247,7 @@ async def test_a_stage_without_room_ends_the_trainer_with_the_reason(
         await world.publish(1)
         with pytest.raises(OutOfSpace, match="enlarge /dev/shm"):
             await asyncio.wait_for(world.publisher.through(), SOON_S)
+        assert "weights_evicted" not in world.ctx.kinds(), "nobody held anything"
 
 
 async def test_a_stage_that_is_full_once_the_copy_is_made_is_never_filled_with_later_weights(

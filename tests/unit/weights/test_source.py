@@ -19,8 +19,8 @@ SMALL = layout_of([("w", "bfloat16", (1000,), 2000)])
 LARGE = layout_of([("w", "float32", (BUCKET_BYTES // 2,), BUCKET_BYTES * 2)])
 
 
-def publish(stage: WeightStage, version: int, layout: Layout = SMALL, *, evict: bool = False) -> VersionRecord:
-    with stage.writing(layout, version - 1, evict=evict) as (file, view):
+def publish(stage: WeightStage, version: int, layout: Layout = SMALL) -> VersionRecord:
+    with stage.writing(layout, version - 1) as (file, view):
         view[:] = bytes([version]) * layout.nbytes
         return VersionRecord(version, version - 1, version, stage.seal(version, layout, file, view).digest)
 
@@ -64,7 +64,9 @@ def test_the_writer_goes_on_without_a_reader_that_never_lets_go(tmp_path: Path) 
             held.append(np.frombuffer(view, np.uint8))
     with pytest.raises(OutOfSpace):
         publish(stage, 9)
-    record = publish(stage, 9, evict=True)
+    assert stage.evict(8) == "w0.buf"
+    assert stage.evict(8) == "", "there is room now"
+    record = publish(stage, 9)
     into = bytearray(SMALL.nbytes)
     StageSource(tmp_path, record).copy_into(memoryview(into))
     assert into == b"\x09" * SMALL.nbytes
@@ -72,6 +74,17 @@ def test_the_writer_goes_on_without_a_reader_that_never_lets_go(tmp_path: Path) 
     with pytest.raises(Gone):
         StageSource(tmp_path, VersionRecord(1, 0, 1))
     assert len(list(tmp_path.glob("w*.buf"))) == MAX_BUFFERS
+
+
+def test_nothing_is_taken_from_readers_where_a_buffer_is_free(tmp_path: Path) -> None:
+    stage = WeightStage(tmp_path, 1)
+    assert stage.evict(0) == ""
+    for version in range(1, MAX_BUFFERS + 1):
+        with stage.writing(SMALL, version - 1) as (file, view):
+            stage.seal(version, SMALL, file, view)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert stage.evict(MAX_BUFFERS) == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize("bucket", [0, 1])

@@ -171,3 +171,18 @@ def test_deltas_of_incarnations_that_died_before_their_commit_do_not_pile_up(tmp
             manifest = successor.seal(version, LAYOUT, file, view)
             assert successor.seal_delta(manifest, view, 1) is not None
     assert sorted(path.name for path in tmp_path.glob("d*")) == ["d00000005.bin", "d00000005.json"]
+
+
+def test_nobody_else_may_read_what_lies_there(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        stage = WeightStage(tmp_path / "stage", 1)
+        publish(stage, 1, 1)
+        with stage.writing(LAYOUT, 1) as (file, view):
+            view[:] = bytes([1]) * LAYOUT.nbytes
+            assert stage.seal_delta(stage.seal(2, LAYOUT, file, view), view, 1) is not None
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "stage").iterdir()}
+    assert modes.keys() >= {"d00000002.bin", "d00000002.json", "v00000001.json", "w0.buf", "epoch"}
+    assert set(modes.values()) == {"0o600"}
