@@ -72,7 +72,9 @@ def speed(rounds: list[dict[str, Any]] | None, kinds: list[bool], updated: bool,
 def loss(rounds: list[dict[str, Any]], clock: str) -> tuple[float, int, float, float | None]:
     """What updates cost, as a part of the throughput without; how many there were; the longest pause; the noise.
 
-    Noise is how far apart pairs are that should show the same; None where there is but one. Rounds come in pairs of the same work, one without and one with updates. By the clock it is what the pair shows; by
+    Noise is how far apart pairs are that should show the same; None where there is but one.
+
+    Rounds come in pairs of the same work, one without and one with updates. By the clock it is what the pair shows; by
     processor time, on a machine that others use, what one update took, every 5 s of an engine that is not kept waiting.
     """
     pairs = list(zip(rounds[::2], rounds[1::2], strict=True))
