@@ -73,6 +73,7 @@ def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
             raise Unreachable(QUEUE_SLOT, why="it does not say where the weights are") from None
 
     def waits(why: str) -> None:
+        ctx.progress.waiting(why)
         if why:
             ctx.log.info("waiting for weights of another node", why=why)
 

@@ -83,6 +83,7 @@ class StageMirror:
         locate: where the stage is served.
         keys: to prove to the server that this process belongs to the run. None: for a server on loopback.
         chunk_bytes, window_bytes: of one answer, and asked for at a time.
+        on_wait: hears what is waited for whenever that changes, and "" at the end.
         connections: to the server; each is encrypted by one thread (0: one for every four cores, four at most).
     """
 
@@ -100,7 +101,7 @@ class StageMirror:
         self.folder = folder
         self.bytes_in = 0
         """Fetched since this was made."""
-        self._locate, self._keys, self._on_wait = locate, keys, on_wait
+        self._locate, self._keys, self._told_to, self._told = locate, keys, on_wait, ""
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
 
@@ -119,12 +120,19 @@ class StageMirror:
         # What is damaged here may be whole at home.
         with contextlib.suppress(Gone, Corrupt):
             return StageSource(self.folder, record)
-        with self._alone(record, until):
-            with contextlib.suppress(Gone, Corrupt):
-                return StageSource(self.folder, record)
-            self._fetch(record, until)
-        self._on_wait("")
+        try:
+            with self._alone(record, until):
+                with contextlib.suppress(Gone, Corrupt):
+                    return StageSource(self.folder, record)
+                self._fetch(record, until)
+        finally:
+            self._on_wait("")
         return StageSource(self.folder, record)
+
+    def _on_wait(self, why: str) -> None:
+        if why != self._told:
+            self._told = why
+            self._told_to(why)
 
     @contextlib.contextmanager
     def _alone(self, record: VersionRecord, until: float) -> Iterator[None]:
@@ -328,7 +336,7 @@ class _Reader:
 
     def _pause(self, trouble: str) -> None:
         self._trouble, self._attempts = trouble, self._attempts + 1
-        self._on_wait(f"weights from another node: {trouble} (attempt {self._attempts})")
+        self._on_wait(f"weights from another node: {trouble}")
         time.sleep(min(0.05 * 2 ** min(self._attempts, 5), max(0.0, self._until - time.monotonic()) + 0.001))
 
     def _end(self, link: Link) -> None:

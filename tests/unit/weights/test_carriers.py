@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 from weight_versions import LAYOUT, fill, version_of
 
+from relax_rt.nodes.links import Links
 from relax_rt.role import RoleContext
 from relax_rt.roles.checks import check
 from relax_rt.roles.publication import files as weight_files
@@ -18,12 +20,13 @@ from relax_rt.roles.publication import stage_folder
 from relax_rt.roles.publication.carriers import FallbackSource, files_folder, source_for
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.sections import PublicationTable, RLConfig
-from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError
+from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
+from relax_rt.transport.zmq_keys import CurveKeys
 
 
 class Progress:
@@ -210,6 +213,24 @@ def test_a_folder_that_cannot_be_opened_and_is_the_only_way_ends_the_trainer(tmp
     ctx = Context(tmp_path, directory="files", carrier="directory")
     with pytest.raises(Refused, match="weight directory"):
         WeightFiles.of(cast(RoleContext, ctx))
+
+
+async def test_waiting_for_another_node_is_shown_and_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = Context(tmp_path, ack_timeout_s=0.3)
+    monkeypatch.setattr(Links, "from_environment", lambda: Links("b", "127.0.0.1", CurveKeys.make()))
+
+    async def nowhere(*_: object, **__: object) -> None:
+        raise Unreachable("queue/0", why="it does not run")
+
+    ctx.peer = nowhere  # type: ignore[attr-defined]
+    source = source_for(cast(RoleContext, ctx))
+    with capture_logs() as logged, pytest.raises(Unreachable):
+        await asyncio.to_thread(source, VersionRecord(1, 0, 0, "00"), None)
+    (line,) = (line for line in logged if line["event"] == "waiting for weights of another node")
+    assert "it does not run" in line["why"]
+    assert ctx.progress.waits == [line["why"], ""]
 
 
 def test_other_carriers_have_no_folder(tmp_path: Path) -> None:

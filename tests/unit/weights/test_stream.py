@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import signal
@@ -36,7 +37,7 @@ from relax_rt.transport.weights.served import (
     stage_server,
     weights_name,
 )
-from relax_rt.transport.weights.stream import StageMirror, decode_manifest, manifest_bytes
+from relax_rt.transport.weights.stream import LOCK_FILE, StageMirror, decode_manifest, manifest_bytes
 
 LAYOUT = layout_of_mib(28)
 BUCKETS = -(-LAYOUT.nbytes // BUCKET_BYTES)
@@ -214,7 +215,19 @@ def test_where_nothing_is_served_ends_at_the_deadline_with_the_reason(tmp_path: 
     mirror = StageMirror(tmp_path, nowhere, KEYS, on_wait=waits.append)
     with pytest.raises(Unreachable, match="where it is served is not known: queue/0: it does not run"):
         mirror.source(record, 0.3)
-    assert "attempt 2" in " ".join(waits)
+    assert waits == ["weights from another node: where it is served is not known: queue/0: it does not run", ""]
+
+
+def test_who_waits_for_another_of_its_node_says_so_once(tmp_path: pathlib.Path) -> None:
+    waits: list[str] = []
+    record = publish(tmp_path / "home", layout_of_mib(1), 1, fill(layout_of_mib(1)))
+    (tmp_path / "away").mkdir()
+    with (tmp_path / "away" / LOCK_FILE).open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        mirror = StageMirror(tmp_path / "away", lambda: "", KEYS, on_wait=waits.append)
+        with pytest.raises(DeadlineExceeded, match="another process of this node"):
+            mirror.source(record, 0.2)
+    assert len(waits) == 2 and "another process of this node" in waits[0] and waits[1] == ""
 
 
 def test_bytes_that_are_not_the_version_are_never_sealed(tmp_path: pathlib.Path) -> None:
