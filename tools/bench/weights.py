@@ -2,12 +2,13 @@
 
     python tools/bench/weights.py [--quick] [--json] [--only transfer,pause,delta]
 
-Transfer: a version lies on the stage; seconds from its commit until every receiver, a process of its own, has told that
-it holds the version in memory of its own, verified (ours), copied (memcpy out of the same shared memory, no digests),
-broadcast (gloo, one rank a receiver and one for the trainer) or loaded from a safetensors file in the page cache. Ours
-"mapped" takes no copy: the receiver maps the stage and verifies it. All of them are measured in turns, in the same
-rounds, into memory that is there already; figures are medians of the rounds. What the trainer does before the commit,
-export and digests, is told beside it, as is the write of the safetensors file.
+Transfer: a version lies on the stage; seconds from the word to take it until every receiver, a process of its own, has
+told that it holds the version in memory of its own, verified (ours), copied (memcpy out of the same shared memory, no
+digests), broadcast (gloo, one rank a receiver and one for the trainer) or loaded from a safetensors file in the page
+cache. Ours "mapped" takes no copy: the receiver maps the stage and verifies it. Registry, engine, acknowledgement are
+not in it. All of them are measured in turns, in the same rounds, into memory that is there already; figures are medians
+of the rounds. The first and the last byte differ from version to version, and are looked at after each transfer. What
+the trainer does before the commit, export and digests, is told beside it, as is the write of the safetensors file.
 
 Pause: an embedded engine generates without end and gets one version after the other. Its own word for how long
 sequences got no token at a swap, beside the time of the transfer; and the gap between tokens around the swap by the
@@ -59,7 +60,17 @@ SPARE_BYTES = 2 << 30
 def layout(parameters: int) -> Layout:
     """A bfloat16 model of so many parameters, in tensors of one size."""
     rows = parameters // TENSORS // 64
-    return layout_of([(f"layer.{i}.weight", "bfloat16", (rows, 64), rows * 128) for i in range(TENSORS)])
+    return layout_of([(tensor_name(i), "bfloat16", (rows, 64), rows * 128) for i in range(TENSORS)])
+
+
+def tensor_name(number: int) -> str:
+    """Of the tensors of that model, in its layout's order."""
+    return f"layer.{number}.weight"
+
+
+def mark(version: int) -> int:
+    """The first and the last byte of a version; never 0."""
+    return 1 + version % 251
 
 
 class Receiver:
@@ -71,16 +82,17 @@ class Receiver:
         self.into[:] = 1  # its pages are there before anything is measured
         self._gloo = False
 
-    def take(self, way: str, version: int) -> None:
-        """Get a version."""
+    def take(self, way: str, version: int) -> tuple[int, int]:
+        """Get a version; answers with its first and its last byte."""
+        self.into[[0, -1]] = 0  # the way before this one left the same bytes here
         if way in (OURS, MAPPED):
             record = VersionRecord(version, 0, 0, read_manifest(self.folder, version).digest)
             source = StageSource(self.folder, record)
             if way == OURS:
                 source.copy_into(self.into.data)
             else:
-                with source.mapped():
-                    pass
+                with source.mapped() as view:
+                    return view[0], view[-1]
         elif way == MEMCPY:
             with pinned(self.folder, read_manifest(self.folder, version)) as view:
                 np.copyto(self.into, np.frombuffer(view, np.uint8))
@@ -88,6 +100,7 @@ class Receiver:
             self.broadcast()
         else:
             self.load(self.folder / "files" / "model.safetensors")
+        return int(self.into[0]), int(self.into[-1])
 
     def load(self, path: pathlib.Path) -> None:
         """A safetensors file, copied into the buffer."""
@@ -96,8 +109,8 @@ class Receiver:
 
         flat, at = torch.from_numpy(self.into), 0
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 not a dict
-                tensor = file.get_tensor(name).view(torch.uint8).flatten()
+            for number in range(TENSORS):  # as the layout has them, which is not the order of their names
+                tensor = file.get_tensor(tensor_name(number)).view(torch.uint8).flatten()
                 flat[at : at + tensor.numel()].copy_(tensor)
                 at += tensor.numel()
 
@@ -124,8 +137,7 @@ def receive(pipe: Connection, folder: str, nbytes: int, rank: int, ranks: int) -
             way, version = pipe.recv()
         except EOFError:
             return
-        receiver.take(way, version)
-        pipe.send(int(receiver.into[0]))
+        pipe.send(receiver.take(way, version))
 
 
 @contextmanager
@@ -178,7 +190,7 @@ class Trainer:
     def publish(self) -> tuple[Manifest, float, float]:
         """Stage the next version; answers with the seconds of the copy and of the digests."""
         self.version += 1
-        self.weights[0] = self.version % 251
+        self.weights[[0, -1]] = mark(self.version)
         began = time.perf_counter()
         with self.stage.writing(self.layout, self.version - 1) as (file, view):
             np.copyto(np.frombuffer(view, np.uint8), self.weights)
@@ -210,8 +222,8 @@ class Trainer:
             self.sender.broadcast()
         got = [answer(pipe) for pipe in pipes]
         seconds = time.perf_counter() - began
-        if way != MAPPED and set(got) != {self.version % 251}:
-            raise SystemExit(f"{way}: receivers have {got}, published was {self.version % 251}")
+        if set(got) != {(mark(self.version),) * 2}:
+            raise SystemExit(f"{way}: first and last bytes of receivers are {got}, of the version {mark(self.version)}")
         return seconds
 
 
@@ -254,7 +266,7 @@ def transfer_rows(model: str, count: int, nbytes: int, s: dict[str, float]) -> l
     speeds = {name: count * nbytes / 1e9 / value for name, value in peers.items()}
     limit = s[MEMCPY]
     return [
-        row(f"{what}: commit to all acknowledged", "s", "lower", s[OURS], peers, limit, MEMCPY_FACTOR * limit),
+        row(f"{what}: fetched and verified by all", "s", "lower", s[OURS], peers, limit, MEMCPY_FACTOR * limit),
         row(f"{what}: the same, mapped", "s", "lower", s[MAPPED], peers, limit, MEMCPY_FACTOR * limit),
         row(f"{what}: data received", "GB/s", "higher", count * nbytes / 1e9 / s[OURS], speeds, speeds[MEMCPY]),
         row(
