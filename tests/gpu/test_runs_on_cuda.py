@@ -47,18 +47,21 @@ def test_a_role_on_the_device_is_ready_again_after_a_kill_and_no_memory_is_lost(
     run.gone(run.run_id())
 
 
-@pytest.mark.xfail(
-    reason="the torch trainer works on the CPU, and rollout passes no device to the embedded engine", strict=True
+@pytest.mark.parametrize(
+    "slot",
+    [
+        "rollout/0",
+        pytest.param("trainer/0", marks=pytest.mark.xfail(reason="the torch trainer works on the CPU", strict=True)),
+    ],
 )
-def test_a_short_grpo_run_trains_and_generates_on_the_device(tmp_path: Path) -> None:
+def test_in_a_short_grpo_run_a_role_with_a_part_of_the_device_works_on_it(tmp_path: Path, slot: str) -> None:
     run = TinyRun(tmp_path / "run", CONFIG, **{"roles.trainer.gpus": 0.5, "roles.rollout.gpus": 0.5}).start()
     try:
         run.until("the first step", lambda: run.last_step() >= 1)
         users = subprocess.run(
             ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True, text=True
         ).stdout.split()
-        pids = {str(run.slot(slot)["pid"]) for slot in ("trainer/0", "rollout/0")}
-        assert pids <= set(users), f"{pids} of {users} work on the device"
+        assert str(run.slot(slot)["pid"]) in users, f"{slot} is none of {users}, which work on the device"
         assert run.wait() == 0
         assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 6
     finally:
