@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LOAD_ALLOWANCE_S = 120.0
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.2
+AT_A_TIME = 1024
+"""Items in the engine at a time: more than any decodes together, and fewer than any lets wait."""
 SEED_DOMAIN = 1 << 63
 """Keeps the evaluator's sample seeds apart from those of training, which have 63 bits."""
 
@@ -58,8 +60,8 @@ class EvaluatorRole(Role):
         assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EvaluatorSettings)
         self.config, self.settings = ctx.config, ctx.settings
         self._arrived: dict[int, Completion] = {}
-        self._all = asyncio.Event()
-        self._expected = 0
+        self._news = asyncio.Event()
+        self._awaited = 0
         self._before: dict[str, Any] | None = None
         self._last_step = -1
         self._worked = False
@@ -200,16 +202,21 @@ class EvaluatorRole(Role):
     async def _generate(self, items: list[PromptItem]) -> list[tuple[str, bool]]:
         """The completion's text of each item, and whether it ended by itself."""
         self._arrived.clear()
-        self._all.clear()
-        self._expected = len(items)
         asked = [self._request(number, item) for number, item in enumerate(items)]
-        for request in asked:
-            self.assembly.expect(request)
-        self.engine.submit(asked)
-        tokens = self.engine.load().tokens_generated
-        while not self._all.is_set():
+        submitted, tokens = 0, self.engine.load().tokens_generated
+        while len(self._arrived) < len(items):
+            self._news.clear()
+            more = asked[submitted : len(self._arrived) + AT_A_TIME]
+            if more:
+                for request in more:
+                    self.assembly.expect(request)
+                self.engine.submit(more)
+                submitted += len(more)
+            # Half of them at a time, and all at the end.
+            self._awaited = len(items) if submitted == len(items) else submitted - AT_A_TIME // 2
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all.wait(), PROGRESS_EVERY_S)
+                async with asyncio.timeout(PROGRESS_EVERY_S):
+                    await self._news.wait()
             before, tokens = tokens, self.engine.load().tokens_generated
             self.ctx.progress.advance(tokens - before, f"evaluating version {self.follower.record.version}")
         done = [self._arrived[number] for number in range(len(items))]
@@ -232,5 +239,5 @@ class EvaluatorRole(Role):
             completion = self.assembly.add(chunk)
             if completion is not None:
                 self._arrived[completion.request] = completion
-        if len(self._arrived) >= self._expected:
-            self._all.set()
+        if len(self._arrived) >= self._awaited:
+            self._news.set()

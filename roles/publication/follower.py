@@ -143,7 +143,9 @@ class WeightFollower:
         """Have the engine do something within its time; answers with how it failed."""
         left = self._machine.left_s(time.monotonic())
         try:
-            await asyncio.wait_for(work, left)
+            # Not wait_for, which forgets a cancellation that comes together with the result.
+            async with asyncio.timeout(left):
+                await work
         except TimeoutError:
             return "failed", f"not done within the {self._machine.timeout_s:g} s it has to get to a version"
         except (Gone, Unreachable, DeadlineExceeded, OutOfSpace) as error:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.engines.base import Assembly, GroupRequest, Partial
-from relax_rt.roles.engines.sglang.client import Event, Finish, Meta, Span
+from relax_rt.roles.engines.sglang.client import Event, Finish, Meta, ServerRefused, Span
 from relax_rt.roles.engines.sglang.members import Batch, Line, Member
 from relax_rt.transport.errors import Corrupt, ProtocolError
 from relax_rt.transport.queue.api import VersionSpan
@@ -86,6 +86,14 @@ def test_what_cannot_be_is_found(tokens: list[int], upto: int, meta: dict[str, A
     with pytest.raises(error):
         member.take(event(member, tokens, upto=upto, **meta), 3)
     assert member.tokens == [4]
+
+
+def test_what_the_server_breaks_off_is_told_before_its_tokens_are_looked_at() -> None:
+    """It invents a token without a log-probability for a request that it does not take."""
+    member = Member.of(request(), 0, 1)
+    member.begin("a", 3)
+    with pytest.raises(ServerRefused, match=r"member 0 .* at 0 of 10 tokens, unasked"):
+        member.take(event(member, [4], upto=1, end="abort", output_token_logprobs=[]), 3)
 
 
 def test_an_event_of_nobody_is_an_error() -> None:

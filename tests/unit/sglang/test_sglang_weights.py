@@ -111,7 +111,10 @@ def test_a_fetch_that_fails_leaves_no_version(tmp_path: Path) -> None:
     copy.fill(Source(5, data)).release()
     copy.fill(Source(6, data, base=5)).release()
     assert copy.version == 6
+    held = copy.view
     copy.close()
+    held.release()
+    assert not tmp_path.exists()
 
 
 def test_no_room_for_the_copy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,5 +183,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(Refused, match="do not fit this engine"):
             check_layout(laid_out(wrong), model)
+    headed = published_tensors(tmp_path, "float32") | {"lm_head.weight": ("float32", (70, 4))}
+    check_layout(laid_out(), headed)  # tied: a publication need not repeat it
+    with pytest.raises(Refused, match=r"lm_head\.weight is missing"):
+        check_layout(laid_out(), headed, {"lm_head.weight", "model.norm.weight"})
     with pytest.raises(Refused, match="bfloat16"):
         check_layout(laid_out(), published_tensors(tmp_path, "bfloat16"))

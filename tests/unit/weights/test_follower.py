@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +56,23 @@ class Context:
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]
+
+
+async def test_a_cancellation_that_comes_with_the_result_is_not_forgotten(tmp_path: Path) -> None:
+    follower = WeightFollower(cast(RoleContext, Context(tmp_path)), cast(Engine, None), source=cast(Any, None))
+    follower._machine.follow(VersionRecord(1, 0, 1), time.monotonic())
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        await gate
+
+    attempt = asyncio.create_task(follower._attempt(work()))
+    await asyncio.sleep(0)
+    gate.set_result(None)
+    await asyncio.sleep(0)
+    told = attempt.cancel()
+    await asyncio.wait([attempt])
+    assert attempt.cancelled() == told
 
 
 class MemoryEngine:
