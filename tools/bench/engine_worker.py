@@ -194,7 +194,7 @@ def embedded(task: Task, folder: Path, vocabulary: int) -> list[Round]:
 def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     """The real server on the CPU, behind the same interface; each token is streamed to us, as in a run."""
     from relax_rt.roles.engines.sglang.engine import SglangEngine
-    from relax_rt.roles.engines.sglang.options import server_environment, server_options
+    from relax_rt.roles.engines.sglang.options import KEPT_BACK, server_environment, server_options
     from relax_rt.roles.engines.sglang.server import Place
     from relax_rt.roles.sections import RolloutSettings
 
@@ -203,7 +203,7 @@ def sglang(task: Task, folder: Path, vocabulary: int) -> list[Round]:
     )
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     place = Path(tempfile.mkdtemp(prefix="engine-bench-", dir=base))
-    tokens = task.concurrent * (PROMPT_TOKENS[1] + LONGEST * task.median_tokens)
+    tokens = task.concurrent * (PROMPT_TOKENS[1] + LONGEST * task.median_tokens + KEPT_BACK)
     engine = SglangEngine(
         folder,
         settings,
