@@ -134,6 +134,7 @@ class Member(msgspec.Struct):
 def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], dict[str, float]]:
     """Who goes on with a member has all that the queue had acknowledged; and what is due is acknowledged in time."""
     kept: dict[tuple[int, int], list[int]] = {}
+    asked: dict[tuple[int, int], list[int]] = {}
     ends = {(i.slot, i.epoch): i.lines[-1]["at"] for i in engines if i.lines}
     held: dict[tuple[int, int], tuple[tuple[str, int], Member]] = {}
     looked, dropped, wrong, losses = 0, 0, [], list[int]()
@@ -151,7 +152,8 @@ def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], di
                     marked = kept.get(key, [])
                     due = max((n for t, n in before[1].sampled if t < ends[before[0]] - MARK_S), default=0)
                     losses.append(max(n for _, n in before[1].sampled) - len(had))
-                    if had != marked[: len(had)]:
+                    # What the queue was asked to mark it may have, though nobody lived to hear its answer.
+                    if had not in (marked[: len(had)], asked.get(key, [])[: len(had)]):
                         wrong.append(f"{key} goes on behind other tokens than were marked")
                     # None at all: the queue let go of what had become too old to be trained on.
                     dropped += bool(marked and not had)
@@ -160,7 +162,13 @@ def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], di
                     if (had or not marked) and due - len(had) > every:
                         wrong.append(f"{key} lost {due - len(had)} tokens that were due, the mark is {every}")
                 kept[key] = list(had)
+                asked.pop(key, None)
                 held[key] = who, Member(had, [])
+        elif line["kind"] == "marking":
+            key = line["group"], line["member"]
+            if key not in held or held[key][0] != who:
+                continue  # it is somebody else's by now: the queue must refuse it
+            asked[key] = kept.get(key, [])[: line["start"]] + line["tokens"]
         elif line["kind"] == "marked":
             key = line["group"], line["member"]
             kept[key] = kept.get(key, [])[: line["start"]] + line["tokens"]

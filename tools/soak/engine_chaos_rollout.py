@@ -206,12 +206,17 @@ class StruckRollout(RolloutRole):
         return request
 
     async def _keep(self, due: Any) -> None:
-        """The queue has answered when this returns: from here on it owes these tokens to whoever goes on."""
+        """The queue has answered when this returns: from here on it owes these tokens to whoever goes on.
+
+        Who dies before the answer has noted what it asked for: the queue may have it or not.
+        """
+        for one in due:
+            self._note("marking", one.mark)
         await super()._keep(due)
         for one in due:
-            held = one.job.marked[one.place]
-            if held == one.mark.start + len(one.mark.tokens) // 4:
-                tokens = memoryview(one.mark.tokens).cast("i").tolist()
-                self.record(
-                    "marked", group=one.mark.key.group, member=one.mark.key.member, start=one.mark.start, tokens=tokens
-                )
+            if one.job.marked[one.place] == one.mark.start + len(one.mark.tokens) // 4:
+                self._note("marked", one.mark)
+
+    def _note(self, kind: str, mark: Any) -> None:
+        tokens = memoryview(mark.tokens).cast("i").tolist()
+        self.record(kind, group=mark.key.group, member=mark.key.member, start=mark.start, tokens=tokens)

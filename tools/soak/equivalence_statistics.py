@@ -123,30 +123,34 @@ def interval(pairs: Sequence[Pair]) -> Interval | None:
 
 
 def conclude(
-    disturbed: Interval | None, controls: Mapping[str, Interval | None], problems: Sequence[str] = ()
+    disturbed: Interval | None,
+    controls: Mapping[str, Interval | None],
+    problems: Sequence[str] = (),
+    *,
+    name: str = "under chaos",
 ) -> Conclusion:
     """The verdict, by rules that were made before.
 
     Args:
-        disturbed: chaos against undisturbed.
+        disturbed: chaos, or whatever `name` says, against undisturbed.
         controls: each broken on purpose; a test that does not tell every one of them apart has shown nothing.
         problems: runs that were not what they were to be.
     """
     reasons = list(problems)
     if disturbed is None:
-        reasons.append("under chaos: too few runs for an interval")
+        reasons.append(f"{name}: too few runs for an interval")
     elif disturbed.lack:
-        reasons.append(f"under chaos: {disturbed.lack}")
+        reasons.append(f"{name}: {disturbed.lack}")
     elif not disturbed.inside:
         reasons.append(
-            f"under chaos: [{disturbed.low:+.3f}, {disturbed.high:+.3f}] is not inside ±{MARGIN}"
+            f"{name}: [{disturbed.low:+.3f}, {disturbed.high:+.3f}] is not inside ±{MARGIN}"
             + (": a DIFFERENCE is shown" if disturbed.apart else "")
         )
     if not controls:
         reasons.append("there is no negative control")
-    for name, found in controls.items():
+    for control, found in controls.items():
         if found is None or found.lack:
-            reasons.append(f"{name}: {found.lack if found else 'too few runs for an interval'}")
+            reasons.append(f"{control}: {found.lack if found else 'too few runs for an interval'}")
         elif not found.apart:
-            reasons.append(f"{name}: [{found.low:+.3f}, {found.high:+.3f}] is not told apart")
+            reasons.append(f"{control}: [{found.low:+.3f}, {found.high:+.3f}] is not told apart")
     return Conclusion("not shown" if reasons else "equivalent", reasons)

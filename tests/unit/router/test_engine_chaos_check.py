@@ -78,13 +78,15 @@ def test_outcomes() -> None:
 
 
 def handed_on(
-    had: list[int], marked: list[int], sampled: int, *, ago: float = 5.0
+    had: list[int], marked: list[int], sampled: int, *, ago: float = 5.0, unanswered: tuple[int, ...] = ()
 ) -> tuple[list[str], dict[str, float]]:
     """One engine samples and marks a member and dies; another goes on with it."""
     first = engine(
         line("taken", 1.0, request=1, group=5, members=[2], had=[[]]),
         line("sampled", 20.0 - ago, request=1, place=0, upto=sampled),
-        line("marked", 19.0, group=5, member=2, start=0, tokens=marked),
+        line("marking", 19.0, group=5, member=2, start=0, tokens=marked),
+        line("marked", 19.1, group=5, member=2, start=0, tokens=marked),
+        *(line("marking", 19.2, group=5, member=2, start=len(marked), tokens=list(t)) for t in [unanswered] if t),
         line("order", 20.0),
     )
     second = engine(line("taken", 30.0, request=1, group=5, members=[2], had=[had]), slot="rollout/1", epoch=2)
@@ -100,6 +102,10 @@ def test_marks() -> None:
     )
     assert handed_on([1, 2], [1, 2, 3], 3)[0], "fewer than were acknowledged"
     assert handed_on([1, 9, 3], [1, 2, 3], 3)[0], "others than were acknowledged"
+    assert not handed_on([1, 2, 3, 4], [1, 2, 3], 4, unanswered=(4,))[0], "nobody heard that they were marked"
+    assert not handed_on([1, 2, 3], [1, 2, 3], 4, unanswered=(4,))[0], "they were not"
+    assert handed_on([1, 2, 3, 9], [1, 2, 3], 4, unanswered=(4,))[0], "others than it was asked for"
+    assert handed_on([1, 2, 3, 4], [1, 2, 3], 4)[0], "nobody has asked for it"
     assert handed_on([1, 2, 3], [1, 2, 3], 9)[0], "more lost than a mark"
     assert not handed_on([1, 2, 3], [1, 2, 3], 9, ago=0.1)[0], "sampled in the moment of its death"
     assert handed_on([], [1, 2, 3], 3)[1]["let_go"] == 1
