@@ -478,6 +478,7 @@ class SglangEngine:
     async def _fill_copy(self, source: WeightSource) -> None:
         """Lets go of the lock that its caller has taken."""
         try:
+            self._check_running()
             self._prepared = None
             version = f"policy version {source.manifest.version}"
             if "released" in self._holds:

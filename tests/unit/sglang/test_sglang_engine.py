@@ -182,10 +182,6 @@ class Rig:
 @asynccontextmanager
 async def rig(folder: Path, **table: Any) -> AsyncIterator[Rig]:
     one = Rig(folder, **table)
-
-    async def answer(path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
-        return {}
-
     one.engine._first_token = lambda timeout_s: asyncio.sleep(0)  # type: ignore[method-assign]
     await one.engine.start(one.sink, one.fail)
     try:
@@ -350,6 +346,8 @@ async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) ->
         assert 0.1 < time.monotonic() - began < 1.0
         gate.set()
         await asyncio.gather(fetch, return_exceptions=True)
+        with pytest.raises(EngineEnded):
+            await one.engine.prepare(Source(2))
 
 
 async def test_a_pause_that_is_given_up_holds_nothing(tmp_path: Path) -> None:
