@@ -166,8 +166,8 @@ def settings(mode: str, shape: Shape, pace: Pace, steps: int) -> dict[str, Any]:
         "checkpoint.every_steps": 5,
         "roles.rollout.count": shape.engines,
         "roles.rollout.max_sequences": shape.slots,
-        # Twice what is decoded at a time, so that a sequence is there when another ends.
-        "roles.rollout.groups_in_flight": 4 * math.ceil(shape.slots / shape.group),
+        # A group counts until its last member has ended: with fewer, stragglers keep slots empty.
+        "roles.rollout.groups_in_flight": 3 * math.ceil(shape.slots / shape.group),
         "roles.rollout.median": shape.median,
         "roles.rollout.sigma": shape.sigma,
         "roles.rollout.most": shape.most,
