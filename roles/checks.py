@@ -9,6 +9,7 @@ from typing import TypeVar
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.nodes.api import HEAD
+from relax_rt.roles.algorithms.checks import check_algorithm
 from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
 
 S = TypeVar("S", bound=RoleSettings)
@@ -73,6 +74,7 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
     for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
         if not math.isfinite(getattr(table, name)):
             yield Problem(("algorithm", name), f"{name} must be finite")
+    yield from check_algorithm(config)
 
 
 def _roles(config: RLConfig) -> Iterator[Problem]:

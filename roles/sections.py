@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_rt.config.schema import RoleSettings, RunConfig, Seconds, Table
+from relax_rt.roles.algorithms.presets import PRESETS, Name
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -65,10 +66,32 @@ class SamplingTable(Table):
     top_k: Annotated[int, Field(ge=0)] = 0
 
 
-class AlgorithmTable(Table):
-    """What is optimised."""
+Part = str | dict[str, Any]
+"""A part of the objective: its name, `file.py:function` or `package.module:function`; or a table of `name` and options.
+"""
 
-    name: Literal["grpo"] = "grpo"
+
+class AlgorithmTable(Table):
+    """What is optimised: a preset, each part of which can be replaced (docs/algorithms.md)."""
+
+    name: Name = "grpo"
+    """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high and normalise_std."""
+    advantage: Part = "grpo"
+    """What makes a token better than expected."""
+    loss: Part = "ppo_clip"
+    """What is minimised at each token."""
+    aggregation: Part = "token_mean"
+    """How tokens add up: token_mean, sequence_mean, fixed_length, pair_mean."""
+    corrections: list[Part] = Field(default_factory=list)
+    """Weights and masks for samples that another numerics or older weights made: tis, mis, icepop, rejection."""
+    kl: Part | None = None
+    """Distance to the reference policy, in the loss or the reward: k1, k2, k3, unbiased."""
+    entropy: Part | None = None
+    """A term for the policy's entropy: bonus, adaptive."""
+    filters: list[Part] = Field(default_factory=list)
+    """Which scored groups are left out, others being made for them: zero_variance, pass_rate, truncated."""
+    sampler: Part | None = None
+    """Which prompts come next, by their history: curriculum, replay. Unset: the run's order."""
     group_size: Annotated[int, Field(ge=2, le=1024)] = 8
     """Samples of one prompt."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 12
@@ -96,13 +119,23 @@ class AlgorithmTable(Table):
     weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Ratios count down to 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Ratios count up to 1 + clip_high."""
     truncated: Literal["mask", "zero_reward", "soft_penalty", "none"] = "none"
     """A completion cut at max_new_tokens: mask its tokens, give it reward 0, subtract soft_penalty, or train on it."""
     soft_penalty: Annotated[float, Field(ge=0)] = 0.5
     normalise_std: bool = True
     """Divide a group's advantages by their standard deviation (GRPO); False: only the mean is subtracted."""
+
+    @model_validator(mode="after")
+    def _preset(self) -> AlgorithmTable:
+        for key, value in PRESETS[self.name].items():
+            if key not in self.model_fields_set:
+                # The table is frozen for everyone else.
+                object.__setattr__(self, key, value)
+        return self
 
 
 class PublicationTable(Table):

@@ -6,19 +6,21 @@ from collections.abc import Iterator
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+from relax_rt.roles.sections import AlgorithmTable, EngineSettings, RLConfig, ShardedSettings, TrainedSettings
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
 FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"})
 """Keys of the planned tables that this version reads. `sglang` may stand there for an engine that is not in use."""
 SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
 """And those that it reads with engine = "sglang"."""
+OBJECTIVE = ("advantage", "loss", "aggregation", "corrections", "kl", "entropy", "filters", "sampler")
+"""Keys of [algorithm] that name parts."""
 PLANNED_ROLES = ("critic", "reference")
 
 
 def not_startable(config: RLConfig) -> list[Problem]:
     """Everything in a config that comes with a later version."""
-    problems = []
+    problems = [*_algorithm(config)]
     for kind, table in config.roles.items():
         if kind in PLANNED_ROLES and not getattr(table, "target", None):
             message = f"the {kind} role cannot be started by this version, only planned"
@@ -26,6 +28,14 @@ def not_startable(config: RLConfig) -> list[Problem]:
         elif isinstance(table, ShardedSettings | EngineSettings):
             problems += _role(kind, table)
     return problems
+
+
+def _algorithm(config: RLConfig) -> Iterator[Problem]:
+    plain = AlgorithmTable()
+    for key in OBJECTIVE:
+        if getattr(config.algorithm, key) != getattr(plain, key):
+            message = f"{key} has no effect yet: this version trains by {getattr(plain, key) or 'none'}"
+            yield Problem(("algorithm", key), message, at="key")
 
 
 def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:

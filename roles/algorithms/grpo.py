@@ -7,60 +7,13 @@ also what the caller gets by dividing the sum once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from relax_rt.roles.algorithms.advantages.group import apply_truncation as apply_truncation
+from relax_rt.roles.algorithms.advantages.group import group_advantages as group_advantages
 
 if TYPE_CHECKING:
     import torch
-
-Truncation = Literal["mask", "zero_reward", "soft_penalty", "none"]
-EQUAL = 1e-6
-"""Rewards of a group that differ by less are equal: the group says nothing about which member is better."""
-
-
-def group_advantages(
-    rewards: NDArray[np.floating], *, normalise_std: bool = True, eps: float = 1e-4
-) -> NDArray[np.float64]:
-    """Advantages of one group: (r - mean) / (std + eps), or r - mean.
-
-    Args:
-        rewards: [n], any real dtype.
-        normalise_std: divide by the group's standard deviation (of n - 1, as the members are a sample of the policy).
-        eps: keeps a nearly constant group from blowing up.
-
-    Returns:
-        float64 [n]; zeros for a group of one or of equal rewards.
-    """
-    values = np.asarray(rewards, np.float64)
-    if len(values) < 2 or float(np.ptp(values)) < EQUAL:
-        return np.zeros(len(values))
-    centred: NDArray[np.float64] = values - values.mean()
-    return centred / float(values.std(ddof=1) + eps) if normalise_std else centred
-
-
-def apply_truncation(
-    rewards: NDArray[np.float64], truncated: NDArray[np.bool_], policy: Truncation, soft_penalty: float
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """What completions cut at max_new_tokens count as.
-
-    Args:
-        rewards, truncated: [n] of one group.
-        policy: mask: not trained on and in no group statistic; zero_reward: reward 0; soft_penalty: the penalty is
-            subtracted; none: like any other.
-
-    Returns:
-        rewards [n], and which members are kept, bool [n].
-    """
-    kept = np.ones(len(rewards), bool)
-    if policy == "mask":
-        return rewards, ~truncated
-    if policy == "zero_reward":
-        return np.where(truncated, 0.0, rewards), kept
-    if policy == "soft_penalty":
-        return np.where(truncated, rewards - soft_penalty, rewards), kept
-    return rewards, kept
 
 
 def clipped_policy_loss(

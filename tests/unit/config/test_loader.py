@@ -134,13 +134,14 @@ count = 0
     found = problems(write(text))
     assert [(underlined(p), p.message) for p in found] == [
         ("group_sise", "unknown key 'group_sise' in [algorithm]"),
-        ('"grop"', 'algorithm.name: "grop" is not one of: "grpo"'),
+        ('"grop"', found[1].message),
         ('"many"', 'algorithm.steps: must be an integer, not "many"'),
         ('"x"', 'algorithm.adam_betas[1]: must be a number, not "x"'),
         ("900", found[4].message),
         ("rolout", "unknown role 'rolout'"),
         ("0", "roles.rollout.count: must be at least 1, not 0"),
     ]
+    assert found[1].message.startswith('algorithm.name: "grop" is not one of: "grpo", ')
     assert "can never fire" in found[4].message
     assert [p.hint for p in (found[0], found[1], found[5])] == [
         "did you mean 'group_size'?",

@@ -1,0 +1,100 @@
+"""What [algorithm] may not ask for together: refused with the reason before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_rt.config.problems import Problem
+from relax_rt.roles.algorithms.objective import Parts, read_parts
+from relax_rt.roles.algorithms.registry import bind
+from relax_rt.roles.sections import RLConfig
+
+BESIDE = {"reference": "log-probabilities of a reference policy or teacher", "values": "the values of a critic"}
+ROLE = {"reference": "reference", "values": "critic"}
+
+
+def check_algorithm(config: RLConfig) -> Iterator[Problem]:
+    """Unknown parts and options, and parts that do not go together."""
+    table, base = config.algorithm, Path(config.config_dir)
+    for index, given in enumerate(table.filters):
+        found = bind("filter", given, ("algorithm", "filters", index), base=base, defaults={})
+        yield from found if isinstance(found, list) else ()
+    if table.sampler is not None:
+        found = bind("sampler", table.sampler, ("algorithm", "sampler"), base=base, defaults={})
+        yield from found if isinstance(found, list) else ()
+    parts = read_parts(table, base=base, longest=config.sampling.max_new_tokens)
+    if isinstance(parts, list):
+        yield from parts
+        return
+    yield from _columns(config, parts)
+    yield from _weights(parts)
+    yield from _kl(parts)
+    yield from _pairs(parts)
+    yield from _judgement(parts)
+
+
+def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+    """Columns that a role of its own has to compute."""
+    for part in parts.all():
+        for need in sorted(part.needs & ROLE.keys()):
+            if (role := ROLE[need]) not in config.roles:
+                message = f"{part.part.kind} '{part.part.name}' needs {BESIDE[need]}, and the run has no {role} role"
+                yield Problem(part.place, message, f"add [roles.{role}], or use another {part.part.kind}")
+
+
+def _weights(parts: Parts) -> Iterator[Problem]:
+    """Importance weights that would count twice."""
+    weighting = [c for c in parts.corrections if "weights" in c.part.traits]
+    for second in weighting[1:]:
+        message = f"corrections '{weighting[0].part.name}' and '{second.part.name}' both weight by the same ratio"
+        yield Problem(second.place, f"{message}: it would count twice", "keep one; rejection may stand beside it")
+    loss = parts.loss
+    for correction in weighting[:1]:
+        name = f"loss '{loss.part.name}'"
+        if "weights" in loss.part.traits:
+            message = f"{name} weights by pi / pi_behaviour itself, and correction '{correction.part.name}' does again"
+            yield Problem(correction.place, message, "leave it out; rejection may stand beside it")
+        elif "ratio" in loss.part.traits and getattr(loss.options, "ratio_to", "") == "behaviour":
+            message = (
+                f"{name} takes its ratio to the behaviour policy, which corrects for it already; correction "
+                f"'{correction.part.name}' would count it twice"
+            )
+            hint = f'loss = {{ name = "{loss.part.name}", ratio_to = "proximal" }}, or use rejection'
+            yield Problem(correction.place, message, hint)
+
+
+def _kl(parts: Parts) -> Iterator[Problem]:
+    kl = parts.kl
+    if kl is None:
+        return
+    place = getattr(kl.options, "place", "loss")
+    if place == "loss" and "no_gradient" in kl.part.traits:
+        message = f"'{kl.part.name}' as a term of the loss has a gradient of zero in expectation: it holds nothing back"
+        yield Problem(kl.place, message, 'set place = "reward", or use "k2", "k3" or "unbiased"')
+    if place == "reward" and "no_cost" in parts.advantage.part.traits:
+        message = f"advantage '{parts.advantage.part.name}' does not look at the reward that the KL is placed in"
+        yield Problem(kl.place, message, 'set place = "loss"')
+
+
+def _pairs(parts: Parts) -> Iterator[Problem]:
+    paired, counted = "pairs" in parts.loss.needs, "pairs" in parts.aggregation.part.traits
+    if paired and not counted:
+        message = f"loss '{parts.loss.part.name}' is of pairs, and '{parts.aggregation.part.name}' counts none"
+        yield Problem(parts.aggregation.place, message, 'set aggregation = "pair_mean"')
+    if counted and not paired:
+        message = (
+            f"aggregation '{parts.aggregation.part.name}' counts pairs, and loss '{parts.loss.part.name}' has none"
+        )
+        yield Problem(parts.aggregation.place, message, 'use "token_mean", "sequence_mean" or "fixed_length"')
+
+
+def _judgement(parts: Parts) -> Iterator[Problem]:
+    """A loss that looks at no advantage with a part that computes one, and the other way round."""
+    blind, unjudged = "unjudged" in parts.loss.part.traits, "unjudged" in parts.advantage.part.traits
+    if blind and not unjudged:
+        message = f"loss '{parts.loss.part.name}' looks at no advantage, and advantage is '{parts.advantage.part.name}'"
+        yield Problem(parts.advantage.place, message, 'set advantage = "none"')
+    if unjudged and not blind:
+        message = f"advantage '{parts.advantage.part.name}' judges no token, and loss '{parts.loss.part.name}' needs it"
+        yield Problem(parts.advantage.place, message, 'as "grpo", "rloo" or "gae"')

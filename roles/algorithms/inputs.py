@@ -1,0 +1,127 @@
+"""What advantages are computed from: the samples of a step, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_rt.roles.sample import Sample
+from relax_rt.transport.errors import Refused
+
+Floats = NDArray[np.float64]
+TURN_REWARDS, TURN_STATES = "turn_rewards", "turn_states"
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One sample.
+
+    Attributes:
+        group: number of the group of its prompt.
+        reward: after the truncation policy.
+        mask: bool [T], the trained tokens.
+        behaviour: float64 [T]. proximal, reference, values: float64 [T], or None.
+        penalty: float64 [T], what each token costs besides the reward (KL placed in the reward); zeros if nothing.
+        turns: (start, end) of each turn of the assistant.
+        turn_rewards: one for each turn; turn_states: what the policy saw before each turn, equal where it saw the same.
+    """
+
+    group: int
+    reward: float
+    mask: NDArray[np.bool_]
+    behaviour: Floats
+    proximal: Floats | None = None
+    reference: Floats | None = None
+    values: Floats | None = None
+    penalty: Floats = field(default_factory=lambda: np.zeros(0))
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    turn_rewards: list[float] | None = None
+    turn_states: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.penalty):
+            self.penalty = np.zeros(len(self.mask))
+
+    @property
+    def score(self) -> float:
+        """The reward less what all trained tokens cost."""
+        return self.reward - float(self.penalty[self.mask].sum())
+
+    @property
+    def current(self) -> Floats:
+        """The policy's own log-probabilities: proximal, else behaviour; [T]."""
+        return self.behaviour if self.proximal is None else self.proximal
+
+    def spread(self, value: float) -> NDArray[np.float32]:
+        """One value on every trained token, 0 elsewhere; float32 [T]."""
+        return (self.mask * np.float64(value)).astype(np.float32)
+
+    def place(self, values: Floats) -> NDArray[np.float32]:
+        """Values of the trained tokens, in order, at their places; 0 elsewhere; float32 [T]."""
+        placed = np.zeros(len(self.mask))
+        placed[self.mask] = values
+        return placed.astype(np.float32)
+
+
+@dataclass(slots=True)
+class AdvantageInputs:
+    """The trajectories of a step, whole groups; those that the truncation policy masks are not among them."""
+
+    trajectories: list[Trajectory]
+
+    def groups(self) -> list[list[int]]:
+        """Indices of the trajectories of each group, groups by first appearance."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for index, trajectory in enumerate(self.trajectories):
+            found[trajectory.group].append(index)
+        return list(found.values())
+
+
+def trajectory(sample: Sample, reward: float) -> Trajectory:
+    """A sample as plain numbers.
+
+    Raises:
+        Refused: its `info` holds turn rewards or states in another number than it has turns.
+    """
+
+    def column(values: NDArray[np.float32] | None) -> Floats | None:
+        return None if values is None else values.astype(np.float64)
+
+    turns = [(span.start, span.end) for span in sample.meta.turns if span.role == "assistant"]
+    return Trajectory(
+        group=sample.meta.group,
+        reward=reward,
+        mask=sample.loss_mask != 0,
+        behaviour=sample.behaviour_logprobs.astype(np.float64),
+        proximal=column(sample.proximal_logprobs),
+        reference=column(sample.reference_logprobs),
+        values=column(sample.values),
+        turns=turns,
+        turn_rewards=_by_turn(sample, TURN_REWARDS, len(turns)),
+        turn_states=_by_turn(sample, TURN_STATES, len(turns)),
+    )
+
+
+def _by_turn(sample: Sample, name: str, turns: int) -> Any:
+    values = sample.meta.info.get(name)
+    if values is not None and len(values) != turns:
+        why = f"info.{name} has {len(values)} entries, and the assistant has {turns} turns"
+        raise Refused(f"sample {sample.meta.group}.{sample.meta.member}", why=why)
+    return values
+
+
+def require(inputs: AdvantageInputs, column: str, who: str) -> Sequence[Trajectory]:
+    """The trajectories, each of which has the column.
+
+    Raises:
+        Refused: one lacks it.
+    """
+    for one in inputs.trajectories:
+        if getattr(one, column) is None:
+            raise Refused(f"advantage {who}", why=f"a sample of group {one.group} has no {column}")
+    return inputs.trajectories

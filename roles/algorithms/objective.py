@@ -1,0 +1,258 @@
+"""What is optimised, put together from the parts that [algorithm] names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.algorithms.advantages.group import apply_truncation
+from relax_rt.roles.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
+from relax_rt.roles.algorithms.registry import Bound, Kind, bind
+from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, log_ratio, merge
+from relax_rt.roles.sample import Sample
+from relax_rt.transport.errors import Refused
+
+if TYPE_CHECKING:
+    import torch
+
+    from relax_rt.roles.sections import AlgorithmTable
+
+COMMON_OPTIONS = ("clip_low", "clip_high", "normalise_std")
+"""Keys of [algorithm] that give the default of a part's option of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of an objective."""
+
+    advantage: Bound
+    loss: Bound
+    aggregation: Bound
+    corrections: tuple[Bound, ...] = ()
+    kl: Bound | None = None
+    entropy: Bound | None = None
+
+    def all(self) -> list[Bound]:
+        """Every part that is there."""
+        rest = [part for part in (self.kl, self.entropy) if part is not None]
+        return [self.advantage, self.loss, self.aggregation, *self.corrections, *rest]
+
+
+def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | None = None) -> Parts | list[Problem]:
+    """The parts that a table names, or everything that is wrong with how it names them.
+
+    Args:
+        base: folder that paths of a user's files are relative to.
+        longest: tokens of the longest completion, the default of fixed_length.
+    """
+    common = {key: getattr(table, key) for key in COMMON_OPTIONS}
+    if longest is not None:
+        common["length"] = longest
+    problems: list[Problem] = []
+
+    def one(kind: Kind, given: Any, *place: str | int) -> Bound:
+        path: KeyPath = ("algorithm", *place)
+        found = bind(kind, given, path, base=base, defaults=common)
+        if isinstance(found, list):
+            problems.extend(found)
+        return cast(Bound, found)
+
+    parts = Parts(
+        advantage=one("advantage", table.advantage, "advantage"),
+        loss=one("loss", table.loss, "loss"),
+        aggregation=one("aggregation", table.aggregation, "aggregation"),
+        corrections=tuple(one("correction", c, "corrections", i) for i, c in enumerate(table.corrections)),
+        kl=None if table.kl is None else one("kl", table.kl, "kl"),
+        entropy=None if table.entropy is None else one("entropy", table.entropy, "entropy"),
+    )
+    return problems or parts
+
+
+class Objective:
+    """Advantages of a batch, the loss of a micro-batch, and what the sum of losses is divided by.
+
+    Attributes:
+        parts: what it is made of.
+        needs: what must be on the samples, or be computed with the log-probabilities (see `registry.Need`).
+        entropy_coefficient: of the entropy term of the step.
+    """
+
+    def __init__(self, table: AlgorithmTable, parts: Parts) -> None:
+        self._table = table
+        self.parts = parts
+        self.needs = frozenset(need for part in parts.all() for need in part.needs)
+        self.entropy_coefficient = self._entropy_base = float(parts.entropy.extra("first")) if parts.entropy else 0.0
+
+    @classmethod
+    def of(cls, table: AlgorithmTable, *, base: Path = Path(), longest: int | None = None) -> Objective:
+        """The objective of a table; for the arguments see `read_parts`.
+
+        Raises:
+            Refused: a part or option is unknown or wrong.
+        """
+        found = read_parts(table, base=base, longest=longest)
+        if isinstance(found, list):
+            raise Refused("algorithm", why="; ".join(p.message for p in found), hint=found[0].hint)
+        return cls(table, found)
+
+    @property
+    def streams(self) -> bool:
+        """Whether a group can be trained on before the rest of the batch is there."""
+        return "batch" not in self.needs
+
+    def advantages(self, samples: Sequence[Sample]) -> None:
+        """Give each sample its advantages, float32 [T], 0 where nothing is trained.
+
+        The truncation policy is applied first; a sample that it masks counts in no statistic and is not trained on.
+
+        Args:
+            samples: whole groups; all of the step, unless `streams`.
+
+        Raises:
+            Refused: a sample lacks what is needed, or a user's function returned another shape.
+        """
+        kept, rewards = self._truncated(samples)
+        inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
+        values = self.parts.advantage(inputs)
+        self._check(values, kept)
+        if "prepare" in self.parts.loss.part.extras:
+            values = self.parts.loss.extra("prepare", inputs, values)
+        for sample in samples:
+            sample.advantages = np.zeros(len(sample.tokens), np.float32)
+        for sample, advantages in zip(kept, values, strict=True):
+            sample.advantages = advantages
+
+    def _truncated(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[float]]:
+        """The samples that are trained on, in order, with their rewards; the others are masked."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index, sample in enumerate(samples):
+            if sample.reward is None and "rewards" in self.needs:
+                raise Refused(f"sample {sample.meta.group}.{sample.meta.member}", why="it has no reward")
+            groups[sample.meta.group].append(index)
+        final: dict[int, float] = {}
+        for members in groups.values():
+            rewards, keeps = apply_truncation(
+                np.array([samples[i].reward or 0.0 for i in members], np.float64),
+                np.array([samples[i].meta.truncated for i in members], bool),
+                self._table.truncated,
+                self._table.soft_penalty,
+            )
+            for index, reward, keep in zip(members, rewards, keeps, strict=True):
+                if keep:
+                    final[index] = float(reward)
+                else:
+                    samples[index].loss_mask = np.zeros_like(samples[index].loss_mask)
+        order = sorted(final)
+        return [samples[i] for i in order], [final[i] for i in order]
+
+    def _trajectory(self, sample: Sample, reward: float) -> Trajectory:
+        one = trajectory(sample, reward)
+        kl = self.parts.kl
+        if kl is not None and self._kl_in_reward:
+            if one.reference is None:
+                raise Refused(f"sample {sample.meta.group}.{sample.meta.member}", why="it has no reference_logprobs")
+            gap = np.where(one.mask, one.current - one.reference, 0.0)
+            one.penalty = kl.options.coefficient * kl.extra("cost", gap)
+        return one
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self.parts.kl is not None and getattr(self.parts.kl.options, "place", "loss") == "reward"
+
+    def _check(self, values: Sequence[NDArray[np.float32]], samples: Sequence[Sample]) -> None:
+        name = self.parts.advantage.part.name
+        if len(values) != len(samples):
+            raise Refused(f"advantage {name}", why=f"it returned {len(values)} arrays for {len(samples)} trajectories")
+        for found, sample in zip(values, samples, strict=True):
+            if np.shape(found) != np.shape(sample.tokens):
+                why = f"it returned shape {np.shape(found)} for a sample of {len(sample.tokens)} tokens"
+                raise Refused(f"advantage {name}", why=why)
+
+    def count(self, samples: Sequence[Sample]) -> float:
+        """What the summed loss of these samples is divided by, once, after `advantages`; it adds up over parts of a
+        batch that keep groups whole."""
+        return float(self.parts.aggregation.extra("count", samples))
+
+    def idle(self, sample: Sample) -> bool:
+        """Whether a sample, after `advantages`, has no part in the gradient: it need not be computed."""
+        if not sample.loss_mask.any():
+            return True
+        beside = (self.parts.kl is not None and not self._kl_in_reward) or self.parts.entropy is not None
+        return not beside and (sample.advantages is None or not bool(sample.advantages.any()))
+
+    def loss(self, tokens: TokenTensors) -> tuple[torch.Tensor, Metrics]:
+        """The loss of a micro-batch, summed with the aggregation's weights and not divided by any count.
+
+        Args:
+            tokens: whole sequences; whole groups if "pairs" is needed.
+
+        Returns:
+            A scalar, and sums over trained tokens (largest values under names ending in `_max`): `tokens`; between the
+            trained and the behaviour policy `ratio`, `ratio_deviation_max`, `kl` (k3 of KL(behaviour || trained),
+            nats), `difference` and `difference_max` (of log-probabilities, absolute); `entropy` and `kl_reference`
+            where they are computed; with corrections `rejected` and `weight`; and the loss's own, as `clipped`.
+        """
+        metrics = _mismatch(tokens)
+        each, own = self.parts.loss(tokens)
+        merge(metrics, own)
+        if self.parts.corrections:
+            each = self._corrected(each, tokens, metrics)
+        if self.parts.kl is not None and not self._kl_in_reward:
+            distance = self.parts.kl(tokens)
+            metrics["kl_reference"] = float(distance.detach().sum())
+            each = each + self.parts.kl.options.coefficient * distance
+        if tokens.entropy is not None:
+            metrics["entropy"] = float(tokens.entropy.detach().sum())
+            if self.parts.entropy is not None:
+                each = each - self.entropy_coefficient * tokens.entropy
+        return (self.parts.aggregation(tokens) * each).sum(), metrics
+
+    def _corrected(self, each: torch.Tensor, tokens: TokenTensors, metrics: Metrics) -> torch.Tensor:
+        weight = tokens.mask.to(each.dtype)
+        for correction in self.parts.corrections:
+            factor, found = correction(tokens)
+            merge(metrics, {k: v for k, v in found.items() if k != "rejected"})
+            weight = weight * factor.detach()
+        metrics["rejected"] = float((tokens.mask & (weight == 0)).sum())
+        metrics["weight"] = float(weight.sum())
+        return weight * each
+
+    def after_step(self, metrics: Metrics) -> None:
+        """The entropy's coefficient for the next step, from the sums of this one over all micro-batches and ranks."""
+        if self.parts.entropy is not None and metrics.get("tokens"):
+            entropy = metrics.get("entropy", 0.0) / metrics["tokens"]
+            self.entropy_coefficient, self._entropy_base = self.parts.entropy(self._entropy_base, entropy)
+
+    def state(self) -> dict[str, float]:
+        """What changes from step to step, for the checkpoint."""
+        return {"entropy_coefficient": self.entropy_coefficient, "entropy_base": self._entropy_base}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from `state`."""
+        self.entropy_coefficient, self._entropy_base = state["entropy_coefficient"], state["entropy_base"]
+
+
+def _mismatch(tokens: TokenTensors) -> Metrics:
+    """How far the trained policy is from the one that was sampled from; sums over the trained tokens."""
+    gap = (tokens.logprobs - tokens.behaviour).detach()
+    held = log_ratio(gap, gap.new_zeros(()))
+    ratio = held.exp()
+
+    def largest(values: torch.Tensor) -> float:
+        return float(values.max()) if values.numel() else 0.0
+
+    return {
+        "tokens": float(tokens.mask.sum()),
+        "ratio": float(ratio[tokens.mask].sum()),
+        "ratio_deviation_max": largest((ratio - 1.0).abs()),
+        "kl": float((ratio - 1.0 - held).sum()),
+        "difference": float(gap.abs().sum()),
+        "difference_max": largest(gap.abs()),
+    }

@@ -1,0 +1,57 @@
+"""What each `algorithm.name` stands for: defaults of the other keys of [algorithm], each of which can be overridden.
+
+`grpo` is the table's own defaults: group advantages by mean and standard deviation, clipped ratios with a higher upper
+bound, every token of the step counting alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Name = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "decoupled_ppo",
+    "m2po",
+    "turn_grpo",
+    "process_grpo",
+    "gigpo",
+    "distillation",
+    "dpo",
+    "sft",
+]
+
+PRESETS: Mapping[Name, Mapping[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"normalise_std": False, "aggregation": "fixed_length", "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
+    "rloo": {
+        "advantage": "rloo",
+        "loss": "policy_gradient",
+        "aggregation": "fixed_length",
+        "corrections": ["tis"],
+    },
+    "reinforce_pp": {"advantage": "reinforce_pp", "clip_high": 0.2},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "clip_high": 0.2},
+    "ppo": {"advantage": "gae", "clip_high": 0.2},
+    "decoupled_ppo": {"loss": "decoupled_ppo", "clip_high": 0.2},
+    "m2po": {"loss": "m2po"},
+    "turn_grpo": {"advantage": "turn_grpo"},
+    "process_grpo": {"advantage": "process_grpo"},
+    "gigpo": {"advantage": "gigpo", "normalise_std": False},
+    "distillation": {"advantage": "distillation", "loss": "policy_gradient", "corrections": ["tis"]},
+    "dpo": {"advantage": "preference", "loss": "dpo", "aggregation": "pair_mean"},
+    "sft": {"advantage": "none", "loss": "sft"},
+}
