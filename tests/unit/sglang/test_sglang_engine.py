@@ -66,12 +66,10 @@ class FakeClient(Client):
 
     url = "http://fake"
 
-    def __init__(self, model: Path, copy: Path) -> None:
-        self.folders = {str(model): 0, str(copy): -1}
-        self.holds = 0
+    def __init__(self, model: Path) -> None:
+        self.model, self.holds = model, 0
         self.queues: dict[str, asyncio.Queue[Event | None]] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.forgets = False
         self.obeys = True
 
     async def call(self, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
@@ -85,7 +83,10 @@ class FakeClient(Client):
                 }
                 return {"ranks": [{"checksums": sums}]}
             case "/update_weights_from_disk":
-                self.holds = int(body["weight_version"])
+                folder = Path(body["model_path"])
+                if not (folder / "model.safetensors").exists():
+                    raise ServerRefused(path, why="nothing is there")
+                self.holds = 0 if folder == self.model else int(body["weight_version"])
             case "/release_memory_occupation":
                 self.holds = -7
             case "/abort_request" if self.obeys:
@@ -153,7 +154,7 @@ class Rig:
         self.engine = SglangEngine(
             model, settings, place, lambda *_, **__: {}, device="cpu", weights_folder=weights, kv_tokens=9
         )
-        self.client = FakeClient(model, weights)
+        self.client = FakeClient(model)
         self.engine._server = FakeServer(self.client)  # type: ignore[assignment]
         self.chunks: list[Chunk] = []
         self.failure: BaseException | None = None
@@ -191,15 +192,15 @@ async def rig(folder: Path, **table: Any) -> AsyncIterator[Rig]:
     assert not (folder / "run").exists(), "a copy of the weights is left"
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 what it looks at tells nobody
             await asyncio.sleep(0.005)
 
 
 async def test_requests_are_held_to_what_the_server_says_it_takes(tmp_path: Path) -> None:
-    assert await FakeClient(tmp_path, tmp_path).limits(1.0) == Limits(longest=64, kv_tokens=200, running=3)
-    narrow = FakeClient(tmp_path, tmp_path)
+    assert await FakeClient(tmp_path).limits(1.0) == Limits(longest=64, kv_tokens=200, running=3)
+    narrow = FakeClient(tmp_path)
     narrow.call = lambda *_, **__: asyncio.sleep(0, INFO | {"max_total_num_tokens": 40})  # type: ignore[assignment]
     assert (await narrow.limits(1.0)).longest == 32
     narrow.call = lambda *_, **__: asyncio.sleep(0, {"page_size": 1})  # type: ignore[assignment]
@@ -274,15 +275,15 @@ async def test_what_nobody_foresaw_ends_the_engine(tmp_path: Path) -> None:
 
 async def test_one_that_is_silent_while_others_go_on_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "WATCH_EVERY_S", 0.02)
-    async with rig(tmp_path, stall_timeout_s=0.3) as one:
+    async with rig(tmp_path) as one:
         await one.begin(2, new=50)
         silent, lively = one.client.queues
         one.client.say(silent, (4,))
-        for count in range(1, 40):
-            one.client.say(lively, (4,), upto=count)
-            await asyncio.sleep(0.02)
-            if one.failure is not None:
-                break
+        one.client.say(lively, (4,))
+        await until(lambda: one.engine.load().tokens_generated == 2)
+        assert one.failure is None
+        one.engine._running[silent].heard -= 91
+        await until(lambda: one.failure is not None)
         assert isinstance(one.failure, DeadlineExceeded)
         assert "request 1, member 0" in str(one.failure) and "while others got some" in str(one.failure)
 
@@ -315,6 +316,8 @@ async def test_a_token_less_event_is_no_sign_of_life(tmp_path: Path) -> None:
         assert one.engine._heard == before
         one.client.say(one.client.rid, (4,))
         await until(lambda: one.engine._heard > before)
+        (member,) = one.engine._running.values()
+        assert member.heard == one.engine._heard
 
 
 async def test_a_fetch_that_is_broken_off_keeps_the_lock_until_its_thread_has_ended(tmp_path: Path) -> None:
@@ -343,7 +346,7 @@ async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) ->
         await asyncio.to_thread(slow.begun.wait, 5.0)
         began = time.monotonic()
         await one.engine.close(0.2)
-        assert 0.1 < time.monotonic() - began < 1.0
+        assert 0.1 < time.monotonic() - began < 5.0
         gate.set()
         await asyncio.gather(fetch, return_exceptions=True)
         with pytest.raises(EngineEnded):
