@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
+from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace
 from relax_rt.transport.weights.delta import encode
+from relax_rt.transport.weights.fence import fence
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
 
 MAX_BUFFERS = 4
@@ -75,26 +76,24 @@ class WeightStage:
 
     Raises:
         StaleEpoch: a newer incarnation of the trainer has opened the stage.
+        OutOfSpace: it cannot be made.
     """
 
     def __init__(self, folder: Path, epoch: int) -> None:
         self.folder, self.epoch = folder, epoch
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _no_room(f"weight stage {folder}", error) from error
         self._fence()
         self._maps: dict[str, mmap.mmap] = {}
 
     def _fence(self) -> None:
-        """Under the lock: refuse to write after a newer incarnation, and note this one's epoch."""
-        descriptor = os.open(self.folder / "epoch", os.O_RDWR | os.O_CREAT, 0o600)
+        """Refuse to write after a newer incarnation, and note this one's epoch."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            newest = int(os.read(descriptor, 32) or b"0")
-            if newest > self.epoch:
-                raise StaleEpoch(f"weight stage {self.folder}", why=f"epoch {newest} writes here, this is {self.epoch}")
-            if newest < self.epoch:
-                os.pwrite(descriptor, str(self.epoch).encode(), 0)
-        finally:
-            os.close(descriptor)
+            fence(self.folder, self.epoch, "weight stage")
+        except OSError as error:
+            raise _no_room(f"weight stage {self.folder}", error) from error
 
     @contextmanager
     def writing(self, layout: Layout, keep: int) -> Iterator[tuple[str, memoryview]]:
@@ -185,11 +184,7 @@ class WeightStage:
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            raise OutOfSpace(
-                f"the manifest of policy version {manifest.version} in {self.folder}",
-                why=str(error),
-                hint="enlarge /dev/shm",
-            ) from error
+            raise _no_room(f"the manifest of policy version {manifest.version} in {self.folder}", error) from error
 
     def evict(self, keep: int) -> str:
         """Make place for another buffer where readers pin all of them, by taking one's name away: its readers keep what
@@ -249,7 +244,7 @@ class WeightStage:
             return ""
 
     def _free_buffer(self, nbytes: int, keep: int) -> tuple[str, int]:
-        kept = self._file_of(keep)
+        kept, full = self._file_of(keep), None
         for number in range(MAX_BUFFERS):
             name = f"w{number}.buf"
             if name == kept:
@@ -258,16 +253,15 @@ class WeightStage:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.posix_fallocate(descriptor, 0, nbytes)
-            except BlockingIOError:
-                os.close(descriptor)
-                continue
             except OSError as error:
                 os.close(descriptor)
-                raise OutOfSpace(
-                    f"{nbytes >> 20} MiB for weights in {self.folder}", why=str(error), hint="enlarge /dev/shm"
-                ) from error
+                if not isinstance(error, BlockingIOError):
+                    full = error  # one behind it may have its memory already, and be free
+                continue
             self._forget(name)  # what the buffer held before is gone from here on
             return name, descriptor
+        if full is not None:
+            raise _no_room(f"{nbytes >> 20} MiB for weights in {self.folder}", full) from full
         raise OutOfSpace(
             f"a buffer for weights in {self.folder}", why=f"all {MAX_BUFFERS} are pinned by readers", hint="see `why`"
         )
@@ -277,6 +271,10 @@ class WeightStage:
         if mapping is None or len(mapping) < nbytes:
             mapping = self._maps[name] = mmap.mmap(descriptor, nbytes)
         return mapping
+
+
+def _no_room(what: str, error: OSError) -> OutOfSpace:
+    return OutOfSpace(what, why=str(error), hint="enlarge /dev/shm")
 
 
 @contextmanager

@@ -173,6 +173,34 @@ def test_deltas_of_incarnations_that_died_before_their_commit_do_not_pile_up(tmp
     assert sorted(path.name for path in tmp_path.glob("d*")) == ["d00000005.bin", "d00000005.json"]
 
 
+def test_a_free_buffer_is_found_behind_one_for_which_there_is_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = WeightStage(tmp_path, 1)
+    for version in (1, 2):
+        publish(stage, version, version, keep=version - 1)
+    (tmp_path / "w0.buf").unlink()
+    fallocate = os.posix_fallocate
+
+    def full(descriptor: int, at: int, nbytes: int) -> None:
+        if os.fstat(descriptor).st_size < at + nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(descriptor, at, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert publish(stage, 3, 3).file == "w1.buf"
+    with pytest.raises(OutOfSpace, match="enlarge /dev/shm"):
+        publish(stage, 4, 4, keep=3)
+
+
+def test_a_stage_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "epoch").mkdir()
+    (tmp_path / "file").touch()
+    for folder in (tmp_path, tmp_path / "file"):
+        with pytest.raises(OutOfSpace, match="weight stage"):
+            WeightStage(folder, 1)
+
+
 def test_nobody_else_may_read_what_lies_there(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
