@@ -231,7 +231,8 @@ class RolloutSettings(EngineSettings):
 
     count: Annotated[int, Field(ge=1, le=4096)] = 1
     groups_in_flight: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Groups that one engine works on at the same time."""
+    """Groups that one engine works on at the same time. Sequences that have ended make room for others before their
+    group is complete, so that the longest ones keep no other waiting."""
     journal_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 256
     """Tokens of an unfinished sequence after which they are kept in the queue: when the rollout dies, another goes on
     behind them. 0: only when it stops in order."""

@@ -208,7 +208,7 @@ class RolloutRole(Role):
     # --- groups
 
     async def _ask(self) -> None:
-        """Keep up to `groups_in_flight` groups in the engine."""
+        """Keep as many members in hand as `groups_in_flight` groups have."""
         while True:
             await self._wait_for_room()
             if not self.work.jobs:
@@ -222,11 +222,15 @@ class RolloutRole(Role):
             await self._begin(answer.tickets)
 
     def _free(self) -> int:
-        """Groups that may be begun now."""
-        free = self.settings.groups_in_flight - len(self.work)
-        if self.intake is None:
-            return free
-        return min(free, -(-self.intake.room(self.work.sequences) // self.config.algorithm.group_size))
+        """Groups that may be begun now.
+
+        Counted by members: a group of which only the longest is left leaves room for nearly another one.
+        """
+        size = self.config.algorithm.group_size
+        room = self.settings.groups_in_flight * size - self.work.members
+        if self.intake is not None:
+            room = min(room, self.intake.room(self.work.sequences))
+        return -(-room // size)
 
     async def _wait_for_room(self) -> None:
         while self._complete or not self.follower.record.version or self._free() <= 0:

@@ -84,6 +84,11 @@ class Work:
         """Members in the engine."""
         return sum(len(job.running) for job in self.jobs.values())
 
+    @property
+    def members(self) -> int:
+        """Members in the engine, and those that are finished and not yet on the queue."""
+        return sum(len(job.running) + job.unput for job in self.jobs.values())
+
     def begin(self, number: int, ticket: Ticket, request: GroupRequest, origin: bytes = b"") -> Job:
         """The request is about to be given to the engine."""
         had = [len(one.tokens) if (one := request.partial(n)) else 0 for n in range(len(request.seeds))]

@@ -58,3 +58,31 @@ async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:
     with pytest.raises(BufferError):
         await role_with(calls, BufferError("exported")).teardown()
     assert calls == ["close engine", "mark", "give back", "close queue"]
+
+
+@pytest.mark.parametrize(
+    ("members", "sequences", "intake", "free"),
+    [
+        (0, 0, None, 3),
+        # Of each of three groups one straggler is left: that is no reason to leave the engine empty.
+        (3, 3, None, 3),
+        (12, 12, None, 0),
+        (11, 11, None, 1),
+        # What is not yet on the queue takes room: nobody makes more than the queue takes.
+        (12, 0, None, 0),
+        (14, 14, None, 0),
+        (4, 4, 1, 1),
+        (4, 4, 0, 0),
+    ],
+)
+def test_groups_are_asked_for_by_the_members_in_hand(
+    members: int, sequences: int, intake: int | None, free: int
+) -> None:
+    role = RolloutRole.__new__(RolloutRole)
+    vars(role).update(
+        config=SimpleNamespace(algorithm=SimpleNamespace(group_size=4)),
+        settings=SimpleNamespace(groups_in_flight=3),
+        work=SimpleNamespace(members=members, sequences=sequences),
+        intake=None if intake is None else SimpleNamespace(room=lambda _: intake),
+    )
+    assert role._free() == free

@@ -140,6 +140,18 @@ def test_a_member_is_marked_every_so_many_tokens_and_only_what_is_new(rng: rando
     assert ticket.wanted() == [0, 1, 2]
 
 
+def test_ended_members_make_room_before_their_group_is_complete_but_not_before_they_are_put(rng: random.Random) -> None:
+    r = Rollout(Queue(), 1, rng)
+    r.ask(2)
+    assert r.work.members == r.work.sequences == 2 * SIZE
+    r.sample((1, 0), 3, "stop")
+    r.sample((1, 1), 3, "stop")
+    assert (r.work.members, r.work.sequences) == (2 * SIZE, 2 * SIZE - 2)
+    r.put()
+    assert r.work.members == r.work.sequences == 2 * SIZE - 2
+    assert len(r.work) == 2
+
+
 def test_what_found_no_room_is_marked_with_what_comes_next(rng: random.Random) -> None:
     q = Queue(marks_bytes=0)
     r = Rollout(q, 1, rng)
