@@ -198,7 +198,7 @@ def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> Part | Problem:
         return known[name]
     if ":" not in name:
         elsewhere = [other for other in get_args(Kind) if name in _PARTS[other]]
-        hint = f"that is a {elsewhere[0]}; known: {', '.join(known)}" if elsewhere else did_you_mean(name, known)
+        hint = f"the name is of kind {elsewhere[0]}" if elsewhere else did_you_mean(name, known)
         hint = hint or f'known: {", ".join(known)}; your own is named by "file.py:function"'
         return Problem(place, f"there is no {kind} called '{name}'", hint)
     try:

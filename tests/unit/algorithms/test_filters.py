@@ -1,0 +1,217 @@
+"""Filters, dynamic sampling and samplers, with the history that they decide by; and their state."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_rt.roles.algorithms.filters.history import PromptHistory
+from relax_rt.roles.algorithms.filters.refill import Ask, Drop, Full, Refill, RefillOptions
+from relax_rt.roles.algorithms.filters.rules import ScoredGroup
+from relax_rt.roles.algorithms.filters.samplers import PromptSampler, uniform
+from relax_rt.roles.algorithms.registry import bound, part
+from relax_rt.transport.errors import Refused
+
+ITEMS = [f"q{i}" for i in range(50)]
+
+
+def test_history_follows_recent_groups_and_comes_back_from_a_checkpoint() -> None:
+    history = PromptHistory(decay=0.5)
+    history.record("a", [1.0, 0.0, 0.0, 0.0], step=1)
+    assert history.rate("a") == 0.25
+    history.record("a", [1.0, 1.0, 1.0, 1.0], step=4)
+    history.record("b", [0.4, 0.2], step=4)
+    assert history.rate("a") == 0.625
+    assert (history.rate("b"), history.rate("c")) == (0.0, None)
+    assert history.outcomes("a").successes == 5
+    resumed = PromptHistory()
+    resumed.restore(json.loads(json.dumps(history.state())))
+    assert resumed.state() == history.state()
+    with pytest.raises(Refused, match="prompt history of a checkpoint"):
+        resumed.restore({"items": {"a": "many"}})
+    assert resumed.state() == history.state()
+
+
+def test_rare_successes_are_those_that_succeeded_seldom_and_not_lately() -> None:
+    history = PromptHistory()
+    history.record("never", [0.0] * 4, step=1)
+    history.record("seldom", [1.0, 0.0, 0.0, 0.0], step=1)
+    history.record("lately", [1.0, 0.0, 0.0, 0.0], step=8)
+    history.record("often", [1.0] * 4, step=1)
+    assert list(history.rare(0.25, before=5)) == ["seldom"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "rewards", "cut", "why"),
+    [
+        ("zero_variance", [1.0, 1.0], [], "all rewards are 1"),
+        ("zero_variance", [1.0, 0.9], [], ""),
+        ({"name": "zero_variance", "spread": 0.2}, [1.0, 0.9], [], "all rewards are 1"),
+        ({"name": "pass_rate", "low": 0.3, "high": 0.8}, [1.0, 0.0, 0.0, 0.0], [], "0.25 of it succeeded"),
+        ({"name": "pass_rate", "low": 0.3, "high": 0.8}, [1.0, 1.0, 0.0, 0.0], [], ""),
+        ("truncated", [1.0, 0.0, 0.0], [True, True, False], "0.67 of it was cut at max_new_tokens"),
+        ("truncated", [1.0, 0.0], [True, False], ""),
+    ],
+)
+def test_filters(rule: Any, rewards: list[float], cut: list[bool], why: str) -> None:
+    assert bound("filter", rule)(ScoredGroup(0, "q", rewards, cut), PromptHistory()) == why
+
+
+def refill(wanted: int = 2, **options: float) -> Refill:
+    return Refill(wanted, [bound("filter", "zero_variance")], PromptHistory(), RefillOptions(**options))
+
+
+def good(key: int) -> ScoredGroup:
+    return ScoredGroup(key, f"q{key}", [1.0, 0.0])
+
+
+def dull(key: int) -> ScoredGroup:
+    return ScoredGroup(key, f"q{key}", [1.0, 1.0])
+
+
+def test_a_dull_group_is_dropped_and_another_asked_for() -> None:
+    machine = refill(memory=0.5)
+    assert machine.begin() == [Ask(2)]
+    assert machine.scored(good(0), 1) == []
+    # One lacks, none is under way, and half of what was scored of late was kept.
+    assert machine.scored(dull(1), 1) == [Drop(1, "zero_variance: all rewards are 1"), Ask(2)]
+    assert machine.scored(good(2), 1) == [Full((0, 2))]
+    assert machine.dropped == {"zero_variance": 1}
+    # What was asked for above the need is carried over to the next step.
+    assert machine.scored(good(3), 1) == [Ask(2)]
+    assert machine.scored(good(4), 1) == [Full((3, 4))]
+
+
+def test_over_sampling_asks_for_more_at_once() -> None:
+    assert refill(wanted=4, over_sample=1.5).begin() == [Ask(6)]
+
+
+def test_a_step_is_not_waited_for_for_ever() -> None:
+    machine = refill(wanted=2, most=3)
+    machine.begin()
+    actions = [machine.scored(good(0), 1)]
+    actions += [machine.scored(dull(key), 1) for key in range(1, 6)]
+    assert actions[-1] == [Drop(5, "zero_variance: all rewards are 1"), Full((0,))]
+    assert not any(isinstance(a, Full) for found in actions[:-1] for a in found)
+
+
+def test_lost_groups_are_asked_for_again() -> None:
+    machine = refill(wanted=2)
+    machine.begin()
+    assert machine.scored(good(0), 1) == []
+    assert machine.lost(0) == [Ask(1)]
+    assert machine.lost() == [Ask(1)]
+    assert machine.scored(good(1), 1) == []
+    assert machine.scored(good(2), 1) == [Full((1, 2))]
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.floats(1, 3))
+def test_every_kept_group_is_trained_once_and_what_is_asked_for_suffices(
+    kept: list[bool], wanted: int, over: float
+) -> None:
+    machine = refill(wanted=wanted, over_sample=over, most=64)
+    under_way, trained, dropped = 0, [], []
+
+    def follow(actions: list[Any]) -> None:
+        nonlocal under_way
+        for action in actions:
+            if isinstance(action, Ask):
+                under_way += action.groups
+            elif isinstance(action, Drop):
+                dropped.append(action.key)
+            else:
+                assert len(action.keys) == wanted
+                trained.extend(action.keys)
+                follow(machine.begin())
+
+    follow(machine.begin())
+    for key, fine in enumerate(kept):
+        assert under_way > 0
+        under_way -= 1
+        follow(machine.scored(good(key) if fine else dull(key), 1))
+    assert dropped == [k for k, fine in enumerate(kept) if not fine]
+    assert trained == [k for k, fine in enumerate(kept) if fine][: len(trained)]
+    assert sum(kept) - len(trained) < wanted
+
+
+def test_dynamic_sampling_goes_on_from_a_checkpoint() -> None:
+    machine = refill(memory=0.5)
+    machine.begin()
+    machine.scored(dull(0), 1)
+    resumed = refill(memory=0.5)
+    resumed.restore(json.loads(json.dumps(machine.state())))
+    assert resumed.begin() == [Ask(4)]
+    assert resumed.dropped == {"zero_variance": 1}
+    with pytest.raises(Refused, match="dynamic sampling of a checkpoint"):
+        resumed.restore({"share": "half", "dropped": {}})
+
+
+def sampler(rule: Any, history: PromptHistory, seed: int = 0) -> PromptSampler:
+    chosen = None if rule is None else bound("sampler", rule)
+    return PromptSampler(chosen, ITEMS, lambda i: i % len(ITEMS), seed=seed, history=history)
+
+
+def test_without_a_rule_prompts_come_in_the_runs_order() -> None:
+    assert [sampler(None, PromptHistory()).choose(i, 0) for i in (0, 49, 50)] == [0, 49, 0]
+
+
+def test_draws_are_even_and_their_own_by_seed_index_and_number() -> None:
+    drawn = [uniform(0, index, i) for index in range(200) for i in range(10)]
+    assert len(set(drawn)) == 2000
+    counts = Counter(int(10 * d) for d in drawn)
+    assert set(counts) == set(range(10)) and min(counts.values()) > 140
+    assert uniform(0, 1, 2) != uniform(1, 1, 2)
+
+
+def test_the_curriculum_prefers_middling_prompts_and_gives_none_up() -> None:
+    history = PromptHistory()
+    for i, item in enumerate(ITEMS):
+        history.record(item, [1.0] * (i % 5) + [0.0] * (4 - i % 5), step=0)
+    one = sampler("curriculum", history)
+    chosen = Counter(one.choose(i, 1) % 5 for i in range(1000))
+    assert chosen[2] > 2.5 * max(chosen[0], chosen[4])
+    assert chosen[2] > chosen[1] > chosen[0] > 0
+    assert chosen[2] > chosen[3] > chosen[4] > 0
+
+
+def test_replay_gives_rare_successes_a_share() -> None:
+    history = PromptHistory()
+    history.record("q7", [1.0, 0.0, 0.0, 0.0], step=1)
+    rule = {"name": "replay", "share": 0.3, "after": 5}
+    early = sampler(rule, history)
+    assert [early.choose(i, 5) for i in range(200)] == [i % 50 for i in range(200)]
+    late = sampler(rule, history)
+    replayed = sum(late.choose(i, 6) == 7 for i in range(1000) if i % 50 != 7)
+    assert 230 < replayed < 360
+
+
+def test_a_choice_stands_whatever_is_learned_later_and_over_a_checkpoint() -> None:
+    history = PromptHistory()
+    before = sampler("curriculum", history)
+    chosen = [before.choose(i, 0) for i in range(40)]
+    for item in ITEMS:
+        history.record(item, [0.0] * 4, step=1)
+    resumed = sampler("curriculum", history)
+    resumed.restore(json.loads(json.dumps(before.state())))
+    assert [before.choose(i, 9) for i in range(40)] == [resumed.choose(i, 9) for i in range(40)] == chosen
+    before.forget(39)
+    assert list(before.state()["chosen"]) == ["39"]
+    with pytest.raises(Refused, match="prompt choices of a checkpoint"):
+        resumed.restore({"chosen": 3})
+
+
+def test_a_users_sampler_that_chooses_no_prompt_is_refused() -> None:
+    @part("sampler")
+    def lost(choice: Any, history: Any, options: Any) -> int:
+        return 50
+
+    made = bound("sampler", "replay")
+    broken = type(made)(lost.__dict__["algorithm_part"], made.options, made.place)
+    one = PromptSampler(broken, ITEMS, lambda i: i, seed=0, history=PromptHistory())
+    with pytest.raises(Refused, match="sampler lost: it chose 50 of 50 prompts"):
+        one.choose(0, 0)

@@ -1,0 +1,356 @@
+"""The objective as a whole: one gradient however a batch is cut, nothing from under the mask, presets, state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algorithm_samples import sample, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_rt.roles.algorithms.batch import set_advantages
+from relax_rt.roles.algorithms.grpo import clipped_policy_loss
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.algorithms.presets import PRESETS
+from relax_rt.roles.algorithms.registry import parts
+from relax_rt.roles.algorithms.tensors import TokenTensors, merge
+from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.transport.errors import Refused
+
+FEATURES, ACTIONS = 3, 7
+COLUMNS = ("proximal", "reference")
+LOSSES: list[dict[str, Any]] = [
+    *({"loss": name} for name in ("ppo_clip", "dual_clip", "decoupled_ppo", "gspo", "cispo", "sapo", "m2po")),
+    {"loss": "policy_gradient", "corrections": [{"name": "tis", "level": "sequence"}]},
+    {"loss": "policy_gradient", "corrections": ["icepop", {"name": "rejection", "level": "geometric", "low": 0.9}]},
+    {"loss": {"name": "ppo_clip", "ratio_to": "proximal"}, "corrections": ["mis", "stale_sequences"]},
+    {"kl": {"name": "unbiased", "coefficient": 0.5}, "entropy": {"name": "bonus", "coefficient": 0.1}},
+    {"kl": {"name": "k3", "coefficient": 0.5}},
+    {"loss": "sft", "advantage": "none"},
+]
+AGGREGATIONS: list[Any] = ["token_mean", "sequence_mean", {"name": "fixed_length", "length": 5}]
+
+
+class Batch:
+    """Samples of a linear policy: log pi(token) = log_softmax(features W)[token], so that gradients are of W."""
+
+    def __init__(self, seed: int, groups: int = 3, members: int = 2) -> None:
+        rng = np.random.default_rng(seed)
+        self.samples: list[Sample] = []
+        self.features: list[torch.Tensor] = []
+        for index in range(groups * members):
+            length = int(rng.integers(3, 8))
+            mask = [0, *rng.integers(0, 2, length - 2), 1]
+            columns = {name: -rng.random(length) - 0.5 for name in ("proximal_logprobs", "reference_logprobs")}
+            one = sample(index // members, mask, float(rng.normal()), member=index % members, **columns)
+            one.tokens = rng.integers(0, ACTIONS, length).astype(np.int32)
+            one.behaviour_logprobs = (-(rng.random(length) + 0.5) * mask).astype(np.float32)
+            self.samples.append(one)
+            self.features.append(torch.from_numpy(rng.normal(size=(length, FEATURES))))
+
+    def tokens(self, weights: torch.Tensor, chosen: list[int]) -> TokenTensors:
+        """The trained tokens of some samples, in that order, as a backend would make them."""
+        columns: dict[str, list[torch.Tensor]] = {}
+        for place, index in enumerate(chosen):
+            one = self.samples[index]
+            at = torch.from_numpy(np.flatnonzero(one.loss_mask))
+            scores = (self.features[index][at] @ weights).log_softmax(-1)
+            found = {
+                "logprobs": scores.gather(-1, torch.from_numpy(one.tokens.astype(np.int64))[at][:, None])[:, 0],
+                "entropy": -(scores.exp() * scores).sum(-1),
+                "sequence": torch.full((len(at),), place),
+                "group": torch.full((len(at),), one.meta.group),
+            }
+            for name in ("behaviour_logprobs", "proximal_logprobs", "reference_logprobs", "advantages"):
+                found[name.removesuffix("_logprobs")] = torch.from_numpy(getattr(one, name).astype(np.float64))[at]
+            for name, values in found.items():
+                columns.setdefault(name, []).append(values)
+        joined = {name: torch.cat(values) for name, values in columns.items()}
+        return TokenTensors(mask=torch.ones(len(joined["sequence"]), dtype=torch.bool), **joined)
+
+    def gradient(self, objective: Objective, cut: list[list[int]]) -> tuple[torch.Tensor, dict[str, float]]:
+        """Gradient of the batch in these micro-batches, divided once by the count, and the merged metrics."""
+        weights = torch.linspace(-1, 1, FEATURES * ACTIONS, dtype=torch.float64).reshape(FEATURES, ACTIONS)
+        weights.requires_grad_()
+        metrics: dict[str, float] = {}
+        for chosen in cut:
+            loss, found = objective.loss(self.tokens(weights, chosen))
+            loss.backward()
+            merge(metrics, found)
+        assert weights.grad is not None
+        return weights.grad / objective.count(self.samples), metrics
+
+
+@st.composite
+def cuts(draw: st.DrawFn, count: int = 6) -> list[list[int]]:
+    """Any order of the samples in any micro-batches, none of them empty."""
+    order = draw(st.permutations(range(count)))
+    ends = sorted(draw(st.sets(st.integers(1, count - 1), max_size=count - 1)))
+    return [list(order[a:b]) for a, b in zip([0, *ends], [*ends, count], strict=True)]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=str)
+@pytest.mark.parametrize("table", LOSSES, ids=str)
+@given(cut=cuts(), seed=st.integers(0, 3))
+@settings(max_examples=6, deadline=None)
+def test_any_split_into_micro_batches_gives_the_same_gradient(
+    table: dict[str, Any], aggregation: Any, cut: list[list[int]], seed: int
+) -> None:
+    batch = Batch(seed)
+    objective = Objective.of(AlgorithmTable(aggregation=aggregation, **table))
+    objective.advantages(batch.samples)
+    whole, sums = batch.gradient(objective, [list(range(6))])
+    parted, parted_sums = batch.gradient(objective, cut)
+    torch.testing.assert_close(parted, whole, rtol=1e-10, atol=1e-12)
+    assert parted_sums == pytest.approx(sums, rel=1e-9, abs=1e-9)
+    assert whole.abs().max() > 1e-6
+
+
+@given(cut=cuts(3), seed=st.integers(0, 3))
+@settings(max_examples=10, deadline=None)
+def test_pairs_split_as_whole_groups(cut: list[list[int]], seed: int) -> None:
+    batch = Batch(seed)
+    objective = Objective.of(AlgorithmTable(name="dpo"))
+    objective.advantages(batch.samples)
+    whole, _ = batch.gradient(objective, [list(range(6))])
+    parted, _ = batch.gradient(objective, [[m for g in groups for m in (2 * g, 2 * g + 1)] for groups in cut])
+    torch.testing.assert_close(parted, whole, rtol=1e-10, atol=1e-12)
+    assert objective.count(batch.samples) == 3
+
+
+def test_counts_add_up_over_parts_of_a_batch() -> None:
+    batch = Batch(0)
+    for aggregation in (*AGGREGATIONS, "pair_mean"):
+        objective = Objective.of(AlgorithmTable(name="dpo", aggregation=aggregation))
+        objective.advantages(batch.samples)
+        parts_ = [objective.count(batch.samples[a:b]) for a, b in ((0, 2), (2, 6), (6, 6))]
+        assert sum(parts_) == objective.count(batch.samples) > 0
+    assert Objective.of(AlgorithmTable()).count(batch.samples) == sum(int(s.loss_mask.sum()) for s in batch.samples)
+
+
+@pytest.mark.parametrize("junk", [float("inf"), float("-inf"), float("nan"), 1e30])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=str)
+@pytest.mark.parametrize("table", [*LOSSES, {"name": "dpo"}], ids=str)
+def test_what_stands_under_mask_zero_never_matters(table: dict[str, Any], aggregation: Any, junk: float) -> None:
+    objective = Objective.of(AlgorithmTable(**{"aggregation": aggregation, **table}))
+    clean = tokens([3, 2, 4], groups=[0, 0, 1])
+    keep = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0], dtype=torch.bool)
+    floating = ("logprobs", "behaviour", "advantages", "proximal", "reference", "entropy")
+    plain = {name: getattr(clean, name).detach() for name in floating}
+    dirty = {name: values.masked_fill(~keep, junk) for name, values in plain.items()}
+    results = []
+    for columns, chosen in ((dirty, slice(None)), ({n: v[keep] for n, v in plain.items()}, keep)):
+        logprobs = columns.pop("logprobs").clone().requires_grad_()
+        assert clean.group is not None
+        found = TokenTensors(
+            logprobs=logprobs,
+            mask=keep[chosen],
+            sequence=clean.sequence[chosen],
+            group=clean.group[chosen],
+            **columns,
+        )
+        loss, metrics = objective.loss(found)
+        loss.backward()
+        assert logprobs.grad is not None
+        results.append((loss.item(), logprobs.grad[found.mask], metrics))
+        assert not logprobs.grad[~found.mask].any()
+    (loss_a, gradient_a, metrics_a), (loss_b, gradient_b, metrics_b) = results
+    assert loss_a == pytest.approx(loss_b, rel=1e-12)
+    torch.testing.assert_close(gradient_a, gradient_b)
+    assert metrics_a == pytest.approx(metrics_b)
+
+
+def test_a_ratio_beyond_all_numbers_leaves_a_finite_gradient() -> None:
+    far = torch.tensor([-500.0, -0.1], requires_grad=True)
+    given_ = TokenTensors(
+        far, torch.tensor([-0.1, -500.0]), torch.tensor([1.0, 1.0]), torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    )
+    loss, _ = Objective.of(AlgorithmTable()).loss(given_)
+    loss.backward()
+    assert far.grad is not None and bool(far.grad.isfinite().all())
+
+
+def test_the_default_is_bit_equal_to_the_clipped_loss_and_group_advantages() -> None:
+    generator = torch.Generator().manual_seed(1)
+    behaviour = -torch.rand(500, generator=generator)
+    logprobs = (behaviour + 0.3 * torch.randn(500, generator=generator)).requires_grad_()
+    advantages = torch.randn(500, generator=generator)
+    wanted, metrics = clipped_policy_loss(
+        logprobs, behaviour, advantages, torch.ones(500), clip_low=0.2, clip_high=0.28
+    )
+    (wanted_gradient,) = torch.autograd.grad(wanted, logprobs)
+    given_ = TokenTensors(logprobs, behaviour, advantages, torch.ones(500), torch.zeros(500, dtype=torch.int64))
+    loss, found = Objective.of(AlgorithmTable()).loss(given_)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert torch.equal(loss, wanted)
+    assert torch.equal(gradient, wanted_gradient)
+    for name, old in (("ratio", "ratio_sum"), ("clipped", "clipped_sum"), ("kl", "kl_sum"), ("tokens", "tokens")):
+        assert found[name] == metrics[old]
+    assert found["ratio_deviation_max"] == metrics["ratio_max_deviation"]
+
+
+@pytest.mark.parametrize("policy", ["mask", "zero_reward", "soft_penalty", "none"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_default_advantages_are_bit_equal_to_those_of_groups(policy: str, normalise: bool) -> None:
+    table = AlgorithmTable.model_validate({"truncated": policy, "normalise_std": normalise})
+
+    def made() -> list[Sample]:
+        rng = np.random.default_rng(5)
+        return [
+            sample(g, [0, 0, 1, 1, 0, 1], float(rng.normal()), member=m, truncated=bool(rng.random() < 0.4))
+            for m in range(4)
+            for g in range(3)
+        ]
+
+    ours, wanted = made(), made()
+    Objective.of(table).advantages(ours)
+    set_advantages(wanted, table)
+    for a, b in zip(ours, wanted, strict=True):
+        assert a.advantages is not None and b.advantages is not None
+        assert np.array_equal(a.advantages, b.advantages) and a.advantages.dtype == b.advantages.dtype
+        assert np.array_equal(a.loss_mask, b.loss_mask)
+
+
+def test_kl_in_the_reward_is_paid_by_token() -> None:
+    one = sample(0, [0, 1, 1], 1.0, reference_logprobs=[0, -1.0, -2.0])
+    one.behaviour_logprobs = np.array([0, -0.5, -2.5], np.float32)
+    table = AlgorithmTable(
+        name="reinforce_pp",
+        advantage={"name": "reinforce_pp", "whiten": False},
+        kl={"name": "k1", "coefficient": 0.1, "place": "reward"},
+    )
+    objective = Objective.of(table)
+    objective.advantages([one])
+    assert one.advantages is not None
+    assert one.advantages.tolist() == pytest.approx([0, 1.0 - 0.1 * (0.5 - 0.5), 1.0 + 0.1 * 0.5])
+    loss, metrics = objective.loss(tokens([3]))
+    plain, _ = Objective.of(AlgorithmTable(clip_high=0.2)).loss(tokens([3]))
+    assert torch.equal(loss, plain) and "kl_reference" not in metrics
+    one.reference_logprobs = None
+    with pytest.raises(Refused, match="has no reference_logprobs"):
+        objective.advantages([one])
+
+
+def test_m2po_takes_out_tokens_over_the_whole_batch() -> None:
+    batch = [sample(0, [0, 1, 1], r, member=m, proximal_logprobs=[0, 0, 0]) for m, r in enumerate((1.0, 0.0))]
+    batch[0].behaviour_logprobs = np.array([0, -1.0, -0.1], np.float32)  # rises by 1 and 0.1, advantage positive
+    batch[1].behaviour_logprobs = np.array([0, -0.1, -2.0], np.float32)  # rises, advantage negative: no trust region
+    objective = Objective.of(AlgorithmTable(name="m2po"))
+    objective.advantages(batch)
+    assert not objective.streams
+    assert [s.advantages.tolist() for s in batch if s.advantages is not None] == [
+        [0, 0, pytest.approx(0.7070, abs=1e-3)],
+        [0, pytest.approx(-0.7070, abs=1e-3), pytest.approx(-0.7070, abs=1e-3)],
+    ]
+
+
+def test_what_is_idle_needs_no_pass() -> None:
+    same = [sample(0, [0, 1], 1.0, member=m) for m in range(2)]
+    plain, held = Objective.of(AlgorithmTable()), Objective.of(AlgorithmTable(kl="k3"))
+    plain.advantages(same)
+    assert plain.idle(same[0]) and not held.idle(same[0])
+    assert held.idle(sample(0, [0, 0], 1.0))
+    supervised = Objective.of(AlgorithmTable(name="sft"))
+    unscored = [sample(0, [0, 1], None)]
+    supervised.advantages(unscored)
+    assert not supervised.idle(unscored[0])
+    with pytest.raises(Refused, match=r"sample 0.0: it has no reward"):
+        plain.advantages(unscored)
+
+
+def test_presets_stand_for_their_parts_and_give_way_to_what_is_set() -> None:
+    for name in PRESETS:
+        table = AlgorithmTable(name=name)
+        assert Objective.of(table, longest=64).parts.advantage.part.name
+        assert AlgorithmTable.model_validate_json(table.model_dump_json(), strict=True) == table
+    assert Objective.of(AlgorithmTable(name="gspo")).parts.loss.options.clip_low == 3e-4
+    assert Objective.of(AlgorithmTable(name="gspo", clip_low=0.1)).parts.loss.options.clip_low == 0.1
+    own = AlgorithmTable(name="dr_grpo", loss={"name": "dual_clip", "clip_low": 0.05}, normalise_std=True)
+    found = Objective.of(own, longest=7)
+    assert found.parts.loss.options.clip_low == 0.05 and found.parts.loss.options.clip_high == 0.2
+    assert found.parts.advantage.options.normalise_std
+    assert found.parts.aggregation.options.length == 7
+    assert Objective.of(AlgorithmTable(name="ppo")).needs == {"values", "rewards", "batch"}
+
+
+def test_everything_known_by_name_is_documented_with_its_source() -> None:
+    for kind in ("advantage", "loss", "aggregation", "correction", "kl", "entropy", "filter", "sampler"):
+        assert parts(kind)  # type: ignore[arg-type]
+        for part in parts(kind).values():  # type: ignore[arg-type]
+            assert part.function.__doc__
+            assert all(field.description for field in part.options.model_fields.values()), part.name
+
+
+def test_adaptive_entropy_counts_below_its_target_only() -> None:
+    table = AlgorithmTable(entropy={"name": "adaptive", "target": 0.5, "step": 0.1, "most": 0.15})
+    objective = Objective.of(table)
+    assert objective.needs == {"entropy", "rewards"}
+    seen = []
+    for entropy in (0.4, 0.4, 0.6, 0.4):
+        objective.after_step({"tokens": 10.0, "entropy": 10 * entropy})
+        seen.append(objective.entropy_coefficient)
+    assert seen == pytest.approx([0.1, 0.15, 0.0, 0.15])
+    resumed = Objective.of(table)
+    resumed.restore(objective.state())
+    for one in (objective, resumed):
+        one.after_step({"tokens": 1.0, "entropy": 0.45})
+    assert resumed.entropy_coefficient == objective.entropy_coefficient == 0.15
+
+
+def test_the_entropy_bonus_raises_the_entropy() -> None:
+    logits = torch.zeros(4, dtype=torch.float64)
+    logits[0] = 2.0
+    logits.requires_grad_()
+    policy = logits.log_softmax(0)
+    given_ = TokenTensors(
+        policy[:1], policy[:1].detach(), torch.zeros(1), torch.ones(1), torch.zeros(1, dtype=torch.int64),
+        entropy=-(policy.exp() * policy).sum()[None],
+    )  # fmt: skip
+    loss, metrics = Objective.of(AlgorithmTable(entropy={"name": "bonus", "coefficient": 0.5})).loss(given_)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.5 * metrics["entropy"])
+    assert logits.grad is not None and logits.grad[0] > 0 > logits.grad[1]
+
+
+OWN = """
+import numpy as np
+from relax_rt.config.schema import Table
+from relax_rt.roles.algorithms.registry import part
+
+class Options(Table):
+    scale: float = 2.0
+
+@part("loss", options=Options, needs={"reference"})
+def my_loss(tokens, options):
+    return -options.scale * tokens.advantages * tokens.logprobs, {"mine": 1.0}
+
+def my_advantage(batch, options):
+    return [one.spread(one.reward * options.factor) for one in batch.trajectories]
+
+def short(batch, options):
+    return [np.zeros(1, np.float32) for one in batch.trajectories]
+"""
+
+
+def test_a_users_own_parts_by_import_path(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    table = AlgorithmTable(
+        loss={"name": "mine.py:my_loss", "scale": 3.0}, advantage={"name": "mine.py:my_advantage", "factor": 10}
+    )
+    objective = Objective.of(table, base=tmp_path)
+    assert objective.needs == {"reference"}
+    one = sample(0, [0, 1], 0.5)
+    objective.advantages([one])
+    assert one.advantages is not None and one.advantages.tolist() == [0, 5]
+    given_ = tokens([2])
+    loss, metrics = objective.loss(given_)
+    torch.testing.assert_close(loss, -3 * (given_.advantages * given_.logprobs).sum())
+    assert metrics["mine"] == 1.0
+    with pytest.raises(Refused, match=r"advantage mine.py:short: it returned shape \(1,\) for a sample of 2 tokens"):
+        Objective.of(AlgorithmTable(advantage="mine.py:short"), base=tmp_path).advantages([one])
+    with pytest.raises(Refused, match="unknown key 'scales'"):
+        Objective.of(AlgorithmTable(loss={"name": "mine.py:my_loss", "scales": 3.0}), base=tmp_path)
