@@ -39,7 +39,9 @@ class MicroBatch:
 
     ids, positions: int64 [rows, L]. mask: bool [rows, 1, L, L], True where attention is allowed. predict_row,
     predict_at: int64 [m], the position whose hidden state predicts each trained token. targets: int64 [m].
-    behaviour, advantages: float32 [m]. sample: int64 [m], index of the sample that each token belongs to.
+    behaviour, advantages: float32 [m]. sample: int64 [m], index of the sample that each token belongs to; token: int64
+    [m], its place in the sample; group: int64 [m], numbers of the groups from 0. proximal, reference: float32 [m], if
+    every sample has them.
     """
 
     ids: torch.Tensor
@@ -51,6 +53,10 @@ class MicroBatch:
     behaviour: torch.Tensor
     advantages: torch.Tensor
     sample: torch.Tensor
+    token: torch.Tensor
+    group: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
 
 
 def shared_rows(samples: Sequence[Sample], budget: int) -> list[Row]:
@@ -82,8 +88,18 @@ def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
     return batches
 
 
+def group_batches(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each group together, for losses that compare a group's samples; no budget divides them."""
+    batches: dict[int, list[Row]] = {}
+    for row in rows:
+        batches.setdefault(row.members[0][1].meta.group, []).append(row)
+    return list(batches.values())
+
+
 def collate(rows: Sequence[Row]) -> MicroBatch:
     """Tensors of one micro-batch. A sample's advantages and behaviour log-probabilities are per token."""
+    members = [member for row in rows for member in row.members]
+    groups = {group: number for number, group in enumerate(dict.fromkeys(s.meta.group for _, s in members))}
     length = max(row.length for row in rows)
     ids = np.zeros((len(rows), length), np.int64)
     positions = np.zeros((len(rows), length), np.int64)
@@ -99,18 +115,35 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
             ids[r, at:end] = sample.tokens[row.prefix :]
             positions[r, at:end] = np.arange(row.prefix, len(sample.tokens))
             segments[r, at:end] = k
-            picks.append(_predictions(r, at, row.prefix, index, sample))
+            picks.append(_predictions(r, at, row.prefix, index, groups[sample.meta.group], sample))
             at = end
     columns = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
+    samples = [sample for _, sample in members]
     return MicroBatch(
-        torch.from_numpy(ids), torch.from_numpy(positions), _attention_mask(torch.from_numpy(segments)), *columns
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        _attention_mask(torch.from_numpy(segments)),
+        *columns,
+        proximal=_trained([s.proximal_logprobs for s in samples], samples),
+        reference=_trained([s.reference_logprobs for s in samples], samples),
     )
 
 
-def _predictions(row: int, at: int, prefix: int, index: int, sample: Sample) -> tuple[np.ndarray, ...]:
-    """Where in the row each trained token of the sample is predicted, and what belongs to it."""
+def _trained(columns: Sequence[np.ndarray | None], samples: Sequence[Sample]) -> torch.Tensor | None:
+    """A column at the trained tokens, float32 [m]; None if a sample lacks it."""
+    parts = [c[_places(s)].astype(np.float32) for c, s in zip(columns, samples, strict=True) if c is not None]
+    return torch.from_numpy(np.concatenate(parts)) if len(parts) == len(samples) else None
+
+
+def _places(sample: Sample) -> np.ndarray:
+    """Places of the trained tokens. Nothing predicts the first token."""
     trained = np.flatnonzero(sample.loss_mask)
-    trained = trained[trained > 0]
+    return trained[trained > 0]
+
+
+def _predictions(row: int, at: int, prefix: int, index: int, group: int, sample: Sample) -> tuple[np.ndarray, ...]:
+    """Where in the row each trained token of the sample is predicted, and what belongs to it."""
+    trained = _places(sample)
     # Token t is predicted at t - 1; the first one after the prefix is predicted at the prefix's last position.
     before = trained - 1
     place = np.where(before < prefix, before, before - prefix + at)
@@ -122,6 +155,8 @@ def _predictions(row: int, at: int, prefix: int, index: int, sample: Sample) -> 
         sample.behaviour_logprobs[trained].astype(np.float32),
         advantages[trained].astype(np.float32),
         np.full(len(trained), index, np.int64),
+        trained.astype(np.int64),
+        np.full(len(trained), group, np.int64),
     )
 
 
