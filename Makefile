@@ -29,8 +29,13 @@ test: $(STAMP)  ## unit tests and simulations, TEST_JOBS at a time, then whole r
 	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile tests/unit tests/golden tests/sim
 	$(BIN)/python -m pytest -m "not long" tests/integration tests/chaos tests/gpu
 
-test-engines: $(STAMP) .venv-sglang/.installed  ## the engines' conformance suite, with a real SGLang server on the CPU
+test-engines: $(STAMP) $(VENV)/.megatron .venv-sglang/.installed  ## engines and trainer backends: a real SGLang server, real gangs of Megatron-Core, on the CPU
 	$(BIN)/python -m pytest tests/engines
+
+$(VENV)/.megatron: $(STAMP)
+	# Pure Python, 3 MB, and nothing that the other packages do not have; without it the backend is left out.
+	$(BIN)/python -m pip install --quiet --editable '.[megatron]'
+	@touch $@
 
 test-long: $(STAMP)  ## runs under faults that take their time
 	$(BIN)/python -m pytest -m long

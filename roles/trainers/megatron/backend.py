@@ -1,0 +1,438 @@
+"""One rank of the Megatron-Core trainer backend."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
+from relax_rt.roles.numerics import denormals_flushed
+from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
+from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.megatron.blocks import MASTER, OptimizerFiles, file_of, write
+from relax_rt.roles.trainers.megatron.model import (
+    DTYPES,
+    build,
+    choose_layers,
+    padded_vocabulary,
+    read_architecture,
+    sequence_parallel,
+    transformer_config,
+)
+from relax_rt.roles.trainers.megatron.packs import Pack, column, fill, pack
+from relax_rt.roles.trainers.megatron.passes import Passes
+from relax_rt.roles.trainers.megatron.ranks import Ranks
+from relax_rt.roles.trainers.megatron.state import OptimizerState
+from relax_rt.roles.trainers.megatron.weights import Files, Read, with_tied_copy
+from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
+from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
+from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
+from relax_rt.transport.errors import DeadlineExceeded, Refused
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
+
+FILES_WAIT_S = 600.0
+"""For the other ranks' files of a checkpoint."""
+MODEL_FILES = ("config.json", "generation_config.json")
+
+
+class MegatronBackend:
+    """A rank's part of model and optimizer. Every rank makes the same calls in the same order.
+
+    Args:
+        model_dir: Hugging Face folder. table: division, dtype and micro-batches.
+        objective: unless given, that of the algorithm.
+        stacked_experts: publish each layer's experts as one tensor, as transformers has them, else one by one.
+
+    Raises:
+        Refused: model or settings ask for what this backend cannot do.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        algorithm: AlgorithmTable,
+        table: TrainedSettings,
+        ranks: Ranks,
+        *,
+        temperature: float,
+        objective: Objective | None = None,
+        stacked_experts: bool = True,
+        layers: str = "auto",
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        torch.set_num_threads(table.threads)
+        self._source, self._algorithm, self._table, self.ranks = model_dir, algorithm, table, ranks
+        self._on_progress, self._stacked = on_progress, stacked_experts
+        self.objective = objective if objective is not None else Objective.of(algorithm)
+        architecture = read_architecture(model_dir)
+        self._shape = architecture.shape
+        chosen = choose_layers(layers)  # type: ignore[arg-type]
+        config = transformer_config(architecture, table, chosen)
+        self.model = build(architecture, config, ranks.sizes, chosen)
+        self.parameters = {(0, name): p for name, p in self.model.named_parameters()}
+        self._division = Division(
+            sizes=ranks.sizes,
+            naming=naming_of([name for _, name in self.parameters]),
+            padded_vocabulary=padded_vocabulary(self._shape, ranks.sizes),
+        )
+        self._plans: dict[tuple[str, bool], Plan] = {}
+        held, _ = self._plan(table.dtype, stacked=False).held(ranks.rank)
+        check_shards(self._plan(table.dtype, stacked=False), ranks.rank, self._shards)
+        self._held = with_tied_copy(self._shape, held, self.parameters, ranks.at["tensor"])
+        self._mark()
+        self._wrapped = _wrapped(self.model, config, table)
+        self._optimizer = _optimizer(self._wrapped, algorithm, table)
+        self._state = OptimizerState(self._optimizer, self.parameters)
+        # Of what all tensor-parallel ranks hold alike, and of copies, one is written.
+        self._mine = frozenset(place for place, local in held.items() if not local.whole or ranks.at["tensor"] == 0)
+        self._passes = Passes(
+            ranks,
+            config,
+            self._wrapped,
+            self.model,
+            vocabulary=self._shape.vocabulary,
+            temperature=temperature,
+        )
+        self._multiple = (table.tensor_parallel if sequence_parallel(table) else 1) * 2 * table.context_parallel
+        self._snapshot: dict[str, torch.Tensor] = {}
+        self._snapshot_steps, self._snapshot_model = 0, bytearray()
+        self._load(Files(model_dir))
+        self._begin()
+
+    def _mark(self) -> None:
+        """Tell Megatron of parameters what it does not know of itself."""
+        for place, local in self._held.items():
+            parameter: Any = self.parameters[place]
+            # It is noted where weights are initialised, which is left out; the norm of all gradients rests on it.
+            parameter.tensor_model_parallel = not local.whole
+            if ".mlp.experts." in place[1]:
+                # Replicas of experts are other ranks than those of dense layers, also without expert parallelism.
+                parameter.allreduce = False
+
+    # Gradients.
+
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Of each token but the first, under the current weights, of logits / temperature: float32 [T] for each sample;
+        0 for the first. The same on all ranks of the replica whose samples these are."""
+        packs = [self._pack(members, trained_only=False) for members in self._filled(samples)]
+        packs += self._dummies(len(packs))
+        found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+        with denormals_flushed():
+            values = self._passes.log_probabilities(packs)
+        for one, value in zip(packs, values, strict=True):
+            for number, (index, _) in enumerate(one.members):
+                if index >= 0:
+                    mine = one.sequence == number
+                    found[index][one.at[mine].numpy()] = value[mine].numpy()
+        return found
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Forward and backward of this replica's share of a batch, which may be empty; gradients are added up as they
+        are, divided by nothing. Samples have their advantages."""
+        idle = self.objective.idle
+        trained = [None if idle(sample) or not sample.loss_mask[1:].any() else sample for sample in samples]
+        packs = [self._pack(members, trained_only=True) for members in self._filled(trained)]
+        dummies = self._dummies(len(packs))
+        with denormals_flushed():
+            results = self._passes.backward([*packs, *dummies], self._loss, len(dummies))
+        for one in packs:
+            self._on_progress(one.tokens)
+        if not self.ranks.speaks:
+            return
+        found = {"trained": sum(float(sample.loss_mask.sum()) for sample in samples)}
+        merge(found, {"computed": float(sum(one.tokens for one in packs))})
+        for value, metrics in results:
+            merge(found, {"loss": value, **metrics})
+        merge(self._found, found)
+
+    def _loss(self, of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        return self.objective.loss(tokens_of(of, logprobs, entropy if "entropy" in self.objective.needs else None))
+
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
+        """Divide the gradients of all ranks by `count`, clip them and take the optimizer's step; see
+        `TrainerBackend.apply`. All ranks return the same."""
+        importlib.import_module("megatron.core.distributed").finalize_model_grads([self._wrapped])
+        found: Metrics = {}
+        for part in self.ranks.gather(self._found):
+            merge(found, part)
+        rate = self._learning_rate(number)
+        count = count if count > 0 else 1.0
+        self._wrapped.scale_gradients(1.0 / count)
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        finite = all(self.ranks.gather(math.isfinite(norm)))
+        loss, tokens = found.get("loss", 0.0), int(found["trained"])
+        if not finite or not math.isfinite(loss):
+            self._begin()
+            what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
+            return _thrown_away(f"{what} in step {number}", tokens, rate)
+        changed = found.get("tokens", 0.0) > 0
+        if changed:
+            self._clip(norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            before_update()
+            with denormals_flushed():
+                self._optimizer.step_with_ready_grads()
+        self._begin()
+        self.objective.after_step(found)
+        seen = max(found.get("tokens", 0.0), 1.0)
+        return StepResult(
+            applied=True,
+            changed=changed,
+            why="" if changed else "no group has an advantage: all its rewards are equal",
+            tokens=tokens,
+            loss=loss / count,
+            grad_norm=norm,
+            learning_rate=rate,
+            ratio_mean=found.get("ratio", 0.0) / seen,
+            ratio_max_deviation=found.get("ratio_deviation_max", 0.0),
+            clip_fraction=found.get("clipped", 0.0) / seen,
+            kl_behaviour=found.get("kl", 0.0) / seen,
+            computed_tokens=int(found["computed"]),
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's sums so far, by Megatron's name; those of replicas are not in them."""
+        return {name: parameter.main_grad.detach().clone() for (_, name), parameter in self.parameters.items()}
+
+    def _begin(self) -> None:
+        """Nothing has been accumulated."""
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._found: Metrics = {"trained": 0.0, "computed": 0.0}
+
+    def _clip(self, norm: float) -> None:
+        clip = importlib.import_module("megatron.core.optimizer.clip_grads").clip_grad_by_total_norm_fp32
+        for optimizer in self._optimizer.chained_optimizers:
+            parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
+            if parameters:
+                clip(parameters, max_norm=self._algorithm.max_grad_norm, total_norm=norm)
+
+    def _learning_rate(self, number: int) -> float:
+        warmup = self._algorithm.warmup_steps
+        return self._algorithm.learning_rate * (min(1.0, number / warmup) if warmup else 1.0)
+
+    def _filled(self, samples: Sequence[Sample | None]) -> list[list[tuple[int, Sample]]]:
+        there = [(index, sample) for index, sample in enumerate(samples) if sample is not None]
+        return fill(there, self._table.tokens_per_micro_batch, whole_groups="pairs" in self.objective.needs)
+
+    def _pack(self, members: Sequence[tuple[int, Sample]], *, trained_only: bool) -> Pack:
+        return pack(members, multiple=self._multiple, trained_only=trained_only)
+
+    def _dummies(self, packs: int) -> list[Pack]:
+        """Packs that count for nothing: ranks that exchange tokens of experts make the same number of passes."""
+        if self.ranks.sizes.expert_ranks == self.ranks.sizes.pipeline:
+            return []
+        most = max(self.ranks.gather(packs))
+        return [self._pack([(-1, _NOTHING)], trained_only=False) for _ in range(most - packs)]
+
+    # Weights.
+
+    @property
+    def _shards(self) -> list[Mapping[str, torch.Tensor]]:
+        return [{name: parameter for (_, name), parameter in self.parameters.items()}]
+
+    def _plan(self, dtype: str, *, stacked: bool) -> Plan:
+        key = (dtype, stacked and self._shape.experts > 0)
+        if key not in self._plans:
+            rows = max(self._shape.hidden, self._shape.ffn, self._shape.query) * 4
+            self._plans[key] = plan_buckets(
+                self._shape,
+                self._division,
+                dtype=dtype,
+                bucket_bytes=max(BUCKET_BYTES, rows),
+                stacked_experts=key[1],
+            )
+        return self._plans[key]
+
+    def layout(self, dtype: str) -> Layout:
+        """Where `export` puts each tensor."""
+        return self._plan(dtype, stacked=self._stacked).layout
+
+    def export(self, into: memoryview | None, dtype: str) -> None:
+        """Write all ranks' weights, cast to dtype, into rank 0's buffer; the other ranks give None."""
+        self._gather(self._plan(dtype, stacked=self._stacked), into)
+
+    def _gather(self, plan: Plan, into: memoryview | None) -> None:
+        """Bucket by bucket, so that rank 0 holds little more than the buffer."""
+        ranks = self.ranks
+        for bucket in plan.buckets:
+            if ranks.rank in bucket.ranks:
+                mine = contribute(plan, bucket, ranks.rank, self._shards)
+                if ranks.rank != 0:
+                    dist.send(mine, 0, group=ranks.control)
+            if ranks.rank != 0:
+                continue
+            assert into is not None
+            parts = {}
+            item = DTYPES[plan.dtype].itemsize
+            for other in bucket.ranks:
+                if other == 0:
+                    parts[0] = mine
+                    continue
+                size = sum(part.rows * part.columns for part in bucket.of(other)) * item
+                parts[other] = torch.empty(size, dtype=torch.uint8)
+                dist.recv(parts[other], other, group=ranks.control)
+            assemble(plan, bucket, parts, into)
+
+    def _load(self, files: Files, masters: Read | None = None) -> None:
+        """Weights from Hugging Face files; float32 copies of bfloat16 ones from `masters`, or the same files."""
+        files.check(self._shape)
+        with torch.no_grad():
+            for place, parameter in self.parameters.items():
+                fill_tensor(parameter.detach().view(-1), self._held[place], files)
+            self._state.masters(self._held, masters or files)
+
+    # Checkpoints.
+
+    def snapshot(self) -> None:
+        """Copy weights and optimizer state aside; `write` saves the copy while training goes on."""
+        self._state.copy(self._held, self._mine, self._snapshot)
+        self._snapshot_steps = self._state.steps
+        plan = self._plan(self._table.dtype, stacked=False)
+        if self.ranks.rank == 0 and not self._snapshot_model:
+            self._snapshot_model = bytearray(plan.layout.nbytes)
+        self._gather(plan, memoryview(self._snapshot_model) if self.ranks.rank == 0 else None)
+
+    def write(self, folder: Path) -> None:
+        """Write the last snapshot: each rank its optimizer's state, rank 0 the model in Hugging Face format. Rank 0
+        returns when the files of all ranks are there. No collectives: training may go on.
+
+        Raises:
+            Refused: no snapshot was taken. DeadlineExceeded: another rank's file does not come.
+        """
+        ranks = self.ranks
+        if not self._snapshot_steps and not self._snapshot and not self._snapshot_model:
+            raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
+        write(file_of(folder, ranks.rank, ranks.sizes.world), self._snapshot, self._snapshot_steps)
+        if ranks.rank != 0:
+            return
+        layout = self._plan(self._table.dtype, stacked=False).layout
+        flat = torch.frombuffer(self._snapshot_model, dtype=torch.uint8)
+        dtype = DTYPES[self._table.dtype]
+        tensors = {e.name: flat[e.offset : e.offset + e.nbytes].view(dtype).view(e.shape) for e in layout.entries}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for pattern in (*MODEL_FILES, *TOKENIZER_FILES):
+            for path in self._source.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+        self._await(folder)
+
+    def _await(self, folder: Path) -> None:
+        world, deadline = self.ranks.sizes.world, time.monotonic() + FILES_WAIT_S
+        while lacking := [r for r in range(world) if not file_of(folder, r, world).exists()]:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"checkpoint {folder}",
+                    why=f"rank {lacking[0]} of {world} has not written its part within {FILES_WAIT_S:g} s",
+                    hint="all ranks must see the run directory: on several nodes it lies on a shared file system",
+                )
+            time.sleep(0.02)
+
+    def restore(self, folder: Path) -> None:
+        """Take model and optimizer state from a checkpoint folder, however the ranks that wrote it were divided.
+
+        Raises:
+            Refused: it is of another model, or lacks something. SafetensorError: a file is truncated.
+        """
+        state = OptimizerFiles(folder)
+        self._load(Files(folder), state.reader(MASTER) if state.has(MASTER) else None)
+        self._state.take(self._held, state)
+        self._begin()
+
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+)
+
+
+def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:
+    """A pack's trained tokens as losses see them."""
+    samples = [sample for _, sample in of.members]
+    groups = {group: number for number, group in enumerate(dict.fromkeys(s.meta.group for s in samples))}
+
+    def there(columns: Sequence[NDArray[np.float32] | None]) -> torch.Tensor | None:
+        found = [values for values in columns if values is not None]
+        return column(of, found).to(logprobs.device) if len(found) == len(columns) else None
+
+    behaviour, advantages = there([s.behaviour_logprobs for s in samples]), there([s.advantages for s in samples])
+    assert behaviour is not None
+    return TokenTensors(
+        logprobs=logprobs,
+        behaviour=behaviour,
+        advantages=advantages if advantages is not None else torch.zeros_like(behaviour),
+        mask=torch.ones_like(logprobs, dtype=torch.bool),
+        sequence=of.sequence.to(logprobs.device),
+        proximal=there([s.proximal_logprobs for s in samples]),
+        reference=there([s.reference_logprobs for s in samples]),
+        group=torch.tensor([groups[s.meta.group] for s in samples])[of.sequence].to(logprobs.device),
+        entropy=entropy,
+    )
+
+
+_NOTHING = Sample(
+    meta=None,  # type: ignore[arg-type]
+    tokens=np.zeros(2, np.int32),
+    loss_mask=np.array([0, 1], np.uint8),
+    behaviour_logprobs=np.zeros(2, np.float32),
+    versions=[],
+)
+
+
+def _wrapped(model: Any, config: Any, table: TrainedSettings) -> Any:
+    """Megatron's data parallelism around the model: gradients in a buffer, reduced when they are asked for."""
+    distributed = importlib.import_module("megatron.core.distributed")
+    options = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=table.gradient_dtype == "float32",
+        use_distributed_optimizer=table.distributed_optimizer,
+        overlap_grad_reduce=False,
+    )
+    if config.bf16:
+        model = importlib.import_module("megatron.core.transformer.module").Float16Module(config, model)
+    wrapped = distributed.DistributedDataParallel(config, options, model)
+    wrapped.train()
+    return wrapped
+
+
+def _optimizer(wrapped: Any, algorithm: AlgorithmTable, table: TrainedSettings) -> Any:
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    moments = DTYPES[table.optimizer_dtype]
+    config = optimizers.OptimizerConfig(
+        optimizer="adam",
+        lr=algorithm.learning_rate,
+        weight_decay=algorithm.weight_decay,
+        adam_beta1=algorithm.adam_betas[0],
+        adam_beta2=algorithm.adam_betas[1],
+        adam_eps=1e-8,
+        params_dtype=DTYPES[table.dtype],
+        bf16=table.dtype == "bfloat16",
+        use_distributed_optimizer=table.distributed_optimizer,
+        clip_grad=algorithm.max_grad_norm,
+        use_precision_aware_optimizer=moments is not torch.float32,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+    )
+    # Without overrides Megatron spares norms and biases the weight decay; the torch backend does not.
+    return optimizers.get_megatron_optimizer(config, [wrapped], config_overrides={}, use_gloo_process_groups=False)
+
+
+def _thrown_away(why: str, tokens: int, rate: float) -> StepResult:
+    return StepResult(False, False, why, tokens, float("nan"), float("nan"), rate, 0.0, 0.0, 0.0, 0.0, 0)

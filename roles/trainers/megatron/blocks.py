@@ -1,0 +1,118 @@
+"""The optimizer's state in files that any other division of the model can read.
+
+Each rank writes what it owns as blocks of Hugging Face tensors, keyed ``name|kind|row:rows|column:columns``; nothing in
+them depends on how the ranks were divided. Kinds are Adam's ``exp_avg`` and ``exp_avg_sq``, and ``master``, the float32
+weights, where the trained ones are bfloat16. Whole tensors under ``name|kind``, as the torch backend writes them, are
+read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from relax_rt.roles.trainers.megatron.weights import Block
+from relax_rt.transport.errors import Refused
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+STEPS = "steps"
+
+
+def key_of(kind: str, block: Block) -> str:
+    """Under which name a block is written."""
+    return f"{block.name}|{kind}|{block.row}:{block.rows}|{block.column}:{block.columns}"
+
+
+def file_of(folder: Path, rank: int, world: int) -> Path:
+    """A rank's file."""
+    return folder / f"optimizer-{rank + 1:05d}-of-{world:05d}.safetensors"
+
+
+def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
+    """Write a rank's blocks; the file is there when it is complete.
+
+    Args:
+        steps: updates that Adam's moments have seen.
+    """
+    partial = path.with_suffix(".partial")
+    save_file(dict(blocks), partial, metadata={STEPS: str(steps)})
+    partial.rename(path)
+
+
+class OptimizerFiles:
+    """The blocks of all ranks' files in a checkpoint.
+
+    Raises:
+        Refused: a file is missing, or there is none. SafetensorError: one is truncated.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        paths = sorted(folder.glob("optimizer*.safetensors"))
+        if not paths:
+            raise Refused(f"checkpoint {folder}", why="it has no state of an optimizer")
+        if "-of-" in paths[0].name and len(paths) != (world := int(paths[0].stem.rpartition("-")[2])):
+            raise Refused(f"checkpoint {folder}", why=f"it has {len(paths)} of the {world} ranks' files")
+        self._found: dict[tuple[str, str], list[tuple[Block, Any, str]]] = {}
+        steps = set()
+        for path in paths:
+            file: Any = safe_open(path, framework="pt")
+            steps.add(int((file.metadata() or {}).get(STEPS, 0)))
+            for key in file.keys():  # noqa: SIM118
+                self._add(file, key)
+                if key.endswith("|step"):
+                    steps.add(int(file.get_tensor(key)))
+        self.steps = max(steps)
+
+    def _add(self, file: Any, key: str) -> None:
+        name, kind, *place = key.split("|")
+        if place:
+            rows, columns = (tuple(map(int, part.split(":"))) for part in place)
+            block = Block(name, *rows, *columns)
+        else:
+            size = file.get_slice(key).get_shape()
+            block = Block(name, 0, size[0] if size else 1, 0, size[1] if len(size) > 1 else 1)
+        self._found.setdefault((name, kind), []).append((block, file, key))
+
+    def has(self, kind: str) -> bool:
+        """Whether any tensor has state of this kind."""
+        return any(found == kind for _, found in self._found)
+
+    def reader(self, kind: str) -> Callable[[Block], torch.Tensor]:
+        """Gives blocks of one kind of state, put together of those in the files."""
+        return lambda wanted: self._read(kind, wanted)
+
+    def _read(self, kind: str, wanted: Block) -> torch.Tensor:
+        out = torch.empty(wanted.rows, wanted.columns)
+        seen = torch.zeros(wanted.rows, wanted.columns, dtype=torch.bool)
+        for block, file, key in self._found.get((wanted.name, kind), ()):
+            top, bottom = max(wanted.row, block.row), min(wanted.row + wanted.rows, block.row + block.rows)
+            left = max(wanted.column, block.column)
+            right = min(wanted.column + wanted.columns, block.column + block.columns)
+            if top < bottom and left < right:
+                rows = slice(top - wanted.row, bottom - wanted.row)
+                columns = slice(left - wanted.column, right - wanted.column)
+                out[rows, columns] = self._part(file, key, block, (top, bottom, left, right))
+                seen[rows, columns] = True
+        if not bool(seen.all()):
+            raise Refused(
+                f"checkpoint {self._folder}",
+                why=f"it lacks {kind} of {int((~seen).sum())} elements of {wanted.name}",
+                hint="it is of another model, or incomplete",
+            )
+        return out
+
+    def _part(self, file: Any, key: str, block: Block, at: tuple[int, int, int, int]) -> torch.Tensor:
+        top, bottom, left, right = at
+        part = file.get_slice(key)
+        if len(part.get_shape()) == 1:
+            vector: torch.Tensor = part[top - block.row : bottom - block.row]
+            return vector[:, None]
+        matrix: torch.Tensor = part[top - block.row : bottom - block.row, left - block.column : right - block.column]
+        return matrix

@@ -1,0 +1,95 @@
+"""Log-probabilities and entropies of logits whose vocabulary is cut over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class VocabularySlice:
+    """The part of the vocabulary that this rank's logits are of.
+
+    Args:
+        first: number of the first token. rows: logits of this rank, padding included. vocabulary: tokens of the model;
+            logits from there on are padding and have no probability. group: the ranks that hold the other parts, or
+            None where there are none.
+    """
+
+    def __init__(self, first: int, rows: int, vocabulary: int, group: dist.ProcessGroup | None) -> None:
+        self.first, self.rows, self.real = first, rows, max(0, min(rows, vocabulary - first))
+        self.group = group
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over all parts, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Over all parts, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+
+def log_probabilities(
+    logits: torch.Tensor, targets: torch.Tensor, part: VocabularySlice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-softmax at the targets, and the entropy of the distribution, both differentiable.
+
+    With p = softmax(z) over all parts: d log p_t / d z_j = [j = t] - p_j, and for H = -sum p log p
+    d H / d z_j = -p_j (log p_j + H). Only p is kept for the backward pass.
+
+    Args:
+        logits: float [m, part.rows], at temperature 1 or divided by it. It is overwritten.
+        targets: int64 [m], numbers in the whole vocabulary.
+
+    Returns:
+        log-probabilities [m] and entropies [m] in nats, the same on all ranks of the group, in the logits' dtype but at
+        least float32.
+    """
+    apply: Any = _VocabularyParallel.apply
+    found: tuple[torch.Tensor, torch.Tensor] = apply(logits, targets, part)
+    return found
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, part: VocabularySlice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        z = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        z[:, part.real :] = -torch.inf
+        z = z - part.max(z.amax(-1))[:, None]
+        here = (targets >= part.first) & (targets < part.first + part.real)
+        local = torch.where(here, targets - part.first, 0)
+        at_target = z.gather(-1, local[:, None])[:, 0].masked_fill(~here, 0.0)
+        weight = z.exp()
+        sums = part.sum(torch.stack([weight.sum(-1), _dot(weight, z), at_target]))
+        log_total = sums[0].log()
+        p = weight / sums[0][:, None]
+        entropy = log_total - sums[1] / sums[0]
+        ctx.save_for_backward(p, entropy, local, here)
+        ctx.dtype = logits.dtype
+        ctx.set_materialize_grads(False)
+        return sums[2] - log_total, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None]:
+        p, entropy, local, here = ctx.saved_tensors
+        gradient = torch.zeros_like(p)
+        if of_logprob is not None:
+            gradient = p * -of_logprob[:, None]
+            gradient.scatter_add_(-1, local[:, None], (of_logprob * here)[:, None])
+        if of_entropy is not None:
+            gradient = gradient - of_entropy[:, None] * (torch.special.xlogy(p, p) + p * entropy[:, None])
+        return gradient.to(ctx.dtype), None, None
+
+
+def _dot(weight: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """sum w z over the vocabulary; what has no weight counts for nothing, also at minus infinity."""
+    return (weight * z.masked_fill(weight == 0, 0.0)).sum(-1)

@@ -1,0 +1,103 @@
+"""This process among the ranks of a Megatron gang."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from relax_rt.roles.planning.parallel import Sizes, coordinates
+from relax_rt.roles.trainers.megatron.shims import prepare
+from relax_rt.transport.errors import Refused
+
+T = TypeVar("T")
+
+TIMEOUT_S = 1800.0
+"""For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
+IDLE = timedelta(days=365)
+
+
+class Ranks:
+    """The process groups of a gang, and this rank's place in them. One a process.
+
+    Args:
+        store: torch's, where the ranks meet. rank, local_rank: among all, and among those of this node.
+        seed: of Megatron's random states; nothing that this backend computes draws from them.
+
+    Raises:
+        Refused: the sizes do not divide the ranks.
+    """
+
+    def __init__(self, sizes: Sizes, store: Any, rank: int, *, local_rank: int = 0, seed: int = 1) -> None:
+        prepare()
+        self.sizes, self.rank = sizes, rank
+        if sizes.world % sizes.model_ranks or sizes.world % sizes.expert_ranks:
+            raise Refused(f"{sizes.world} ranks", why=f"{sizes} does not divide them")
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=sizes.world,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+        state = importlib.import_module("megatron.core.parallel_state")
+        state.initialize_model_parallel(
+            sizes.tensor,
+            sizes.pipeline,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(seed)
+        self.at = coordinates(rank, sizes.dense)
+        self.tensor_group: dist.ProcessGroup = state.get_tensor_model_parallel_group()
+        self.pipeline_group: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
+        self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
+        """Between the ranks' processors; waits as long as it takes."""
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether losses are computed here."""
+        return self.at["pipeline"] == self.sizes.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's losses are counted: one of those that compute the same ones."""
+        return self.last_stage and self.at["tensor"] == 0 and self.at["context"] == 0
+
+    def gather(self, value: T) -> list[T]:
+        """A small plain value of each rank, by rank, on all of them."""
+        data = msgspec.msgpack.encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.sizes.world)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.control)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(found, mine, group=self.control)
+        return [
+            msgspec.msgpack.decode(bytes(part[: int(size)].numpy()), type=type(value))
+            for part, size in zip(found, sizes, strict=True)
+        ]
+
+    def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
+        """The last stage's values on all stages of this replica."""
+        if self.sizes.pipeline > 1:
+            source = dist.get_process_group_ranks(self.pipeline_group)[-1]
+            dist.broadcast(values, source, group=self.pipeline_group)
+        return values
+
+    def close(self) -> None:
+        """Leave the groups; the process can join others."""
+        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
+        dist.destroy_process_group(self.control)

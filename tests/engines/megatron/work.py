@@ -1,0 +1,89 @@
+"""What the ranks of a gang do for a test. Each function runs on every rank at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
+from relax_rt.roles.trainers.megatron.backend import MegatronBackend
+from relax_rt.roles.trainers.megatron.model import sizes_of
+from relax_rt.roles.trainers.megatron.packs import share
+from relax_rt.roles.trainers.megatron.ranks import Ranks
+
+
+class Here:
+    """This rank; its groups are made anew for each division."""
+
+    def __init__(self, rank: int, world: int, folder: Path) -> None:
+        self.rank, self.world = rank, world
+        self.store = dist.FileStore(str(folder / "store"), world)
+        self.ranks: Ranks | None = None
+        self.backend: MegatronBackend
+
+
+def build(
+    here: Here,
+    model: Path,
+    division: dict[str, Any],
+    algorithm: dict[str, Any],
+    temperature: float = 1.0,
+    stacked: bool = True,
+) -> None:
+    """A backend with this division of the gang's ranks."""
+    if here.ranks is not None:
+        here.ranks.close()
+    table = TrainerSettings(**{"backend": "megatron", "dtype": "float32", "count": here.world, **division})
+    here.ranks = Ranks(sizes_of(table), here.store, here.rank)
+    here.backend = MegatronBackend(
+        model, AlgorithmTable(**algorithm), table, here.ranks, temperature=temperature, stacked_experts=stacked
+    )
+
+
+def mine(here: Here, samples: list[Sample]) -> tuple[list[int], list[Sample]]:
+    """This replica's share of a batch."""
+    assert here.ranks is not None
+    found = share(samples, here.ranks.at["data"], here.ranks.sizes.data)
+    return [index for index, _ in found], [sample for _, sample in found]
+
+
+def logprobs(here: Here, samples: list[Sample]) -> dict[int, Any]:
+    """By index in the batch, of this replica's share."""
+    indices, part = mine(here, samples)
+    return dict(zip(indices, here.backend.log_probabilities(part), strict=True))
+
+
+def step(here: Here, batches: list[list[Sample]], count: float, number: int = 1) -> Any:
+    """One optimizer step over batches that arrive one after the other."""
+    for batch in batches:
+        here.backend.accumulate(mine(here, batch)[1])
+    return here.backend.apply(count, number)
+
+
+def export(here: Here, dtype: str = "float32") -> tuple[Any, bytes] | None:
+    """Layout and bytes of the whole model, from rank 0."""
+    layout = here.backend.layout(dtype)
+    into = bytearray(layout.nbytes) if here.rank == 0 else None
+    here.backend.export(memoryview(into) if into is not None else None, dtype)
+    return None if into is None else (layout, bytes(into))
+
+
+def save(here: Here, folder: Path) -> None:
+    here.backend.snapshot()
+    here.backend.write(folder)
+
+
+def restore(here: Here, folder: Path) -> None:
+    here.backend.restore(folder)
+
+
+def grads(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
+    """This rank's gradient sums, by Megatron's name; then forgotten."""
+    for batch in batches:
+        here.backend.accumulate(mine(here, batch)[1])
+    found = {name: value.numpy() for name, value in here.backend.gradients().items()}
+    here.backend._begin()
+    return found
