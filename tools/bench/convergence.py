@@ -130,7 +130,11 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
             if code := run.process.wait(RUN_S):
                 ran.problems.append(f"`up` ended with {code}: {run.output.read_text()[-1000:]}")
         take(ran, list(read_metrics(run.run_dir)), str(find_run(run.run_dir).record.get("status", "")))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 one run that fails must not hide the others
+    except SystemExit as error:
+        if not isinstance(error.code, str):  # we are to end
+            raise
+        ran.problems.append(error.code)
+    except Exception as error:  # noqa: BLE001 one run that fails must not hide the others
         ran.problems.append(str(error) or repr(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

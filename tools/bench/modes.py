@@ -1,6 +1,6 @@
 """Colocate, on-policy and asynchronous side by side, at the pace of a GPU cluster, on a machine that has no GPU.
 
-    python tools/bench/modes.py [--quick] [--json] [--factor 50] [--steps 24] [--rounds 2] [--generation-s 128.6]
+    python tools/bench/modes.py [--quick] [--json] [--factor 50] [--steps 48] [--rounds 2] [--generation-s 128.6]
 
 Whole runs, with the real supervisor, registry, queue, reward, publication and checkpoints. ENGINES AND TRAINER ARE
 STAND-INS: they sleep for as long as GPUs would compute, `factor` times shorter. What the runtime itself takes is not
@@ -26,8 +26,8 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
+
 from modes_times import PAPER, Pace, Pipeline, Shape, cluster, gaps, stages
+from toy_run import ToyRun
+
+from relax_rt.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "modes_job"
@@ -52,7 +58,7 @@ class Ran(msgspec.Struct, frozen=True):
 
     Attributes:
         steps_s: of each step after the first few. wait_s, train_s, publish_s: means, by the trainer's own records.
-        staleness: mean and highest, updates. cpu_s: of all of the run's processes, a step.
+        staleness: mean and highest, updates.
     """
 
     steps_s: list[float]
@@ -60,24 +66,25 @@ class Ran(msgspec.Struct, frozen=True):
     train_s: float
     publish_s: float
     staleness: tuple[float, int]
-    cpu_s: float
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one round of few steps, at a factor of 100")
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, at a factor of 60")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
     parser.add_argument("--factor", type=float, default=50.0, help="times are so much shorter than the cluster's")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=48, help="of asynchronous runs; the others take half of them")
     parser.add_argument("--skip", type=int, default=4, help="first steps left out: loading, an empty pipeline")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="the median counts")
     parser.add_argument("--generation-s", type=float, default=PAPER["asynchronous"], help="of a batch alone")
     parser.add_argument("--sigma", type=float, default=0.7, help="of the logarithm of lengths")
     parser.add_argument("--only", help="this mode alone, without a verdict")
     parser.add_argument("--keep", type=Path, help="leave the run directories there")
     options = parser.parse_args()
+    # So that the run is ended as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.quick:
-        options.factor, options.steps, options.skip, options.rounds = 100.0, 10, 3, 1
+        options.factor, options.steps, options.skip, options.rounds = 60.0, 16, 3, 1
     shape = Shape(sigma=options.sigma)
     pace = cluster(shape, options.generation_s).scaled(options.factor)
     found: dict[str, list[Ran]] = {mode: [] for mode in MODES if options.only in (None, mode)}
@@ -97,7 +104,13 @@ def main() -> int:
 def ideal(mode: str, shape: Shape, pace: Pace, options: argparse.Namespace) -> float:
     """Seconds a step that the contract allows."""
     pipeline = Pipeline(shape, pace, MODES[mode], colocate=mode == "colocate")
-    return statistics.fmean(gaps(pipeline.steps(options.steps), options.skip))
+    return statistics.fmean(gaps(pipeline.steps(steps_of(mode, options)), options.skip))
+
+
+def steps_of(mode: str, options: argparse.Namespace) -> int:
+    """Steps of a run. Asynchronous ones have more: what is under way at the first and the last step counted differs."""
+    steps: int = options.steps if MODES[mode] else options.steps // 2
+    return steps
 
 
 def run(mode: str, shape: Shape, pace: Pace, options: argparse.Namespace, number: int) -> Ran:
@@ -107,27 +120,24 @@ def run(mode: str, shape: Shape, pace: Pace, options: argparse.Namespace, number
         SystemExit: it failed; with its last lines.
     """
     folder = Path(tempfile.mkdtemp(prefix="relax-bench-"))
+    job = folder / "modes_job"
+    toy = ToyRun(folder, job / "roles.toml", settings(mode, shape, pace, steps_of(mode, options)))
     try:
-        make_job(folder / "modes_job", shape)
+        make_job(job)
         for name in ("modes_roles.py", "modes_times.py"):
             shutil.copyfile(HERE / name, folder / name)
-        run_dir = folder / "run" if options.keep is None else options.keep.absolute() / f"{mode} {number}"
-        sets = {"run.dir": json.dumps(str(run_dir)), **settings(mode, shape, pace, options.steps)}
-        command = [str(Path(sys.executable).with_name("relax-rt")), "up", str(folder / "modes_job" / "roles.toml")]
-        command += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-        before = os.times()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        after = os.times()
-        if done.returncode:
-            raise SystemExit(f"the {mode} run failed with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-        cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        return take([record for record in records if record["kind"] == "step"], options.skip, cpu_s)
+        with toy:
+            if code := toy.process.wait(TIMEOUT_S):
+                raise SystemExit(f"the {mode} run failed with {code}:\n{toy.output.read_text()[-4000:]}")
+        steps = [record for record in read_metrics(toy.run_dir) if record.get("kind") == "step"]
+        if options.keep is not None:
+            shutil.copytree(toy.run_dir, options.keep / f"{mode} {number}", ignore=shutil.ignore_patterns("*.sock"))
+        return take(steps, options.skip)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def take(steps: list[dict[str, Any]], skip: int, cpu_s: float) -> Ran:
+def take(steps: list[dict[str, Any]], skip: int) -> Ran:
     """Of the steps after the first few."""
     # A step's end is that of its training: what follows it is hidden behind the next one, or is in that one's wait.
     ends = [record["elapsed_s"] - record["publish_s"] for record in steps]
@@ -137,11 +147,10 @@ def take(steps: list[dict[str, Any]], skip: int, cpu_s: float) -> Ran:
         steps_s=list(gaps(ends, skip)),
         **{name: statistics.fmean(r[name] for r in counted) for name in ("wait_s", "train_s", "publish_s")},
         staleness=(statistics.fmean(stale), max(stale)),
-        cpu_s=cpu_s / len(steps),
     )
 
 
-def make_job(folder: Path, shape: Shape) -> None:
+def make_job(folder: Path) -> None:
     """The job's folder: prompts, and the tiny model's tokenizer with a context that is long enough. Nobody computes
     with the model."""
     from relax_rt.roles.models.resolve import resolve_model
@@ -166,8 +175,8 @@ def settings(mode: str, shape: Shape, pace: Pace, steps: int) -> dict[str, Any]:
         "checkpoint.every_steps": 5,
         "roles.rollout.count": shape.engines,
         "roles.rollout.max_sequences": shape.slots,
-        # A group counts until its last member has ended: with fewer, stragglers keep slots empty.
-        "roles.rollout.groups_in_flight": 3 * math.ceil(shape.slots / shape.group),
+        # One group more than is decoded at a time, so that a sequence is there when another ends.
+        "roles.rollout.groups_in_flight": math.ceil(shape.slots / shape.group) + 1,
         "roles.rollout.median": shape.median,
         "roles.rollout.sigma": shape.sigma,
         "roles.rollout.most": shape.most,
@@ -238,18 +247,17 @@ def show(
         f"{whole.publish_s:g} s, release {whole.release_s:.1f} s, return {whole.resume_s:.1f} s"
     )
     print(f"{'':18}{'step s':>8}{'cluster s':>11}{'paper s':>9}{'contract s':>12}{'of it':>7}{'of stages':>11}", end="")
-    print(f"{'waits':>8}{'trains':>8}{'held':>7}{'staleness':>12}{'cpu s':>7}")
+    print(f"{'waits':>8}{'trains':>8}{'held':>7}{'staleness':>12}")
     for mode, rans in found.items():
         step, best = measured(found, mode), ideals[mode]
-        wait, train, held, cpu = (
-            statistics.median(getattr(ran, name) for ran in rans)
-            for name in ("wait_s", "train_s", "publish_s", "cpu_s")
+        wait, train, held = (
+            statistics.median(getattr(ran, name) for ran in rans) for name in ("wait_s", "train_s", "publish_s")
         )
         stale = max(ran.staleness for ran in rans)
         print(
             f"{mode:18}{step:>8.3f}{step * factor:>11.1f}{PAPER[mode.partition(',')[0]]:>9.1f}{best * factor:>12.1f}"
             f"{best / step:>7.1%}{max(never_idle) / step:>11.1%}{wait:>8.3f}{train:>8.3f}{held:>7.3f}"
-            f"{stale[0]:>7.2f} ≤{stale[1]:>2}{cpu:>7.2f}"
+            f"{stale[0]:>7.2f} ≤{stale[1]:>2}"
         )
     print(f"two stages never idle: generation {never_idle[0] * factor:.1f} s, training {never_idle[1] * factor:.1f} s")
     if not options.only:
