@@ -92,8 +92,8 @@ class AlgorithmTable(Table):
     """Which scored groups are left out, others being made for them: zero_variance, pass_rate, truncated."""
     sampler: Part | None = None
     """Which prompts come next, by their history: curriculum, replay. Unset: the run's order."""
-    group_size: Annotated[int, Field(ge=2, le=1024)] = 8
-    """Samples of one prompt."""
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Samples of one prompt; 1 where advantages compare no group (gae, reinforce_pp, distillation, sft)."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 12
     """Groups of one optimizer step; each step is published."""
     steps: Annotated[int, Field(ge=1)] = 100

@@ -27,6 +27,10 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
     if isinstance(parts, list):
         yield from parts
         return
+    if table.group_size < 2 and "groups" in parts.advantage.part.traits:
+        message = f"group_size = 1, and advantage '{parts.advantage.part.name}' compares the samples of a group"
+        hint = "at least 2; gae, reinforce_pp and distillation do with one"
+        yield Problem(("algorithm", "group_size"), message, hint)
     yield from _columns(config, parts)
     yield from _weights(parts)
     yield from _kl(parts)

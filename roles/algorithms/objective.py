@@ -196,8 +196,9 @@ class Objective:
         Returns:
             A scalar, and sums over trained tokens (largest values under names ending in `_max`): `tokens`; between the
             trained and the behaviour policy `ratio`, `ratio_deviation_max`, `kl` (k3 of KL(behaviour || trained),
-            nats), `difference` and `difference_max` (of log-probabilities, absolute); `entropy` and `kl_reference`
-            where they are computed; with corrections `rejected` and `weight`; and the loss's own, as `clipped`.
+            nats), `difference` and `difference_max` (of log-probabilities, absolute); `sampled_entropy`, minus the
+            behaviour log-probabilities; `entropy` and `kl_reference` where they are computed; with corrections
+            `rejected` and `weight`; and the loss's own, as `clipped`.
         """
         metrics = _mismatch(tokens)
         each, own = self.parts.loss(tokens)
@@ -255,4 +256,5 @@ def _mismatch(tokens: TokenTensors) -> Metrics:
         "kl": float((ratio - 1.0 - held).sum()),
         "difference": float(gap.abs().sum()),
         "difference_max": largest(gap.abs()),
+        "sampled_entropy": -float(tokens.behaviour.sum()),
     }

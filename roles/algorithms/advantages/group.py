@@ -70,7 +70,13 @@ class GroupOptions(Table):
     """Whose standard deviation: the group's, or that of all rewards of the step."""
 
 
-@part("advantage", "grpo", options=GroupOptions, needs=lambda o: {"rewards", *({"batch"} & {o.std_of})})
+@part(
+    "advantage",
+    "grpo",
+    options=GroupOptions,
+    needs=lambda o: {"rewards", *({"batch"} & {o.std_of})},
+    traits={"groups"},
+)
 def grpo(batch: AdvantageInputs, options: GroupOptions) -> list[NDArray[np.float32]]:
     """A = (r - mean of the group) / (std + 1e-4), equal on all tokens of a sample.
 
@@ -94,7 +100,7 @@ def grpo(batch: AdvantageInputs, options: GroupOptions) -> list[NDArray[np.float
     return found
 
 
-@part("advantage", "rloo", needs={"rewards"})
+@part("advantage", "rloo", needs={"rewards"}, traits={"groups"})
 def rloo(batch: AdvantageInputs, options: object) -> list[NDArray[np.float32]]:
     """A_i = r_i - mean of the other members' rewards (REINFORCE leave-one-out).
 

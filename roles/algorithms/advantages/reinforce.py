@@ -56,7 +56,7 @@ def reinforce_pp(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray
     return _spread(batch, values, options.whiten)
 
 
-@part("advantage", "reinforce_pp_baseline", options=WhitenOptions, needs=_needs)
+@part("advantage", "reinforce_pp_baseline", options=WhitenOptions, needs=_needs, traits={"groups"})
 def reinforce_pp_baseline(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray[np.float32]]:
     """A = r - mean of the group, then normalised over all tokens of the batch.
 

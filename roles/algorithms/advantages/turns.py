@@ -56,7 +56,7 @@ def _turn_rewards(one: Trajectory) -> Floats:
     return np.array(one.turn_rewards, np.float64)
 
 
-@part("advantage", "turn_grpo", options=TurnOptions, needs={"rewards", "turn_rewards"})
+@part("advantage", "turn_grpo", options=TurnOptions, needs={"rewards", "turn_rewards"}, traits={"groups"})
 def turn_grpo(batch: AdvantageInputs, options: TurnOptions) -> list[NDArray[np.float32]]:
     """A of a turn before the last = A_turn + lambda A_outcome; of the last = A_outcome.
 
@@ -88,7 +88,7 @@ def turn_grpo(batch: AdvantageInputs, options: TurnOptions) -> list[NDArray[np.f
     return found
 
 
-@part("advantage", "process_grpo", options=ProcessOptions, needs={"turn_rewards"}, traits={"no_cost"})
+@part("advantage", "process_grpo", options=ProcessOptions, needs={"turn_rewards"}, traits={"no_cost", "groups"})
 def process_grpo(batch: AdvantageInputs, options: ProcessOptions) -> list[NDArray[np.float32]]:
     """A of a step = sum of the normalised rewards of this step and all after it.
 
@@ -112,7 +112,13 @@ def process_grpo(batch: AdvantageInputs, options: ProcessOptions) -> list[NDArra
     return found
 
 
-@part("advantage", "gigpo", options=AnchorOptions, needs={"rewards", "turn_rewards", "turn_states"})
+@part(
+    "advantage",
+    "gigpo",
+    options=AnchorOptions,
+    needs={"rewards", "turn_rewards", "turn_states"},
+    traits={"groups"},
+)
 def gigpo(batch: AdvantageInputs, options: AnchorOptions) -> list[NDArray[np.float32]]:
     """A of a step = A_episode + omega A_step.
 

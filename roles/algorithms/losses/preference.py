@@ -27,7 +27,7 @@ class DpoOptions(Table):
     """Probability that a preference is the wrong way round (conservative DPO)."""
 
 
-@part("advantage", "preference", needs={"rewards"}, traits={"no_cost"})
+@part("advantage", "preference", needs={"rewards"}, traits={"no_cost", "groups"})
 def preference(batch: AdvantageInputs, options: object) -> list[NDArray[np.float32]]:
     """+1 on the tokens of each group's sample of the highest reward, -1 on those of the lowest, 0 on all others; of
     equal ones the first. A group of equal rewards has no pair.

@@ -38,7 +38,7 @@ def test_presets_that_need_no_further_role_pass(tmp_path: Path, name: str) -> No
 
 
 def test_presets_with_their_roles_pass(tmp_path: Path) -> None:
-    assert problems(tmp_path, "critic", name="ppo") == []
+    assert problems(tmp_path, "critic", name="ppo", group_size=1) == []
     assert problems(tmp_path, "reference", name="dpo") == []
     assert problems(tmp_path, "reference", name="distillation") == []
 
@@ -86,6 +86,7 @@ def test_presets_with_their_roles_pass(tmp_path: Path) -> None:
             "'tis' and 'mis' both weight by the same ratio",
             "keep one",
         ),
+        ({"group_size": 1}, "algorithm.group_size", "compares the samples of a group", "at least 2"),
         ({"aggregation": "pair_mean"}, "algorithm.aggregation", "counts pairs", "token_mean"),
         ({"loss": "sft"}, "algorithm.advantage", "looks at no advantage", '"none"'),
         ({"advantage": "none"}, "algorithm.advantage", "judges no token", "grpo"),
