@@ -22,7 +22,7 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.trainers.base import StepResult
-from relax_rt.roles.trainers.megatron.blocks import MASTER, OptimizerFiles, file_of, write
+from relax_rt.roles.trainers.megatron.blocks import MASTER, OptimizerFiles, failure_of, file_of, write
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
     build,
@@ -40,7 +40,7 @@ from relax_rt.roles.trainers.megatron.weights import Files, Read, with_tied_copy
 from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
 from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
-from relax_rt.transport.errors import DeadlineExceeded, Refused
+from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
 
 FILES_WAIT_S = 600.0
@@ -334,6 +334,9 @@ class MegatronBackend:
     def _await(self, folder: Path) -> None:
         world, deadline = self.ranks.sizes.world, time.monotonic() + FILES_WAIT_S
         while lacking := [r for r in range(world) if not file_of(folder, r, world).exists()]:
+            for rank in lacking:
+                if (failure := failure_of(folder, rank)).exists():
+                    raise RelaxError(f"checkpoint {folder}", why=f"rank {rank}: {failure.read_text()}")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"checkpoint {folder}",

@@ -34,6 +34,11 @@ def file_of(folder: Path, rank: int, world: int) -> Path:
     return folder / f"optimizer-{rank + 1:05d}-of-{world:05d}.safetensors"
 
 
+def failure_of(folder: Path, rank: int) -> Path:
+    """Where a rank says why its file does not come."""
+    return folder / f"rank-{rank}.failed"
+
+
 def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
     """Write a rank's blocks; the file is there when it is complete.
 

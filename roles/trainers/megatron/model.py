@@ -126,7 +126,7 @@ def transformer_config(model: Architecture, table: TrainedSettings, layers: Laye
     """
     TransformerConfig = importlib.import_module("megatron.core.transformer").TransformerConfig
     shape, fused = model.shape, layers == "transformer_engine"
-    _refuse(table, layers)
+    check_settings(table, layers)
     dtype = DTYPES[table.dtype]
     return TransformerConfig(
         num_layers=shape.layers,
@@ -177,7 +177,10 @@ def sequence_parallel(table: TrainedSettings) -> bool:
     return table.tensor_parallel > 1 if table.sequence_parallel is None else table.sequence_parallel
 
 
-def _refuse(table: TrainedSettings, layers: Layers) -> None:
+def check_settings(table: TrainedSettings, layers: Layers) -> None:
+    """Raises:
+    Refused: a setting asks for what only the layers of TransformerEngine do.
+    """
     if layers == "transformer_engine":
         return
     without = "without the layers of TransformerEngine, which need it installed and a CUDA device"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
+from relax_rt.roles.trainers.megatron.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.model import sizes_of
 from relax_rt.roles.trainers.megatron.packs import share
 from relax_rt.roles.trainers.megatron.ranks import Ranks
+from relax_rt.transport.errors import Refused
 
 
 class Here:
@@ -86,4 +89,40 @@ def grads(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
         here.backend.accumulate(mine(here, batch)[1])
     found = {name: value.numpy() for name, value in here.backend.gradients().items()}
     here.backend._begin()
+    return found
+
+
+def orders(here: Here, batch: list[Sample], count: float, folder: Path, damaged: Path) -> dict[str, Any]:
+    """A gang driven by its rank 0, as the trainer role drives it; the others follow."""
+    done: list[str] = []
+    if here.rank != 0:
+        Follower(here.backend, done.append).run()
+        return {"orders": [name for name in done if name]}
+    leader = Leader(here.backend)
+    found: dict[str, Any] = {"logprobs": leader.log_probabilities(batch)}
+    into = bytearray(leader.layout("float32").nbytes)
+    # A publication from a thread of its own, while the next step's gradients are under way.
+    copied = threading.Event()
+
+    def publish() -> None:
+        leader.export(memoryview(into), "float32")
+        copied.set()
+
+    thread = threading.Thread(target=publish)
+    leader.accumulate(batch[:3])
+    thread.start()
+    leader.accumulate(batch[3:])
+    found["result"] = leader.apply(count, 1, before_update=copied.wait)
+    thread.join()
+    found["exported"] = bytes(into)
+    leader.snapshot()
+    leader.write(folder)
+    try:
+        leader.restore(damaged)
+    except Refused as error:
+        found["refused"] = str(error)
+    leader.restore(folder)
+    leader.export(memoryview(into), "float32")
+    found["restored"] = bytes(into)
+    leader.close()
     return found

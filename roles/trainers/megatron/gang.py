@@ -1,0 +1,183 @@
+"""A gang of ranks behind the interface of one trainer backend: rank 0 speaks for all, the others follow its orders.
+
+What rank 0 is asked to do goes to every rank as an order, one after the other, whatever thread asked: so all of them
+make the same calls in the same order, and collectives never cross each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from relax_rt.roles.sample import Sample
+from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.megatron.backend import MegatronBackend
+from relax_rt.roles.trainers.megatron.blocks import failure_of
+from relax_rt.roles.trainers.megatron.orders import Order, give, received, sent, take
+from relax_rt.roles.trainers.megatron.packs import Numbered, share
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.weights.manifest import Layout
+
+UNREADABLE = (SafetensorError, OSError, Refused)
+"""What a checkpoint that cannot be used raises."""
+
+
+class Member:
+    """One rank's part of each order. The same code runs on rank 0 and on those that follow it."""
+
+    def __init__(self, backend: MegatronBackend) -> None:
+        self.backend, self.ranks = backend, backend.ranks
+
+    def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
+        pairs = "pairs" in self.backend.objective.needs
+        return share(samples, self.ranks.at["data"], self.ranks.sizes.data, whole_groups=pairs)
+
+    def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Of the whole batch, on every rank: each replica has computed its share."""
+        mine = self._share(samples)
+        values = self.backend.log_probabilities([sample for _, sample in mine])
+        speaks = self.ranks.speaks
+        told = {str(i): v.tobytes() for (i, _), v in zip(mine, values, strict=True)} if speaks else {}
+        found = {int(i): np.frombuffer(v, np.float32) for part in self.ranks.gather(told) for i, v in part.items()}
+        return [found[index] for index in range(len(samples))]
+
+    def _accumulate(self, samples: Sequence[Sample]) -> None:
+        self.backend.accumulate([sample for _, sample in self._share(samples)])
+
+    def _restore(self, folder: Path) -> None:
+        """All ranks or none go on from it."""
+        why = ""
+        try:
+            self.backend.restore(folder)
+        except UNREADABLE as error:
+            why = str(error) or type(error).__name__
+        reasons = [(rank, reason) for rank, reason in enumerate(self.ranks.gather(why)) if reason]
+        if reasons:
+            raise Refused(f"checkpoint {folder}", why=f"rank {reasons[0][0]}: {reasons[0][1]}")
+
+
+class Leader(Member):
+    """Rank 0: a `TrainerBackend` over all ranks. Batches are whole; each replica takes its share of them."""
+
+    def __init__(self, backend: MegatronBackend) -> None:
+        super().__init__(backend)
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def _order(self, name: str, samples: Sequence[Sample] = (), **options: str | int | float) -> Iterator[None]:
+        """Give an order; it is carried out on this rank within the context."""
+        with self._turn:
+            give(Order(name, sent(samples), options), self.ranks.control)
+            yield
+
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Of each token but the first, of logits / temperature: float32 [T] for each sample."""
+        with self._order("log_probabilities", samples):
+            return self._log_probabilities(samples)
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Forward and backward of a part of the step's batch."""
+        with self._order("accumulate", samples):
+            self._accumulate(samples)
+
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
+        """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
+        before_update()
+        with self._order("apply", count=count, number=number):
+            return self.backend.apply(count, number)
+
+    def layout(self, dtype: str) -> Layout:
+        """Where `export` puts each tensor."""
+        return self.backend.layout(dtype)
+
+    def export(self, into: memoryview, dtype: str) -> None:
+        """The weights of all ranks by Hugging Face names."""
+        with self._order("export", dtype=dtype):
+            self.backend.export(into, dtype)
+
+    def snapshot(self) -> None:
+        """Every rank copies its state aside."""
+        with self._order("snapshot"):
+            self.backend.snapshot()
+
+    def write(self, folder: Path) -> None:
+        """Every rank writes its part of the last snapshot, beside whatever is ordered next."""
+        with self._order("write", folder=str(folder)):
+            pass
+        self.backend.write(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Every rank takes its part of a checkpoint.
+
+        Raises:
+            Refused: one of them could not; none must go on without another `restore`.
+        """
+        with self._order("restore", folder=str(folder)):
+            self._restore(folder)
+
+    def close(self) -> None:
+        """The others need not wait for orders any more."""
+        with self._order("end"):
+            pass
+
+
+class Follower(Member):
+    """Any other rank: does as it is told until it is told to end.
+
+    Args:
+        doing: told the name of each order when it comes, and the empty string when it is done.
+    """
+
+    def __init__(self, backend: MegatronBackend, doing: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(backend)
+        self._doing = doing
+        self._writing: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def run(self) -> None:
+        """Follow rank 0. Raises what an order or the writing of a checkpoint raised."""
+        while (order := take(self.ranks.control)).name != "end":
+            if self._failed is not None:
+                raise self._failed
+            self._doing(order.name)
+            self._carry_out(order)
+            self._doing("")
+        if self._writing is not None:
+            self._writing.join()
+
+    def _carry_out(self, order: Order) -> None:
+        samples, options = received(order.samples), order.options
+        match order.name:
+            case "log_probabilities":
+                self._log_probabilities(samples)
+            case "accumulate":
+                self._accumulate(samples)
+            case "apply":
+                self.backend.apply(float(options["count"]), int(options["number"]))
+            case "export":
+                self.backend.export(None, str(options["dtype"]))
+            case "snapshot":
+                self.backend.snapshot()
+            case "write":
+                self._writing = threading.Thread(target=self._write, args=(Path(str(options["folder"])),))
+                self._writing.start()
+            case "restore":
+                try:
+                    self._restore(Path(str(options["folder"])))
+                except Refused:
+                    pass  # rank 0 says so, and orders another one
+            case _:
+                raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
+
+    def _write(self, folder: Path) -> None:
+        try:
+            self.backend.write(folder)
+        except BaseException as error:  # noqa: BLE001 - raised when the next order comes
+            self._failed = error
+            failure_of(folder, self.ranks.rank).write_text(str(error))
