@@ -67,6 +67,7 @@ class TrainerRole(Role):
         self._skipped = 0
         self._worked = False
         self._early = ""
+        self._asked = 0.0
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self._held_s = 0.0
@@ -192,11 +193,12 @@ class TrainerRole(Role):
         from relax_rt.roles.sample import content_digest
 
         self.publisher.check()
-        asked = time.monotonic()
+        # A wait may take many calls; between two of them a request to stop is seen.
+        self._asked = self._asked or time.monotonic()
         lease = await self._batch()
         if lease is None:
             return
-        got = time.monotonic()
+        asked, got, self._asked = self._asked, time.monotonic(), 0.0
         samples = [read_sample(leased) for leased in lease.samples]
         digests = [content_digest(sample) for sample in samples]
         result = await asyncio.to_thread(self._train, samples)
