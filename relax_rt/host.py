@@ -222,7 +222,7 @@ def main() -> int:
             loop.call_soon_threadsafe(ctx.stopping.set)
 
         lifeline.on_stop(stop)
-        if role_class.gang:
+        if role_class.is_gang(settings):
             # Other ranks wait for the store, also those that know of it by environment variables only.
             await asyncio.to_thread(Gang.here().serve)
         await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))

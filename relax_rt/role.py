@@ -120,6 +120,11 @@ class Role:
         self.ctx = ctx
 
     @classmethod
+    def is_gang(cls, settings: RoleSettings) -> bool:
+        """Whether the slots are ranks of a gang; where that depends on the role's table, override it."""
+        return cls.gang
+
+    @classmethod
     def prepare(cls, config: RunConfig, settings: RoleSettings) -> None:
         """Do what takes long and needs no slot, in a process that waits as a spare (`spares` in the role's table), and
         keep it in the class for `setup`. No GPU: which one it will be is not known yet."""

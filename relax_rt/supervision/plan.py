@@ -89,7 +89,8 @@ def _plan(config: RunConfig, kind: str) -> RolePlan:
     _refuse_unknown(kind, target, "restart", role.restart, get_args(RestartClass))
     _refuse_unknown(kind, target, "strategy", role.strategy, get_args(Strategy))
     settings = role_settings(config, kind, role.Settings)
-    if role.gang:
+    gang = role.is_gang(settings)
+    if gang:
         _refuse_in_gang(kind, settings)
     return RolePlan(
         kind=kind,
@@ -99,7 +100,7 @@ def _plan(config: RunConfig, kind: str) -> RolePlan:
         restart=cast(RestartClass, role.restart),
         significant=role.significant,
         preload=role.preload,
-        gang=role.gang,
+        gang=gang,
         strategy=settings.strategy or cast(Strategy, role.strategy),
     )
 
