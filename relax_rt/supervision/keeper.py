@@ -23,6 +23,7 @@ from relax_rt.supervision import procfs
 from relax_rt.supervision.rundir import RunPaths, end_run
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AWAITED = (*FORWARDED, signal.SIGCHLD)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,25 +44,18 @@ def main(argv: list[str] | None = None) -> int:
 def keep(paths: RunPaths, command: list[str]) -> int:
     """Start the agent, wait for its end, clean up after it."""
     procfs.become_subreaper()
-    # Signals that come before the agent exists wait for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    # Blocked and waited for: a handler may be late by one system call that waits, and then come only at its end.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     agent = subprocess.Popen(
         [*command, "--keeper-pid", str(os.getpid())], start_new_session=True, close_fds=False, preexec_fn=_unblock
     )
 
-    def forward(number: int, _frame: object) -> None:
-        try:
-            os.kill(agent.pid, number)
-        except ProcessLookupError:
-            pass
-
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    _unblock()
     status = _wait(agent.pid)
     agent.returncode = os.waitstatus_to_exitcode(status)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_IGN)
+    _unblock()
     end_run(paths, "keeper", _describe(agent.returncode))
     return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
 
@@ -82,15 +76,19 @@ def stand_in(paths: RunPaths, agent_pid: int) -> int:
 
 
 def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
 def _wait(agent_pid: int) -> int:
-    """Reap whatever dies below us until it is the agent."""
+    """Hand signals on to the agent, and reap whatever dies below us until it is the agent."""
     while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == agent_pid:
-            return status
+        number = signal.sigwait(AWAITED)
+        if number != signal.SIGCHLD:
+            os.kill(agent_pid, number)  # not reaped yet, so it is nobody else
+            continue
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == agent_pid:
+                return ended[1]
 
 
 def _describe(code: int) -> str:
