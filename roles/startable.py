@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.sections import AlgorithmTable, EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
 FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"})
 """Keys of the planned tables that this version reads. `sglang` may stand there for an engine that is not in use."""
 SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
 """And those that it reads with engine = "sglang"."""
-OBJECTIVE = ("advantage", "loss", "aggregation", "corrections", "kl", "entropy", "filters", "sampler")
-"""Keys of [algorithm] that name parts."""
 PLANNED_ROLES = ("critic", "reference")
 
 
@@ -31,11 +29,10 @@ def not_startable(config: RLConfig) -> list[Problem]:
 
 
 def _algorithm(config: RLConfig) -> Iterator[Problem]:
-    plain = AlgorithmTable()
-    for key in OBJECTIVE:
-        if getattr(config.algorithm, key) != getattr(plain, key):
-            message = f"{key} has no effect yet: this version trains by {getattr(plain, key) or 'none'}"
-            yield Problem(("algorithm", key), message, at="key")
+    for key in ("filters", "sampler"):
+        if getattr(config.algorithm, key):
+            message = f"{key} cannot be run by this version"
+            yield Problem(("algorithm", key), message, "leave it out", at="key")
 
 
 def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unr
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
+    from relax_rt.roles.algorithms.objective import Objective
     from relax_rt.roles.publication.files import WeightFiles
     from relax_rt.roles.publication.publisher import Publisher
     from relax_rt.roles.sample import Sample
@@ -51,7 +52,7 @@ class TrainerRole(Role):
         "relax_rt.roles.trainers.torch_backend",
         "relax_rt.roles.trainers.checkpoint",
         "relax_rt.roles.publication.publisher",
-        "relax_rt.roles.algorithms.batch",
+        "relax_rt.roles.algorithms.objective",
         "relax_rt.transport.queue.client",
         *MODEL_CODE,
     )
@@ -71,6 +72,7 @@ class TrainerRole(Role):
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self._held_s = 0.0
+        self.objective: Objective
         self.backend: TrainerBackend
         self.queue: QueueClient
         self.stage: WeightStage
@@ -99,9 +101,15 @@ class TrainerRole(Role):
         await self.queue.__aenter__()
 
     def _load(self) -> None:
+        from relax_rt.roles.algorithms.objective import Objective
         from relax_rt.roles.locations import model_folder
         from relax_rt.roles.trainers.torch_backend import TorchBackend
 
+        self.objective = Objective.of(
+            self.config.algorithm,
+            base=Path(self.config.config_dir),
+            longest=self.config.sampling.max_new_tokens,
+        )
         self.backend = TorchBackend(
             model_folder(self.ctx),
             self.config.algorithm,
@@ -110,6 +118,7 @@ class TrainerRole(Role):
             tokens_per_micro_batch=self.settings.tokens_per_micro_batch,
             temperature=self.config.sampling.temperature,
             on_progress=self.ctx.progress.advance,
+            objective=self.objective,
         )
 
     async def run(self) -> None:
@@ -150,6 +159,8 @@ class TrainerRole(Role):
         if found is not None:
             self.step, parent = found.step, found.version
             self._trained_before_s = found.elapsed_s
+            if found.objective:
+                self.objective.restore(found.objective)
         else:
             # The initial weights were published before, by an incarnation that died before its first checkpoint.
             parent = known[0].version if known else ROOT
@@ -233,11 +244,14 @@ class TrainerRole(Role):
         return lease
 
     def _train(self, samples: list[Sample]) -> StepResult:
-        from relax_rt.roles.algorithms.batch import set_advantages
-
-        set_advantages(samples, self.config.algorithm)
+        if "proximal" in self.objective.needs:
+            # Of the weights that this step begins with: what an engine or an earlier step computed has lapsed.
+            for sample, values in zip(samples, self.backend.log_probabilities(samples), strict=True):
+                sample.proximal_logprobs, sample.proximal_version = values, self.weights.version
+        self.objective.advantages(samples)
         self._held_s = 0.0
-        return self.backend.step(samples, self.step + 1, self._before_update)
+        part = self.backend.accumulate(samples)
+        return self.backend.apply(part.count, self.step + 1, self._before_update)
 
     def _before_update(self) -> None:
         self._held_s = self.publisher.weights_may_change()
@@ -282,17 +296,21 @@ class TrainerRole(Role):
         await asyncio.to_thread(self.backend.snapshot)
         elapsed = self._trained_before_s + time.monotonic() - self._started
         assert self.publisher.current is not None
-        self._saving = asyncio.create_task(self._write(self.step, elapsed, self.publisher.current))
+        self._saving = asyncio.create_task(
+            self._write(self.step, elapsed, self.publisher.current, self.objective.state())
+        )
         if final:
             await self._saving
 
-    async def _write(self, step: int, elapsed_s: float, publication: asyncio.Task[VersionRecord]) -> None:
+    async def _write(
+        self, step: int, elapsed_s: float, publication: asyncio.Task[VersionRecord], objective: dict[str, float]
+    ) -> None:
         from relax_rt.roles.trainers.checkpoint import CheckpointState
 
         # The checkpoint names the version by its digest, so it is complete only after the version is.
         await asyncio.wait([publication])
         version = publication.result()
-        state = CheckpointState(step, version.version, version.digest, self.ctx.who.epoch, step, elapsed_s)
+        state = CheckpointState(step, version.version, version.digest, self.ctx.who.epoch, step, elapsed_s, objective)
         began = time.monotonic()
         folder: Path = await asyncio.to_thread(self.store.save, state, self.backend.write)
         await self.queue.committed(state.step, folder.name)

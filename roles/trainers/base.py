@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from relax_rt.roles.sample import Sample
 from relax_rt.transport.weights.manifest import Layout
+
+
+class Partial(msgspec.Struct, frozen=True):
+    """What one call of `accumulate` added.
+
+    Attributes:
+        count: its part of what the gradients are divided by (`Objective.count`). tokens: its trained tokens.
+    """
+
+    count: float
+    tokens: int
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -18,11 +31,18 @@ class StepResult(msgspec.Struct, frozen=True):
     Attributes:
         applied: False when the step was thrown away (a loss or gradient that is not finite); `why` says which.
         changed: whether the weights are others than before (not when every group's rewards were equal).
-        tokens: trained tokens of the batch. loss: mean over them.
+        tokens: trained tokens of the batch. loss: the aggregated one.
         grad_norm: before clipping. learning_rate: that of the step.
-        ratio_max_deviation: largest |ratio - 1| between the trainer's and the behaviour probability.
+        ratio_mean, ratio_max_deviation: of the trainer's to the behaviour probability; the largest |ratio - 1|.
         clip_fraction: share of tokens whose ratio was clipped. kl_behaviour: k3 estimate, nats a token.
         computed_tokens: tokens that went through the model, shared prompts once.
+        difference_mean, difference_max: |log p of the trainer - log p recorded at sampling|, nats.
+        sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
+        entropy: of the trained policy, where the objective needs it, else None.
+        kl_reference: mean of the KL term, nats a token, where there is one, else None.
+        tokens_rejected: trained tokens that corrections gave weight 0.
+        others: sums (largest values under names ending in `_max`) of what the loss and corrections measured besides;
+            `tokens` of the batch went through the model.
     """
 
     applied: bool
@@ -37,15 +57,103 @@ class StepResult(msgspec.Struct, frozen=True):
     clip_fraction: float
     kl_behaviour: float
     computed_tokens: int
+    difference_mean: float = 0.0
+    difference_max: float = 0.0
+    sampled_entropy: float = 0.0
+    entropy: float | None = None
+    kl_reference: float | None = None
+    tokens_rejected: int = 0
+    others: dict[str, float] = {}
+
+
+REPORTED = frozenset(
+    {
+        "trained",
+        "computed",
+        "loss",
+        "ratio",
+        "ratio_deviation_max",
+        "clipped",
+        "kl",
+        "difference",
+        "difference_max",
+        "sampled_entropy",
+        "entropy",
+        "kl_reference",
+        "rejected",
+    }
+)
+"""Names of sums that have a field of their own in StepResult."""
+
+
+def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, learning_rate: float) -> StepResult:
+    """The result of a step that was applied.
+
+    Args:
+        sums: over all micro-batches and ranks: the metrics of `Objective.loss`; `loss`, not divided; `trained`, tokens
+            of the batch; `computed`, tokens through the model.
+        count: what the gradients were divided by.
+    """
+    seen = sums.get("tokens", 0.0)
+
+    def mean(name: str) -> float:
+        return sums.get(name, 0.0) / max(seen, 1.0)
+
+    return StepResult(
+        applied=True,
+        changed=seen > 0,
+        why="" if seen else "no group has an advantage: all its rewards are equal",
+        tokens=int(sums.get("trained", 0)),
+        loss=sums.get("loss", 0.0) / count,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        ratio_mean=mean("ratio"),
+        ratio_max_deviation=sums.get("ratio_deviation_max", 0.0),
+        clip_fraction=mean("clipped"),
+        kl_behaviour=mean("kl"),
+        computed_tokens=int(sums.get("computed", 0)),
+        difference_mean=mean("difference"),
+        difference_max=sums.get("difference_max", 0.0),
+        sampled_entropy=mean("sampled_entropy"),
+        entropy=mean("entropy") if "entropy" in sums else None,
+        kl_reference=mean("kl_reference") if "kl_reference" in sums else None,
+        tokens_rejected=int(sums.get("rejected", 0)),
+        others={name: value for name, value in sums.items() if name not in REPORTED},
+    )
+
+
+def thrown_away(why: str, sums: Mapping[str, float], learning_rate: float) -> StepResult:
+    """The result of a step that left the weights as they were."""
+    nan = float("nan")
+    return StepResult(False, False, why, int(sums.get("trained", 0)), nan, nan, learning_rate, 0.0, 0.0, 0.0, 0.0, 0)
 
 
 class TrainerBackend(Protocol):
-    """Trains, exports weights and keeps its state. All calls block: run them off the event loop."""
+    """Trains, exports weights and keeps its state. All calls block: run them off the event loop. With several ranks,
+    every rank makes the same calls in the same order."""
 
-    def step(self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = ...) -> StepResult:
-        """One optimizer step over samples whose advantages are set; one normalisation over all their tokens.
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Log-probabilities of each sample's tokens under the current weights, of logits / temperature: float32 [T].
 
-        `before_update` is called, and may block, before the weights change.
+        Those of trained tokens are there; others may be 0.
+        """
+
+    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+        """Forward and backward of a part of a batch, which may be empty; any number of calls a step.
+
+        Samples have their advantages. Gradients are added up as the aggregation weights them, divided by nothing.
+        """
+
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult:
+        """Divide the gradients by the batch's count, clip them, take the optimizer's step.
+
+        Args:
+            count: sum of `Partial.count` over all parts of the batch.
+            number: of the step, from 1.
+            before_update: called, and may block, before the weights change.
+
+        Returns:
+            What the step did; it is thrown away, and the weights stay, if a loss or gradient is not finite.
         """
 
     def layout(self, dtype: str) -> Layout:
@@ -62,3 +170,6 @@ class TrainerBackend(Protocol):
 
     def restore(self, folder: Path) -> None:
         """Take model and optimizer state from a checkpoint folder."""
+
+    def close(self) -> None:
+        """No more calls will come."""

@@ -24,6 +24,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
         epoch: incarnation of the trainer that wrote it.
         ledger_step: the queue's mark: samples trained up to this step are covered.
         elapsed_s: wall-clock time that training had taken.
+        objective: what the objective carries from step to step (`Objective.state`).
     """
 
     step: int
@@ -32,6 +33,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     epoch: int
     ledger_step: int
     elapsed_s: float = 0.0
+    objective: dict[str, float] = {}
 
 
 class CheckpointStore:

@@ -118,15 +118,13 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
             picks.append(_predictions(r, at, row.prefix, index, groups[sample.meta.group], sample))
             at = end
     columns = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
-    samples = [sample for _, sample in members]
-    return MicroBatch(
-        torch.from_numpy(ids),
-        torch.from_numpy(positions),
-        _attention_mask(torch.from_numpy(segments)),
-        *columns,
-        proximal=_trained([s.proximal_logprobs for s in samples], samples),
-        reference=_trained([s.reference_logprobs for s in samples], samples),
+    batch = MicroBatch(
+        torch.from_numpy(ids), torch.from_numpy(positions), _attention_mask(torch.from_numpy(segments)), *columns
     )
+    samples = [sample for _, sample in members]
+    batch.proximal = _trained([s.proximal_logprobs for s in samples], samples)
+    batch.reference = _trained([s.reference_logprobs for s in samples], samples)
+    return batch
 
 
 def _trained(columns: Sequence[np.ndarray | None], samples: Sequence[Sample]) -> torch.Tensor | None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from relax_rt.roles.algorithms.grpo import clipped_policy_loss
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
 from relax_rt.roles.engines.weights import model_layout
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.memory import give_back
-from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, micro_batches, shared_rows
+from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
 
@@ -35,10 +39,13 @@ TOKENIZER_FILES = (
 
 
 class TorchBackend:
-    """float32 master weights, optional bfloat16 autocast, AdamW, clipped policy loss.
+    """float32 master weights, optional bfloat16 autocast, AdamW.
 
-    Gradients are accumulated as plain sums over tokens and divided once by the batch's token count, so that the result
-    does not depend on how the batch was cut into micro-batches.
+    Gradients are accumulated as sums weighted by the aggregation and divided once by the batch's count, so that the
+    result does not depend on how the batch was cut into micro-batches.
+
+    Args:
+        objective: unless given, that of the algorithm.
     """
 
     def __init__(
@@ -51,8 +58,10 @@ class TorchBackend:
         tokens_per_micro_batch: int,
         temperature: float,
         on_progress: Callable[[int], None],
+        objective: Objective | None = None,
     ) -> None:
         torch.set_num_threads(threads)
+        self.objective = objective if objective is not None else Objective.of(algorithm)
         self._source = model_dir
         self._algorithm, self._budget, self._on_progress = algorithm, tokens_per_micro_batch, on_progress
         self._temperature = temperature
@@ -68,83 +77,96 @@ class TorchBackend:
             fused=True,
         )
         self._snapshot: dict[str, dict[str, torch.Tensor]] | None = None
+        self._sums: Metrics = {}
+        self._bad = ""
 
     def step(
         self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = lambda: None
     ) -> StepResult:
-        with denormals_flushed():
-            return self._step(samples, number, before_update)
+        """`accumulate` of a whole batch and `apply`."""
+        return self.apply(self.accumulate(samples).count, number, before_update)
 
-    def _step(self, samples: Sequence[Sample], number: int, before_update: Callable[[], None]) -> StepResult:
-        trainable = [s for s in samples if s.advantages is not None and bool(s.advantages.any())]
-        tokens = sum(int(s.loss_mask.sum()) for s in samples)
-        rate = self._learning_rate(number)
-        sums = {"loss": 0.0, "ratio": 0.0, "clipped": 0.0, "kl": 0.0}
-        deviation, seen, computed = 0.0, 0, 0
-        self._optimizer.zero_grad(set_to_none=False)
-        for rows in micro_batches(shared_rows(trainable, self._budget), self._budget):
-            loss, metrics = self._micro_batch(rows)
-            if not bool(torch.isfinite(loss)):
-                self._optimizer.zero_grad(set_to_none=False)
-                return _thrown_away(f"loss is {loss.item()} in step {number}", tokens, rate)
-            torch.autograd.backward(loss / max(tokens, 1))
-            sums["loss"] += loss.item()
-            for name in ("ratio", "clipped", "kl"):
-                sums[name] += metrics[f"{name}_sum"]
-            seen += int(metrics["tokens"])
-            deviation = max(deviation, metrics["ratio_max_deviation"])
-            computed += sum(r.length for r in rows)
-            self._on_progress(sum(r.length for r in rows))
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._algorithm.max_grad_norm)
-        if not bool(torch.isfinite(norm)):
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+        trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
+        rows = shared_rows([sample for _, sample in trained], self._budget)
+        with denormals_flushed(), torch.no_grad():
+            for chosen in micro_batches(rows, self._budget):
+                batch = collate(chosen)
+                values, _ = self._predicted(batch)
+                for own in {index for row in chosen for index, _ in row.members}:
+                    mine = batch.sample == own
+                    found[trained[own][0]][batch.token[mine].numpy()] = values[mine].numpy()
+                self._on_progress(sum(row.length for row in chosen))
+        return found
+
+    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+        if not self._sums:
             self._optimizer.zero_grad(set_to_none=False)
-            return _thrown_away(f"gradient norm is {norm.item()} in step {number}", tokens, rate)
-        if trainable:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            before_update()
-            self._optimizer.step()
-        return StepResult(
-            applied=True,
-            changed=bool(trainable),
-            why="" if trainable else "no group has an advantage: all its rewards are equal",
-            tokens=tokens,
-            loss=sums["loss"] / max(tokens, 1),
-            grad_norm=float(norm),
-            learning_rate=rate,
-            ratio_mean=sums["ratio"] / max(seen, 1),
-            ratio_max_deviation=deviation,
-            clip_fraction=sums["clipped"] / max(seen, 1),
-            kl_behaviour=sums["kl"] / max(seen, 1),
-            computed_tokens=computed,
-        )
+        added = Partial(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
+        merge(self._sums, {"trained": float(added.tokens)})
+        rows = shared_rows([s for s in samples if not self.objective.idle(s)], self._budget)
+        with denormals_flushed():
+            for chosen in self._batches(rows):
+                if not self._bad:
+                    self._micro_batch(chosen)
+        return added
 
-    def _micro_batch(self, rows: list[Row]) -> tuple[torch.Tensor, dict[str, float]]:
+    def _batches(self, rows: list[Row]) -> list[list[Row]]:
+        return group_batches(rows) if "pairs" in self.objective.needs else micro_batches(rows, self._budget)
+
+    def _micro_batch(self, rows: list[Row]) -> None:
+        """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
         batch = collate(rows)
-        logprobs = self.logprobs(batch)
-        return clipped_policy_loss(
-            logprobs,
-            batch.behaviour,
-            batch.advantages,
-            torch.ones_like(batch.behaviour),
-            clip_low=self._algorithm.clip_low,
-            clip_high=self._algorithm.clip_high,
-        )
+        logprobs, entropy = self._predicted(batch)
+        loss, metrics = self.objective.loss(tokens_of(batch, logprobs, entropy))
+        if not bool(torch.isfinite(loss)):
+            self._bad = f"loss is {loss.item()}"
+            return
+        torch.autograd.backward(loss)
+        computed = sum(row.length for row in rows)
+        merge(self._sums, {**metrics, "loss": loss.item(), "computed": float(computed)})
+        self._on_progress(computed)
 
-    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Log-probabilities float32 [m] of the batch's trained tokens under the current weights.
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
+        sums, self._sums, bad, self._bad = self._sums, {}, self._bad, ""
+        rate, count, norm = self._learning_rate(number), count if count > 0 else 1.0, 0.0
+        with denormals_flushed():
+            if sums.get("tokens") and not bad:
+                norm = self._divide(count)
+                bad = "" if math.isfinite(norm) else f"gradient norm is {norm}"
+            if bad:
+                return thrown_away(f"{bad} in step {number}", sums, rate)
+            if sums.get("tokens"):
+                for group in self._optimizer.param_groups:
+                    group["lr"] = rate
+                before_update()
+                self._optimizer.step()
+        self.objective.after_step(sums)
+        return step_result(sums, count=count, grad_norm=norm, learning_rate=rate)
 
-        They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a
-        trained token go through the output layer.
+    def _divide(self, count: float) -> float:
+        """Divide the gradients by the count and clip them, in one go; their norm before the clip."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / count
+        if math.isfinite(norm):
+            torch._foreach_mul_(gradients, min(self._algorithm.max_grad_norm / (norm + 1e-6), 1.0) / count)
+        return norm
+
+    def _predicted(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities of the batch's trained tokens, and the entropies there if they are needed; float32 [m].
+
+        They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a trained
+        token go through the output layer.
         """
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
             hidden = self._model.base_model(
                 input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
             ).last_hidden_state
             logits = self._model.get_output_embeddings()(hidden[batch.predict_row, batch.predict_at])
-        logits = logits.float() / self._temperature
-        picked: torch.Tensor = torch.log_softmax(logits, -1).gather(-1, batch.targets[:, None])[:, 0]
-        return picked
+        every = torch.log_softmax(logits.float() / self._temperature, -1)
+        entropy = -(every.exp() * every).sum(-1) if "entropy" in self.objective.needs else None
+        return every.gather(-1, batch.targets[:, None])[:, 0], entropy
 
     def _learning_rate(self, number: int) -> float:
         warmup = self._algorithm.warmup_steps
@@ -209,6 +231,20 @@ class TorchBackend:
                 if state:
                     self._optimizer.state[parameter] = state
 
+    def close(self) -> None:
+        """Nothing of it outlives the process."""
 
-def _thrown_away(why: str, tokens: int, rate: float) -> StepResult:
-    return StepResult(False, False, why, tokens, float("nan"), float("nan"), rate, 0.0, 0.0, 0.0, 0.0, 0)
+
+def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:
+    """A micro-batch's trained tokens as losses see them."""
+    return TokenTensors(
+        logprobs=logprobs,
+        behaviour=batch.behaviour,
+        advantages=batch.advantages,
+        mask=torch.ones_like(batch.behaviour, dtype=torch.bool),
+        sequence=batch.sample,
+        proximal=batch.proximal,
+        reference=batch.reference,
+        group=batch.group,
+        entropy=entropy,
+    )

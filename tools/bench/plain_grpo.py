@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from relax_rt.config.loader import load_config
-from relax_rt.roles.algorithms.grpo import clipped_policy_loss, group_advantages
+from relax_rt.roles.algorithms.advantages.group import group_advantages
+from relax_rt.roles.algorithms.losses.ppo import clipped
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation import evaluate
 from relax_rt.roles.models.resolve import resolve_model
@@ -146,15 +147,9 @@ class Plain:
                 ).logits[:, :-1]
             lp = torch.log_softmax(logits.float() / self.config.sampling.temperature, -1)
             lp = lp.gather(-1, part.clamp(min=0)[..., None])[..., 0]
-            loss, _ = clipped_policy_loss(
-                lp,
-                old[rows],
-                advantages[rows, None].expand_as(lp),
-                live,
-                clip_low=table.clip_low,
-                clip_high=table.clip_high,
-            )
-            (loss / total).backward()
+            ratio = (lp - old[rows]).masked_fill(live == 0, 0.0).exp()
+            each, _ = clipped(ratio, advantages[rows, None] * live, table.clip_low, table.clip_high)
+            (each.sum() / total).backward()
         if len(kept):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), table.max_grad_norm)
             self.optimizer.step()

@@ -11,8 +11,7 @@ from algorithm_samples import sample, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.roles.algorithms.batch import set_advantages
-from relax_rt.roles.algorithms.grpo import clipped_policy_loss
+from relax_rt.roles.algorithms.advantages.group import apply_truncation, group_advantages
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.presets import PRESETS
 from relax_rt.roles.algorithms.registry import parts
@@ -174,45 +173,52 @@ def test_a_ratio_beyond_all_numbers_leaves_a_finite_gradient() -> None:
     assert far.grad is not None and bool(far.grad.isfinite().all())
 
 
-def test_the_default_is_bit_equal_to_the_clipped_loss_and_group_advantages() -> None:
+def test_the_default_is_bit_equal_to_the_clipped_loss_in_one_piece() -> None:
     generator = torch.Generator().manual_seed(1)
     behaviour = -torch.rand(500, generator=generator)
     logprobs = (behaviour + 0.3 * torch.randn(500, generator=generator)).requires_grad_()
     advantages = torch.randn(500, generator=generator)
-    wanted, metrics = clipped_policy_loss(
-        logprobs, behaviour, advantages, torch.ones(500), clip_low=0.2, clip_high=0.28
-    )
-    (wanted_gradient,) = torch.autograd.grad(wanted, logprobs)
+    ratio = (logprobs - behaviour).exp()
+    wanted = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum()
+    (wanted_gradient,) = torch.autograd.grad(wanted, logprobs, retain_graph=True)
     given_ = TokenTensors(logprobs, behaviour, advantages, torch.ones(500), torch.zeros(500, dtype=torch.int64))
     loss, found = Objective.of(AlgorithmTable()).loss(given_)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert torch.equal(loss, wanted)
     assert torch.equal(gradient, wanted_gradient)
-    for name, old in (("ratio", "ratio_sum"), ("clipped", "clipped_sum"), ("kl", "kl_sum"), ("tokens", "tokens")):
-        assert found[name] == metrics[old]
-    assert found["ratio_deviation_max"] == metrics["ratio_max_deviation"]
+    gap = (logprobs - behaviour).detach().double()
+    assert found["tokens"] == 500
+    assert found["ratio"] == pytest.approx(float(gap.exp().sum()), rel=1e-6)
+    assert found["ratio_deviation_max"] == pytest.approx(float((gap.exp() - 1).abs().max()), rel=1e-5)
+    assert found["kl"] == pytest.approx(float((gap.exp() - 1 - gap).sum()), rel=1e-4)
+    assert found["difference"] == pytest.approx(float(gap.abs().sum()), rel=1e-6)
+    assert found["difference_max"] == pytest.approx(float(gap.abs().max()), rel=1e-6)
+    assert found["sampled_entropy"] == pytest.approx(-float(behaviour.sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["mask", "zero_reward", "soft_penalty", "none"])
 @pytest.mark.parametrize("normalise", [True, False])
-def test_default_advantages_are_bit_equal_to_those_of_groups(policy: str, normalise: bool) -> None:
-    table = AlgorithmTable.model_validate({"truncated": policy, "normalise_std": normalise})
-
-    def made() -> list[Sample]:
-        rng = np.random.default_rng(5)
-        return [
-            sample(g, [0, 0, 1, 1, 0, 1], float(rng.normal()), member=m, truncated=bool(rng.random() < 0.4))
-            for m in range(4)
-            for g in range(3)
-        ]
-
-    ours, wanted = made(), made()
-    Objective.of(table).advantages(ours)
-    set_advantages(wanted, table)
-    for a, b in zip(ours, wanted, strict=True):
-        assert a.advantages is not None and b.advantages is not None
-        assert np.array_equal(a.advantages, b.advantages) and a.advantages.dtype == b.advantages.dtype
-        assert np.array_equal(a.loss_mask, b.loss_mask)
+def test_default_advantages_are_bit_equal_to_those_of_groups(policy: Any, normalise: bool) -> None:
+    rng = np.random.default_rng(5)
+    samples = [
+        sample(g, [0, 0, 1, 1, 0, 1], float(rng.normal()), member=m, truncated=bool(rng.random() < 0.4))
+        for m in range(4)
+        for g in range(3)
+    ]
+    before = [s.loss_mask for s in samples]
+    Objective.of(AlgorithmTable(truncated=policy, normalise_std=normalise)).advantages(samples)
+    for group in range(3):
+        mine = [i for i, s in enumerate(samples) if s.meta.group == group]
+        rewards = np.array([samples[i].reward for i in mine], np.float64)
+        cut = np.array([samples[i].meta.truncated for i in mine])
+        rewards, kept = apply_truncation(rewards, cut, policy, 0.5)
+        wanted = np.zeros(len(mine))
+        wanted[kept] = group_advantages(rewards[kept], normalise_std=normalise)
+        for index, advantage, keep in zip(mine, wanted, kept, strict=True):
+            found = samples[index].advantages
+            assert found is not None and found.dtype == np.float32
+            assert np.array_equal(found, (before[index] * advantage).astype(np.float32))
+            assert np.array_equal(samples[index].loss_mask, before[index] * keep)
 
 
 def test_kl_in_the_reward_is_paid_by_token() -> None:

@@ -10,70 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from relax_rt.roles.algorithms.grpo import clipped_policy_loss  # noqa: E402
-from relax_rt.roles.sample import Sample, SampleMeta  # noqa: E402
+from packing_samples import SAMPLES, make_sample  # noqa: E402
+
 from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
 from relax_rt.roles.trainers.packing import collate, micro_batches, shared_rows  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
-
-
-def make_sample(group: int, member: int, prompt: list[int], tail: list[int], mask: list[int] | None = None) -> Sample:
-    rng = np.random.default_rng(group * 100 + member)
-    length = len(prompt) + len(tail)
-    loss_mask = np.array([0] * len(prompt) + (mask or [1] * len(tail)), np.uint8)
-    meta = SampleMeta(
-        group=group,
-        member=member,
-        prompt=group,
-        attempt=0,
-        item="i",
-        split="train",
-        finish_reason="stop",
-        truncated=False,
-        sampling={},
-        tokenizer_digest="",
-        template_digest="",
-        turns=[],
-    )
-    return Sample(
-        meta=meta,
-        tokens=np.array(prompt + tail, np.int32),
-        loss_mask=loss_mask,
-        behaviour_logprobs=(rng.normal(-4, 0.3, length) * loss_mask).astype(np.float32),
-        versions=[],
-        advantages=(loss_mask * rng.normal()).astype(np.float32),
-    )
-
-
-SAMPLES = [
-    make_sample(0, 0, [1, 2, 3, 4], [5, 6]),
-    make_sample(0, 1, [1, 2, 3, 4], [7]),
-    make_sample(0, 2, [1, 2, 3, 4], [8, 9, 10, 11, 12]),
-    make_sample(1, 0, [20], [21, 22, 23]),
-    make_sample(1, 1, [20], [24, 25]),
-    # A turn of the environment in the middle: its tokens are context, not trained.
-    make_sample(2, 0, [30, 31], [32, 33, 34, 35, 36], [1, 1, 0, 0, 1]),
-    make_sample(2, 1, [30, 31], [37, 38, 39], [1, 0, 1]),
-]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def backend(model_dir: Path, budget: int) -> TorchBackend:
@@ -96,14 +37,10 @@ def gradients_one_by_one(model_dir: Path) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(s.tokens.astype(np.int64))
         logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1] / 0.8, -1).gather(-1, ids[1:, None])[:, 0]
         assert s.advantages is not None
-        loss, _ = clipped_policy_loss(
-            logprobs,
-            torch.from_numpy(s.behaviour_logprobs[1:]),
-            torch.from_numpy(s.advantages[1:]),
-            torch.from_numpy(s.loss_mask[1:].astype(np.float32)),
-            clip_low=0.2,
-            clip_high=0.28,
-        )
+        behaviour, advantages = torch.from_numpy(s.behaviour_logprobs[1:]), torch.from_numpy(s.advantages[1:])
+        ratio = (logprobs - behaviour)[s.loss_mask[1:] != 0].exp()
+        mine = advantages[s.loss_mask[1:] != 0]
+        loss = -torch.minimum(ratio * mine, ratio.clamp(0.8, 1.28) * mine).sum()
         (loss / total).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
