@@ -80,6 +80,7 @@ class TrainerRole(Role):
         self.store: CheckpointStore
 
     async def setup(self) -> None:
+        from relax_rt.roles.algorithms.objective import Objective
         from relax_rt.roles.publication import stage_folder
         from relax_rt.roles.trainers.checkpoint import CheckpointStore
         from relax_rt.transport.queue.client import QueueClient
@@ -87,6 +88,11 @@ class TrainerRole(Role):
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
+        self.objective = Objective.of(
+            self.config.algorithm,
+            base=Path(self.config.config_dir),
+            longest=self.config.sampling.max_new_tokens,
+        )
         await asyncio.to_thread(self._load)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.queue = QueueClient(
@@ -101,15 +107,9 @@ class TrainerRole(Role):
         await self.queue.__aenter__()
 
     def _load(self) -> None:
-        from relax_rt.roles.algorithms.objective import Objective
         from relax_rt.roles.locations import model_folder
         from relax_rt.roles.trainers.torch_backend import TorchBackend
 
-        self.objective = Objective.of(
-            self.config.algorithm,
-            base=Path(self.config.config_dir),
-            longest=self.config.sampling.max_new_tokens,
-        )
         self.backend = TorchBackend(
             model_folder(self.ctx),
             self.config.algorithm,

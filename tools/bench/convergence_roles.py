@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from relax_rt.roles.trainer import TrainerRole
 
@@ -19,14 +19,11 @@ class UncorrectedTrainer(TrainerRole):
     """Takes each sample for one of its own weights: the ratio to the behaviour policy is 1, nothing is clipped."""
 
     def _load(self) -> None:
-        from relax_rt.roles.trainers import torch_backend
+        from relax_rt.roles.algorithms.objective import Objective
 
-        loss = torch_backend.clipped_policy_loss
-
-        def uncorrected(logprobs: Any, _behaviour: Any, *rest: Any, **options: Any) -> Any:
-            return loss(logprobs, logprobs.detach(), *rest, **options)
-
-        torch_backend.clipped_policy_loss = uncorrected
+        # Without a ratio, the gradient is that of samples of the trained weights.
+        table = self.config.algorithm.model_copy(update={"loss": "policy_gradient", "corrections": []})
+        self.objective = Objective.of(table, longest=self.config.sampling.max_new_tokens)
         super()._load()
 
     def _train(self, samples: list[Sample]) -> StepResult:

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.engines.base import Chunk, EngineLoad, GroupRequest, KvPolicy, OnFailure, Sink, Swap, extend_spans
 from relax_rt.roles.rollout import RolloutRole
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import RolloutSettings, TrainerSettings
 from relax_rt.roles.trainer import TrainerRole
-from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.base import Partial, StepResult
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import VersionSpan
 from relax_rt.transport.versions import ROOT, VersionRecord
@@ -243,13 +246,18 @@ class SleepingBackend:
         self._settings = settings
         self._number = 0
 
-    def step(
-        self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = lambda: None
-    ) -> StepResult:
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+
+    def accumulate(self, samples: Sequence[Sample]) -> Partial:
         tokens = sum(int(s.loss_mask.sum()) for s in samples)
-        time.sleep(self._settings.release_s + tokens * self._settings.train_token_s)
+        time.sleep(tokens * self._settings.train_token_s)
+        return Partial(float(tokens), tokens)
+
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
+        time.sleep(self._settings.release_s)
         before_update()
-        self._number = number
+        self._number, tokens = number, int(count)
         return StepResult(
             applied=True,
             changed=True,
