@@ -15,8 +15,9 @@ from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
+from relax_rt.roles.planning.division import divides_model
 from relax_rt.roles.rewards.dry_run import Verifier, dry_run
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.sections import RLConfig, ShardedSettings
 from relax_rt.transport.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
@@ -42,6 +43,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     if len(source.held_out) < config.evaluation.items:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
     return [
+        *_division(config, folder),
         *_context(config, folder, source.report.longest_tokens),
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
@@ -100,6 +102,20 @@ def as_problem(error: RelaxError, default: KeyPath) -> Problem:
     named = SETTING.match(error.what)
     path = tuple(part for part in named.groups() if part) if named else default
     return Problem(path, error.what + (f": {error.why}" if error.why else ""), error.hint)
+
+
+def _division(config: RLConfig, folder: Path) -> list[Problem]:
+    """Whether gangs of Megatron-Core can compute the model, and divide it as they are told to."""
+    gangs = [t for t in config.roles.values() if isinstance(t, ShardedSettings) and t.backend == "megatron"]
+    if not gangs:
+        return []
+    from relax_rt.roles.trainers.megatron.model import read_architecture
+
+    try:
+        shape = read_architecture(folder).shape
+    except RelaxError as error:
+        return [as_problem(error, ("model", "path"))]
+    return [*divides_model(config, shape)]
 
 
 def _context(config: RLConfig, folder: Path, longest_tokens: int) -> list[Problem]:

@@ -271,6 +271,9 @@ class ShardedSettings(RoleSettings):
     """Cut also what lies between the tensor-parallel layers; unset: with tensor_parallel above 1 (megatron)."""
     attention: Literal["fused", "unfused"] = "fused"
     """fused: scores are never stored (FlashAttention and the like); unfused: they are (megatron)."""
+    layers: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Whose layers: TransformerEngine's, or Megatron-Core's own with torch's attention, which also run on a CPU. auto:
+    the former where it is installed and there is a GPU (megatron)."""
     expert_imbalance: Annotated[float, Field(ge=1, le=64)] = 1.25
     """Tokens of the busiest expert rank by those of the mean one; memory is planned for it (megatron)."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
-from relax_rt.config.problems import Problem
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+from relax_rt.roles.trainers.megatron.limits import without_engine
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
 FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"})
@@ -37,6 +39,9 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
 
 def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:
     path = ("roles", kind)
+    if isinstance(table, ShardedSettings) and table.backend == "megatron":
+        yield from _megatron(path, table)
+        return
     if isinstance(table, ShardedSettings):
         own, here = "backend", "torch"
         if table.count > 1:
@@ -53,6 +58,18 @@ def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Proble
         if getattr(table, key) != type(table).model_fields[key].default:
             message = f'{key} has no effect with {own} = "{here}" of this version'
             yield Problem((*path, key), message, f"leave it out; {HINT}", at="key")
+
+
+def _megatron(path: KeyPath, table: ShardedSettings) -> Iterator[Problem]:
+    """What a gang of Megatron-Core's ranks lacks here. Another interpreter's packages are its own affair."""
+    if table.python is None and find_spec("megatron") is None:
+        message = 'backend = "megatron", and megatron-core is not installed'
+        yield Problem((*path, "backend"), message, "pip install relax-rt[megatron]")
+    if table.layers != "local" and (table.python is not None or find_spec("transformer_engine") is not None):
+        return
+    for key, what in without_engine(table):
+        message = f"{key} = {getattr(table, key)}: Megatron-Core's own layers lack {what}"
+        yield Problem((*path, key), message, "leave it out, or install TransformerEngine (it needs a GPU)")
 
 
 def planned_keys(table: RoleSettings, free: frozenset[str] = FREE) -> frozenset[str]:

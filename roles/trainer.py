@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
     from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
+    from relax_rt.roles.trainers.megatron.gang import Follower
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
     from relax_rt.transport.weights.stage import WeightStage
 
@@ -73,11 +74,16 @@ class TrainerRole(Role):
         self._started = time.monotonic()
         self._held_s = 0.0
         self.objective: Objective
+        self._follower: Follower | None = None
         self.backend: TrainerBackend
         self.queue: QueueClient
         self.stage: WeightStage
         self.publisher: Publisher
         self.store: CheckpointStore
+
+    @classmethod
+    def is_gang(cls, settings: RoleSettings) -> bool:
+        return isinstance(settings, TrainerSettings) and settings.backend == "megatron"
 
     async def setup(self) -> None:
         from relax_rt.roles.algorithms.objective import Objective
@@ -87,13 +93,15 @@ class TrainerRole(Role):
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
         self.objective = Objective.of(
             self.config.algorithm,
             base=Path(self.config.config_dir),
             longest=self.config.sampling.max_new_tokens,
         )
         await asyncio.to_thread(self._load)
+        if self._follower is not None:
+            return
+        self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.queue = QueueClient(
             await self.ctx.queue(),
@@ -110,6 +118,9 @@ class TrainerRole(Role):
         from relax_rt.roles.locations import model_folder
         from relax_rt.roles.trainers.torch_backend import TorchBackend
 
+        if self.settings.backend == "megatron":
+            self._load_rank()
+            return
         self.backend = TorchBackend(
             model_folder(self.ctx),
             self.config.algorithm,
@@ -121,7 +132,22 @@ class TrainerRole(Role):
             objective=self.objective,
         )
 
+    def _load_rank(self) -> None:
+        """Rank 0 does all that a trainer does, for the whole gang; the others do as it tells them."""
+        from relax_rt.roles.trainers.megatron.gang import Follower
+        from relax_rt.roles.trainers.megatron.start import open_rank
+
+        rank = open_rank(self.ctx, self.objective)
+        if isinstance(rank, Follower):
+            self._follower = rank
+        else:
+            self.backend = rank
+
     async def run(self) -> None:
+        if self._follower is not None:
+            await self.ctx.ready()
+            await asyncio.to_thread(self._follower.run)
+            return
         await self._resume()
         while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
             await self._one_step()
@@ -131,6 +157,7 @@ class TrainerRole(Role):
             await self._save(final=True)
         await self.publisher.through()
         await self.publisher.filed()
+        await asyncio.to_thread(self.backend.close)
         self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
 
     async def teardown(self) -> None:

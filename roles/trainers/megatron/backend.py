@@ -21,7 +21,7 @@ from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
-from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.megatron.blocks import MASTER, OptimizerFiles, failure_of, file_of, write
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
@@ -139,7 +139,7 @@ class MegatronBackend:
                     found[index][one.at[mine].numpy()] = value[mine].numpy()
         return found
 
-    def accumulate(self, samples: Sequence[Sample]) -> None:
+    def accumulate(self, samples: Sequence[Sample]) -> Partial:
         """Forward and backward of this replica's share of a batch, which may be empty; gradients are added up as they
         are, divided by nothing. Samples have their advantages."""
         idle = self.objective.idle
@@ -148,15 +148,15 @@ class MegatronBackend:
         dummies = self._dummies(len(packs))
         with denormals_flushed():
             results = self._passes.backward([*packs, *dummies], self._loss, len(dummies))
+        added = Partial(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
         for one in packs:
             self._on_progress(one.tokens)
-        if not self.ranks.speaks:
-            return
-        found = {"trained": sum(float(sample.loss_mask.sum()) for sample in samples)}
-        merge(found, {"computed": float(sum(one.tokens for one in packs))})
-        for value, metrics in results:
-            merge(found, {"loss": value, **metrics})
-        merge(self._found, found)
+        if self.ranks.speaks:
+            computed = float(sum(one.tokens for one in packs))
+            merge(self._found, {"trained": float(added.tokens), "computed": computed})
+            for value, metrics in results:
+                merge(self._found, {"loss": value, **metrics})
+        return added
 
     def _loss(self, of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         return self.objective.loss(tokens_of(of, logprobs, entropy if "entropy" in self.objective.needs else None))
@@ -174,13 +174,12 @@ class MegatronBackend:
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         finite = all(self.ranks.gather(math.isfinite(norm)))
-        loss, tokens = found.get("loss", 0.0), int(found["trained"])
+        loss = found.get("loss", 0.0)
         if not finite or not math.isfinite(loss):
             self._begin()
             what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
-            return _thrown_away(f"{what} in step {number}", tokens, rate)
-        changed = found.get("tokens", 0.0) > 0
-        if changed:
+            return thrown_away(f"{what} in step {number}", found, rate)
+        if found.get("tokens"):
             self._clip(norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
@@ -189,21 +188,7 @@ class MegatronBackend:
                 self._optimizer.step_with_ready_grads()
         self._begin()
         self.objective.after_step(found)
-        seen = max(found.get("tokens", 0.0), 1.0)
-        return StepResult(
-            applied=True,
-            changed=changed,
-            why="" if changed else "no group has an advantage: all its rewards are equal",
-            tokens=tokens,
-            loss=loss / count,
-            grad_norm=norm,
-            learning_rate=rate,
-            ratio_mean=found.get("ratio", 0.0) / seen,
-            ratio_max_deviation=found.get("ratio_deviation_max", 0.0),
-            clip_fraction=found.get("clipped", 0.0) / seen,
-            kl_behaviour=found.get("kl", 0.0) / seen,
-            computed_tokens=int(found["computed"]),
-        )
+        return step_result(found, count=count, grad_norm=norm, learning_rate=rate)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's sums so far, by Megatron's name; those of replicas are not in them."""
@@ -213,7 +198,7 @@ class MegatronBackend:
         """Nothing has been accumulated."""
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._found: Metrics = {"trained": 0.0, "computed": 0.0}
+        self._found: Metrics = {}
 
     def _clip(self, norm: float) -> None:
         clip = importlib.import_module("megatron.core.optimizer.clip_grads").clip_grad_by_total_norm_fp32
@@ -435,7 +420,3 @@ def _optimizer(wrapped: Any, algorithm: AlgorithmTable, table: TrainedSettings) 
     )
     # Without overrides Megatron spares norms and biases the weight decay; the torch backend does not.
     return optimizers.get_megatron_optimizer(config, [wrapped], config_overrides={}, use_gloo_process_groups=False)
-
-
-def _thrown_away(why: str, tokens: int, rate: float) -> StepResult:
-    return StepResult(False, False, why, tokens, float("nan"), float("nan"), rate, 0.0, 0.0, 0.0, 0.0, 0)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from relax_rt.roles.sample import Sample
-from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.base import Partial, StepResult
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
 from relax_rt.roles.trainers.megatron.blocks import failure_of
 from relax_rt.roles.trainers.megatron.orders import Order, give, received, sent, take
@@ -48,6 +48,7 @@ class Member:
         return [found[index] for index in range(len(samples))]
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
+        """This replica's share."""
         self.backend.accumulate([sample for _, sample in self._share(samples)])
 
     def _restore(self, folder: Path) -> None:
@@ -81,10 +82,13 @@ class Leader(Member):
         with self._order("log_probabilities", samples):
             return self._log_probabilities(samples)
 
-    def accumulate(self, samples: Sequence[Sample]) -> None:
-        """Forward and backward of a part of the step's batch."""
-        with self._order("accumulate", samples):
+    def accumulate(self, samples: Sequence[Sample]) -> Partial:
+        """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
+        a checkpoint gave it to rank 0 alone."""
+        objective = self.backend.objective
+        with self._order("accumulate", samples, **objective.state()):
             self._accumulate(samples)
+        return Partial(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
@@ -157,6 +161,7 @@ class Follower(Member):
             case "log_probabilities":
                 self._log_probabilities(samples)
             case "accumulate":
+                self.backend.objective.restore({name: float(value) for name, value in options.items()})
                 self._accumulate(samples)
             case "apply":
                 self.backend.apply(float(options["count"]), int(options["number"]))

@@ -16,6 +16,7 @@ from relax_rt.roles.planning.parallel import Sizes
 from relax_rt.roles.planning.shape import ModelShape, read_shape
 from relax_rt.roles.sections import TrainedSettings
 from relax_rt.roles.trainers.megatron.layers import Norm, PackedAttention
+from relax_rt.roles.trainers.megatron.limits import without_engine
 from relax_rt.transport.errors import Refused
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -92,7 +93,7 @@ def choose_layers(wanted: Literal["auto", "transformer_engine", "local"]) -> Lay
     there = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     if wanted == "transformer_engine" and not there:
         why = "it is not installed" if torch.cuda.is_available() else "there is no CUDA device"
-        raise Refused("layers of TransformerEngine", why=why, hint='use megatron_layers = "auto" or "local"')
+        raise Refused("layers of TransformerEngine", why=why, hint='use layers = "auto" or "local"')
     if wanted == "auto":
         return "transformer_engine" if there else "local"
     return wanted
@@ -181,15 +182,12 @@ def check_settings(table: TrainedSettings, layers: Layers) -> None:
     """Raises:
     Refused: a setting asks for what only the layers of TransformerEngine do.
     """
-    if layers == "transformer_engine":
-        return
-    without = "without the layers of TransformerEngine, which need it installed and a CUDA device"
-    if table.context_parallel > 1:
-        raise Refused(f"context_parallel = {table.context_parallel}", why=f"attention is not cut {without}")
-    if table.attention == "unfused":
-        raise Refused('attention = "unfused"', why=f"packed sequences have only the fused one {without}")
-    if table.optimizer_dtype != "float32":
-        raise Refused(f'optimizer_dtype = "{table.optimizer_dtype}"', why=f"moments are float32 {without}")
+    for key, what in without_engine(table) if layers == "local" else ():
+        raise Refused(
+            f"{key} = {getattr(table, key)!r}",
+            why=f"Megatron-Core's own layers lack {what}",
+            hint="the layers of TransformerEngine have it: they need a GPU, and the package installed",
+        )
 
 
 def _recompute(table: TrainedSettings) -> dict[str, Any]:

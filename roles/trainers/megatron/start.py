@@ -1,0 +1,53 @@
+"""A rank of the trainer's gang, from the run's config to a backend that is ready for orders."""
+
+from __future__ import annotations
+
+import os
+
+from relax_rt.gang import Gang
+from relax_rt.role import RoleContext
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.locations import model_folder
+from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
+from relax_rt.roles.trainers.megatron.backend import MegatronBackend
+from relax_rt.roles.trainers.megatron.gang import Follower, Leader
+from relax_rt.roles.trainers.megatron.model import sizes_of
+from relax_rt.roles.trainers.megatron.ranks import Ranks
+
+
+def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
+    """Join the gang that the supervisor has started, and load this rank's part of the model.
+
+    Raises:
+        Refused: the model or the settings ask for what this backend cannot do.
+    """
+    assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
+    gang = Gang.here()
+    if gang.local_world_size == gang.world_size:
+        # Nobody outside this machine has to reach the ranks.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ranks = Ranks(sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed)
+    backend = MegatronBackend(
+        model_folder(ctx),
+        ctx.config.algorithm,
+        ctx.settings,
+        ranks,
+        temperature=ctx.config.sampling.temperature,
+        objective=objective,
+        stacked_experts=not serves_single_experts(ctx.config),
+        layers=ctx.settings.layers,
+        on_progress=ctx.progress.advance,
+    )
+    if gang.rank == 0:
+        return Leader(backend)
+
+    def doing(order: str) -> None:
+        ctx.progress.waiting("" if order else "orders of rank 0")
+
+    return Follower(backend, doing)
+
+
+def serves_single_experts(config: RLConfig) -> bool:
+    """Whether an engine of the run takes each expert's weights on their own, as SGLang does."""
+    engines = [table for table in config.roles.values() if isinstance(table, EngineSettings) and table.count]
+    return any(table.engine == "sglang" for table in engines)
