@@ -60,7 +60,8 @@ class Reference:
         self.results = []
         self.after = []
         for number, batch in enumerate((self.batch, self.later), start=1):
-            self.results.append(backend.step(batch, number))
+            backend.accumulate(batch)
+            self.results.append(backend.apply(count(batch), number))
             self.after.append(weights(backend))
 
 
