@@ -37,6 +37,15 @@ class RLJob:
     Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {"critic": CriticSettings, "reference": ReferenceSettings}
     one_node: ClassVar[Sequence[str]] = ("trainer", "evaluator")
     """They share checkpoints in files of one node. Rollouts elsewhere get their weights by a stream."""
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        f"roles.trainer.{key}"
+        for key in (
+            *("count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
+            *("expert_tensor_parallel", "sequence_parallel", "distributed_optimizer", "recompute", "attention"),
+            *("layers", "tokens_per_micro_batch", "gpus", "threads"),
+        )
+    )
+    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it."""
     headline: ClassVar[Sequence[Column]] = (
         Column("step", "reward_mean", "reward", ".3f", spark=True),
         Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),

@@ -201,6 +201,10 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
             raise RelaxError(f"{run_dir / RUN_JSON} cannot be read", hint="move the run directory away")
         return
     if run.get("config_digest", digest) != digest:
+        changed = _changed(run_dir / RESOLVED_CONFIG, config)
+        may_change: frozenset[str] = getattr(load_job(config.run.job), "changeable", frozenset())
+        if changed and all(key in may_change for key, _, _ in changed):
+            return
         other = differences(run_dir / RESOLVED_CONFIG, config)
         more = f", and {len(other) - MOST_TOLD} more" if len(other) > MOST_TOLD else ""
         told = f": {'; '.join(other[:MOST_TOLD])}{more}" if other else ""
@@ -214,16 +218,17 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
 def differences(path: Path, config: RunConfig) -> list[str]:
     """The keys that a resolved config has otherwise than this one, with its value and the present one; without those
     that say where the run is. Empty if it cannot be read."""
+    return [f"{key} was {_told(was)}, is {_told(have)}" for key, was, have in _changed(path, config)]
+
+
+def _changed(path: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Those keys, with the value that each had and the one it has now."""
     try:
         before = json.loads(path.read_text())
     except (OSError, ValueError):
         return []
     now = json.loads(json.dumps(config.model_dump(mode="json")))
-    return [
-        f"{key} was {_told(was)}, is {_told(have)}"
-        for key, was, have in _different(before, now)
-        if key not in NOT_ITS_OWN
-    ]
+    return [found for found in _different(before, now) if found[0] not in NOT_ITS_OWN]
 
 
 def _different(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:

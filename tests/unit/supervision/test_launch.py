@@ -8,6 +8,7 @@ import pytest
 
 from relax_rt.config.loader import config_digest, write_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.roles.sections import RLConfig, TrainerSettings
 from relax_rt.supervision import launch
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
 from relax_rt.transport.errors import RelaxError
@@ -27,6 +28,30 @@ def test_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None
         launch._check_same_config(tmp_path, config_digest(now), now)
     assert "queue.capacity_mib was 64, is 32; queue.slab_mib was " in caught.value.why
     assert "run.dir" not in caught.value.why
+
+
+def test_a_job_may_let_some_keys_change(tmp_path: Path) -> None:
+    def rl(**trainer: object) -> RunConfig:
+        table = {"backend": "megatron", **trainer}
+        return RLConfig.model_validate(
+            {
+                "run": {"name": "x", "dir": str(tmp_path), "job": "rl"},
+                "model": {"path": "m"},
+                "data": {"task": "t"},
+                "reward": {"function": "f.py:f"},
+                "roles": {"trainer": TrainerSettings.model_validate(table)},
+            }
+        )
+
+    before = rl(count=2, tensor_parallel=2)
+    write_resolved(before, tmp_path / RESOLVED_CONFIG)
+    update_run(tmp_path, run_id="ab", config="roles.toml", config_digest=config_digest(before))
+    divided = rl(count=4, tensor_parallel=2, pipeline_parallel=2)
+    assert config_digest(divided) != config_digest(before)
+    launch._check_same_config(tmp_path, config_digest(divided), divided)
+    other = rl(count=4, tensor_parallel=2, pipeline_parallel=2, optimizer_dtype="bfloat16")
+    with pytest.raises(RelaxError, match=r"roles.trainer.optimizer_dtype was \"float32\", is \"bfloat16\""):
+        launch._check_same_config(tmp_path, config_digest(other), other)
 
 
 def test_five_keys_are_told_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
