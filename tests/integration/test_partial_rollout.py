@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Iterator[TinyRun]:
     resolve_model("package:tiny", Path())
     shutil.copytree(JOB, tmp_path / "job")
     (tmp_path / "job" / "reward.py").write_text(REWARD)
-    made = TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 6})
+    made = TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 18})
     yield made
     if made.process.poll() is None:
         made.process.kill()
@@ -112,15 +112,18 @@ def check_gone_on_with(run: TinyRun, tmp_path: Path) -> int:
     return found
 
 
-def kill_until(run: TinyRun, signum: int, what: str) -> None:
+def kill_until(run: TinyRun, signum: int, what: str, by: str = "") -> None:
     """End rollout/0 in mid-generation, again and again until it has happened."""
+
+    def happened() -> bool:
+        return any(event["by"].startswith(by) for event in run.events(what))
 
     def struck() -> bool:
         slot = run.slot("rollout/0")
-        if slot.get("state") == "ready" and not run.events(what):
+        if slot.get("state") == "ready" and not happened():
             os.kill(slot["pid"], signum)
             time.sleep(1.0)
-        return bool(run.events(what))
+        return happened()
 
     run.until("marks", lambda: any(record["marked_tokens"] for record in run.records("rollout")))
     run.until(what, struck)
@@ -136,7 +139,7 @@ def test_a_killed_rollout_costs_what_it_sampled_since_its_last_mark(run: TinyRun
 @pytest.mark.long
 def test_a_stopped_rollout_hands_over_all_that_it_sampled(run: TinyRun, tmp_path: Path) -> None:
     run.start()
-    kill_until(run, signal.SIGTERM, "groups_handed_over")
+    kill_until(run, signal.SIGTERM, "groups_handed_over", by="rollout/0")
     assert run.wait() == 0, run.text()
     assert check_gone_on_with(run, tmp_path) > 0
     assert next(e["late"] for e in run.events("groups_handed_over") if e["by"].startswith("rollout/0")) == 0

@@ -51,6 +51,7 @@ def check_account(run: TinyRun, steps: int, batch: int = 64) -> None:
     assert account["freed"] == steps * batch
 
 
+@pytest.mark.long
 def test_any_role_may_be_killed(runs: list[TinyRun], tmp_path: Path) -> None:
     steps = 150
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": steps, "checkpoint.every_steps": 10})
