@@ -145,13 +145,20 @@ def samples(count: int, *, seed: int = 0, longest: int = 24) -> list[Sample]:
                 meta=_meta(index),
                 tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
                 loss_mask=mask,
-                behaviour_logprobs=(-4.9 + 0.3 * random.normal(size=length)).astype(np.float32) * mask,
+                behaviour_logprobs=near(random, mask),
+                proximal_logprobs=near(random, mask),
+                reference_logprobs=near(random, mask),
                 versions=[VersionSpan(prompt, length, 1, 1)],
                 reward=value,
                 advantages=(mask * value).astype(np.float32),
             )
         )
     return made
+
+
+def near(random: np.random.Generator, mask: np.ndarray) -> np.ndarray:
+    """Log-probabilities about as large as those of a random model; float32 [T]."""
+    return (-4.9 + 0.3 * random.normal(size=len(mask))).astype(np.float32) * mask
 
 
 def _meta(index: int) -> SampleMeta:

@@ -49,7 +49,8 @@ def build(
 def mine(here: Here, samples: list[Sample]) -> tuple[list[int], list[Sample]]:
     """This replica's share of a batch."""
     assert here.ranks is not None
-    found = share(samples, here.ranks.at["data"], here.ranks.sizes.data)
+    pairs = "pairs" in here.backend.objective.needs
+    found = share(samples, here.ranks.at["data"], here.ranks.sizes.data, whole_groups=pairs)
     return [index for index, _ in found], [sample for _, sample in found]
 
 
