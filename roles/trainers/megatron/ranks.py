@@ -98,6 +98,6 @@ class Ranks:
         return values
 
     def close(self) -> None:
-        """Leave the groups; the process can join others."""
+        """Leave all groups, each of which has a thread of its own; the process can join others, in another store."""
         importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
-        dist.destroy_process_group(self.control)
+        dist.destroy_process_group()

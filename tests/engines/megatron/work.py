@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,20 @@ class Here:
         self.store = dist.FileStore(str(folder / "store"), world)
         self.ranks: Ranks | None = None
         self.backend: MegatronBackend
+        self._joined = 0
+
+    def leave(self) -> None:
+        """Leave the groups of the division before, with all that holds on to them."""
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+            del self.backend
+            gc.collect()
+
+    def next_store(self) -> dist.Store:
+        """Where the ranks meet for the next division."""
+        self._joined += 1
+        return dist.PrefixStore(f"{self._joined}/", self.store)
 
 
 def build(
@@ -37,10 +52,9 @@ def build(
     stacked: bool = True,
 ) -> None:
     """A backend with this division of the gang's ranks."""
-    if here.ranks is not None:
-        here.ranks.close()
+    here.leave()
     table = TrainerSettings(**{"backend": "megatron", "dtype": "float32", "count": here.world, **division})
-    here.ranks = Ranks(sizes_of(table), here.store, here.rank)
+    here.ranks = Ranks(sizes_of(table), here.next_store(), here.rank)
     here.backend = MegatronBackend(
         model, AlgorithmTable(**algorithm), table, here.ranks, temperature=temperature, stacked_experts=stacked
     )
