@@ -288,6 +288,9 @@ class SleepingBackend:
     def restore(self, folder: Path) -> None:
         self._number = int((folder / "step").read_text())
 
+    def close(self) -> None:
+        return
+
 
 class SleepingRollout(RolloutRole):
     """The rollout with such an engine."""
