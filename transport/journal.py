@@ -26,7 +26,10 @@ _HEADER = struct.Struct("<II")
 
 
 SEGMENT_BYTES = 4 << 20
-"""A killed broker reads up to this much again before it answers, and everybody waits for it."""
+SNAPSHOT_RECORDS = 2000
+"""A killed broker does so many again before it answers (some 0.1 ms each), and everybody waits for it."""
+SNAPSHOT_SHARE = 4
+"""But of a large state a snapshot is written only once there is so many times as much journal."""
 
 
 class Recovered(msgspec.Struct, frozen=True):
@@ -66,7 +69,7 @@ class Journal:
 
     Args:
         folder: created if it is not there (0700).
-        segment_bytes: from this size on `wants_snapshot` is true.
+        segment_bytes: from this size on, or from SNAPSHOT_RECORDS records on, `wants_snapshot` is true.
     """
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -75,11 +78,13 @@ class Journal:
         self._fd = -1
         self._size = 0
         self._n = 0
+        self._begins = 1
+        """Number of the first record of the present segment."""
         self._rotating = False
         self.snapshots = 0
         """Snapshots made by this process."""
         self.snapshot_bytes = 0
-        """Size of the newest one that it made."""
+        """Size of the newest one."""
 
     @property
     def n(self) -> int:
@@ -94,8 +99,12 @@ class Journal:
     @property
     def wants_snapshot(self) -> bool:
         """The segment has grown past its bound, and no rotation is under way."""
+        if self._rotating:
+            return False
         # A snapshot is written for at least as much journal, so that a large state is not written over and over.
-        return self._size >= max(self._segment_bytes, self.snapshot_bytes) and not self._rotating
+        large = self._size >= max(self._segment_bytes, self.snapshot_bytes)
+        many = self._n - self._begins + 1 >= SNAPSHOT_RECORDS
+        return large or (many and self._size >= SNAPSHOT_SHARE * self.snapshot_bytes)
 
     def recover(self) -> Recovered:
         """Read everything back, cut off a torn tail, and be ready to append.
@@ -123,6 +132,7 @@ class Journal:
                     records.append((number, payload))
             last = max(last, at + len(payloads) - 1)
         self._n = last
+        self.snapshot_bytes = len(snapshot)
         self._open(segments[-1] if segments else self._segment_path(last + 1))
         _sync_dir(self._folder)
         self._remove_before(first, n)
@@ -234,6 +244,7 @@ class Journal:
 
     def _open(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._begins = _number(path)
         self._fd = os.open(path, flags, 0o600)
         self._size = os.fstat(self._fd).st_size
         if self._size == 0:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.transport.errors import Corrupt, OutOfSpace
-from relax_rt.transport.journal import MAGIC, Journal
+from relax_rt.transport.journal import MAGIC, SNAPSHOT_RECORDS, SNAPSHOT_SHARE, Journal
 
 
 def fill(journal: Journal, payloads: list[bytes]) -> None:
@@ -128,6 +128,28 @@ def test_rotation_can_be_interrupted_anywhere(tmp_path: Path, stage: str) -> Non
     last = Journal(tmp_path)
     assert (last.recover().snapshot, last.n) == (b"state after 4", 4)
     last.close()
+
+
+def test_a_snapshot_is_wanted_after_so_many_records_but_not_too_often_of_a_large_state(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.recover()
+    for _ in range(SNAPSHOT_RECORDS - 1):
+        fill(journal, [b"x"])
+    assert not journal.wants_snapshot
+    fill(journal, [b"x"])
+    assert journal.wants_snapshot
+    journal.rotate(b"s" * 10_000)()
+    for _ in range(SNAPSHOT_RECORDS):
+        fill(journal, [b"x"])
+    assert not journal.wants_snapshot
+    journal.close()
+    again = Journal(tmp_path)
+    again.recover()
+    assert not again.wants_snapshot
+    while again.nbytes < SNAPSHOT_SHARE * 10_000:
+        fill(again, [b"x"])
+    assert again.wants_snapshot
+    again.close()
 
 
 def test_missing_records_are_an_error(tmp_path: Path) -> None:
