@@ -56,7 +56,7 @@ class RolloutRole(Role):
         "relax_rt.roles.engines.embedded",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.publication",
-        "relax_rt.roles.data.source",
+        "relax_rt.roles.data.kept",
         "relax_rt.roles.rollout.samples",
         "relax_rt.roles.generation",
         "reasoning_gym",
@@ -140,9 +140,15 @@ class RolloutRole(Role):
             self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
 
     def _prompts(self, folder: Any) -> PromptSource:
-        from relax_rt.roles.data.source import PromptSource
+        from relax_rt.roles.data.kept import load_kept
 
-        return PromptSource.load(self.config.data, self.tokenizer, seed=self.config.run.seed, config_dir=folder)
+        return load_kept(
+            self.config.data,
+            self.tokenizer,
+            seed=self.config.run.seed,
+            config_dir=folder,
+            folder=self.ctx.run_dir,
+        )
 
     async def run(self) -> None:
         ask = asyncio.create_task(self._ask())
