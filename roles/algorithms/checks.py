@@ -76,6 +76,9 @@ def _kl(parts: Parts) -> Iterator[Problem]:
     if place == "loss" and "no_gradient" in kl.part.traits:
         message = f"'{kl.part.name}' as a term of the loss has a gradient of zero in expectation: it holds nothing back"
         yield Problem(kl.place, message, 'set place = "reward", or use "k2", "k3" or "unbiased"')
+    if place == "reward" and "cost" not in kl.part.extras:
+        message = f"'{kl.part.name}' has no function 'cost', and it is to be placed in the reward"
+        yield Problem(kl.place, message, 'declare it with @part("kl", cost=…), or set place = "loss"')
     if place == "reward" and "no_cost" in parts.advantage.part.traits:
         message = f"advantage '{parts.advantage.part.name}' does not look at the reward that the KL is placed in"
         yield Problem(kl.place, message, 'set place = "loss"')

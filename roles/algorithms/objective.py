@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.algorithms.advantages.gae import GaeOptions, estimates
 from relax_rt.roles.algorithms.advantages.group import apply_truncation
 from relax_rt.roles.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.algorithms.registry import Bound, Kind, bind
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
     from relax_rt.roles.sections import AlgorithmTable
 
+BELONGS = {"aggregation": "count", "entropy": "first"}
+"""Kinds of part that have a second function, by its name."""
 COMMON_OPTIONS = ("clip_low", "clip_high", "normalise_std")
 """Keys of [algorithm] that give the default of a part's option of the same name."""
 
@@ -60,8 +64,7 @@ def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | Non
     def one(kind: Kind, given: Any, *place: str | int) -> Bound:
         path: KeyPath = ("algorithm", *place)
         found = bind(kind, given, path, base=base, defaults=common)
-        if isinstance(found, list):
-            problems.extend(found)
+        problems.extend(found if isinstance(found, list) else _incomplete(found))
         return cast(Bound, found)
 
     parts = Parts(
@@ -73,6 +76,17 @@ def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | Non
         entropy=None if table.entropy is None else one("entropy", table.entropy, "entropy"),
     )
     return problems or parts
+
+
+def _incomplete(bound: Bound) -> list[Problem]:
+    """What a user's part lacks of what its kind must have."""
+    kind, name = bound.part.kind, bound.part.name
+    if (second := BELONGS.get(kind)) and second not in bound.part.extras:
+        message = f"{kind} '{name}' has no function '{second}'"
+        return [Problem(bound.place, message, f'declare it with @part("{kind}", {second}=…)')]
+    if kind == "kl" and not hasattr(bound.options, "coefficient"):
+        return [Problem(bound.place, f"kl '{name}' has no coefficient", f'{{ name = "{name}", coefficient = 0.001 }}')]
+    return []
 
 
 class Objective:
@@ -120,14 +134,30 @@ class Objective:
         """
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        values = self.parts.advantage(inputs)
-        self._check(values, kept)
+        values = self._checked(self.parts.advantage(inputs), kept)
         if "prepare" in self.parts.loss.part.extras:
             values = self.parts.loss.extra("prepare", inputs, values)
         for sample in samples:
             sample.advantages = np.zeros(len(sample.tokens), np.float32)
         for sample, advantages in zip(kept, values, strict=True):
             sample.advantages = advantages
+
+    def returns(self, samples: Sequence[Sample]) -> list[NDArray[np.float32] | None]:
+        """What a critic's values of these samples should have been: the returns of generalised advantage estimation.
+
+        Args:
+            samples: after `advantages`.
+
+        Returns:
+            float32 [T] each, 0 where nothing is trained; None for samples that the truncation policy masks.
+        """
+        kept, rewards = self._truncated(samples)
+        inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
+        options = self.parts.advantage.options
+        found = estimates(inputs, options if isinstance(options, GaeOptions) else GaeOptions())
+        placed = [one.place(returns) for one, (_, returns) in zip(inputs.trajectories, found, strict=True)]
+        by_sample = {id(sample): returns for sample, returns in zip(kept, placed, strict=True)}
+        return [by_sample.get(id(sample)) for sample in samples]
 
     def _truncated(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[float]]:
         """The samples that are trained on, in order, with their rewards; the others are masked."""
@@ -154,6 +184,8 @@ class Objective:
 
     def _trajectory(self, sample: Sample, reward: float) -> Trajectory:
         one = trajectory(sample, reward)
+        if "proximal" not in self.needs:
+            one.proximal = None
         kl = self.parts.kl
         if kl is not None and self._kl_in_reward:
             if one.reference is None:
@@ -166,7 +198,7 @@ class Objective:
     def _kl_in_reward(self) -> bool:
         return self.parts.kl is not None and getattr(self.parts.kl.options, "place", "loss") == "reward"
 
-    def _check(self, values: Sequence[NDArray[np.float32]], samples: Sequence[Sample]) -> None:
+    def _checked(self, values: Sequence[Any], samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         name = self.parts.advantage.part.name
         if len(values) != len(samples):
             raise Refused(f"advantage {name}", why=f"it returned {len(values)} arrays for {len(samples)} trajectories")
@@ -174,6 +206,7 @@ class Objective:
             if np.shape(found) != np.shape(sample.tokens):
                 why = f"it returned shape {np.shape(found)} for a sample of {len(sample.tokens)} tokens"
                 raise Refused(f"advantage {name}", why=why)
+        return [np.asarray(found, np.float32) for found in values]
 
     def count(self, samples: Sequence[Sample]) -> float:
         """What the summed loss of these samples is divided by, once, after `advantages`; it adds up over parts of a
@@ -200,6 +233,9 @@ class Objective:
             behaviour log-probabilities; `entropy` and `kl_reference` where they are computed; with corrections
             `rejected` and `weight`; and the loss's own, as `clipped`.
         """
+        if "proximal" not in self.needs and tokens.proximal is not None:
+            # Whoever computed it, it is not of the weights that this step begins with.
+            tokens = dataclasses.replace(tokens, proximal=None)
         metrics = _mismatch(tokens)
         each, own = self.parts.loss(tokens)
         merge(metrics, own)
@@ -242,19 +278,21 @@ class Objective:
 
 def _mismatch(tokens: TokenTensors) -> Metrics:
     """How far the trained policy is from the one that was sampled from; sums over the trained tokens."""
+    import torch
+
     gap = (tokens.logprobs - tokens.behaviour).detach()
-    held = log_ratio(gap, gap.new_zeros(()))
+    held = log_ratio(gap, torch.zeros_like(gap))
     ratio = held.exp()
-
-    def largest(values: torch.Tensor) -> float:
-        return float(values.max()) if values.numel() else 0.0
-
-    return {
-        "tokens": float(tokens.mask.sum()),
-        "ratio": float(ratio[tokens.mask].sum()),
-        "ratio_deviation_max": largest((ratio - 1.0).abs()),
-        "kl": float((ratio - 1.0 - held).sum()),
-        "difference": float(gap.abs().sum()),
-        "difference_max": largest(gap.abs()),
-        "sampled_entropy": -float(tokens.behaviour.sum()),
+    counted = tokens.mask.to(gap.dtype)
+    largest = [x.max() if x.numel() else x.sum() for x in ((ratio - 1.0).abs(), gap.abs())]
+    sums = {
+        "tokens": counted.sum(),
+        "ratio": (ratio * counted).sum(),
+        "ratio_deviation_max": largest[0],
+        "kl": (ratio - 1.0 - held).sum(),
+        "difference": gap.abs().sum(),
+        "difference_max": largest[1],
+        "sampled_entropy": -tokens.behaviour.sum(),
     }
+    # One copy from the device instead of seven.
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

@@ -104,6 +104,9 @@ def test_refused_beside_roles_that_are_there(tmp_path: Path) -> None:
     assert place == "algorithm.kl" and "gradient of zero" in message and 'place = "reward"' in hint
     _, message, _ = one(tmp_path, "reference", name="distillation", kl={"name": "k2", "place": "reward"})
     assert "does not look at the reward" in message
+    (tmp_path / "mine.py").write_text("def distance(tokens, options):\n    return tokens.logprobs\n")
+    own = {"name": "mine.py:distance", "coefficient": 1.0, "place": "reward"}
+    assert "has no function 'cost'" in one(tmp_path, kl=own)[1]
     place, message, _ = one(tmp_path, "reference", name="dpo", aggregation="token_mean")
     assert place == "algorithm.aggregation" and "counts none" in message
 
