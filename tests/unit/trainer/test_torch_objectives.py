@@ -162,7 +162,6 @@ def test_the_report_compares_trainer_and_engine(model_dir: Path) -> None:
     _, samples = judged(table)
     gaps, entropies, references, behaviours = [], [], [], []
     for s in samples:
-        s.proximal_logprobs = None
         with torch.no_grad():
             logprobs, entropy = (x.numpy()[s.loss_mask != 0] for x in forward(model, s))
         gaps.append(logprobs - s.behaviour_logprobs[s.loss_mask != 0])
