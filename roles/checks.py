@@ -10,12 +10,21 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.nodes.api import HEAD
 from relax_rt.roles.algorithms.checks import check_algorithm
-from relax_rt.roles.sections import EvaluatorSettings, RewardSettings, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.sections import (
+    EvaluatorSettings,
+    ReferenceSettings,
+    RewardSettings,
+    RLConfig,
+    RolloutSettings,
+    TrainerSettings,
+)
 
 S = TypeVar("S", bound=RoleSettings)
 
 BYTES_A_TOKEN = 9
 """int32 token, uint8 mask, float32 log-probability."""
+REFERENCE_BYTES_A_TOKEN = 4
+"""float32 log-probability of the reference."""
 BYTES_A_SAMPLE = 2048
 """Meta (sampling, digests, answer, metadata) and the alignment of the columns."""
 
@@ -82,6 +91,8 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
         table = config.roles.get(kind)
         if (table.count if isinstance(table, RoleSettings) else type_().count) < 1:
             yield Problem(("roles", kind, "count"), f"a run needs at least one {kind}")
+    if "reference" in config.roles and settings(config, "reference", ReferenceSettings).count < 1:
+        yield Problem(("roles", "reference", "count"), "training would wait for a reference for ever", "at least 1")
     reward = settings(config, "reward", RewardSettings)
     if config.reward.timeout_s >= reward.hang_after_s:
         message = (
@@ -118,7 +129,8 @@ def _publication(config: RLConfig) -> Iterator[Problem]:
 def sample_bytes(config: RLConfig) -> int:
     """Payload of the longest sample that the config allows, in bytes."""
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    return longest * BYTES_A_TOKEN + BYTES_A_SAMPLE
+    each = BYTES_A_TOKEN + (REFERENCE_BYTES_A_TOKEN if "reference" in config.roles else 0)
+    return longest * each + BYTES_A_SAMPLE
 
 
 def batch_samples(config: RLConfig) -> int:

@@ -14,7 +14,14 @@ from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.models.cache import cache_dir
-from relax_rt.roles.sections import EngineSettings, EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.sections import (
+    EngineSettings,
+    EvaluatorSettings,
+    ReferenceSettings,
+    RLConfig,
+    RolloutSettings,
+    TrainerSettings,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STAGE_BUFFERS = 4
@@ -163,6 +170,8 @@ def _memory(config: RLConfig) -> list[PlanLine]:
             )
         )
     lines.append(_trainer_memory(config, size))
+    if "reference" in config.roles:
+        lines.append(_reference_memory(config))
     lines.append(PlanLine(section, "reward", f"{RUNTIME_MIB['transformers']} MiB", "tokenizer and your function"))
     lines.append(PlanLine(section, "registry, queue, agent", f"{3 * RUNTIME_MIB['plain']} MiB", "all three"))
     return lines
@@ -181,6 +190,18 @@ def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
         _mib(state + snapshot + logits + RUNTIME_MIB["torch"] * MIB),
         f"{_mib(state)} weights, gradients, moments (float32), {_mib(snapshot)} checkpoint copy, about {_mib(logits)} "
         f"logits of a micro-batch, {RUNTIME_MIB['torch']} MiB torch; activations besides",
+    )
+
+
+def _reference_memory(config: RLConfig) -> PlanLine:
+    table = settings(config, "reference", ReferenceSettings)
+    path = table.model or config.model.path
+    weights = 4 * model_size(path, Path(config.config_dir)).parameters
+    return PlanLine(
+        "memory, estimated",
+        f"reference, each of {table.count}" if table.count > 1 else "reference",
+        _mib(weights + RUNTIME_MIB["torch"] * MIB),
+        f"{_mib(weights)} weights (float32) of {path}, {RUNTIME_MIB['torch']} MiB torch; activations besides",
     )
 
 

@@ -16,11 +16,14 @@ from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
+from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.dry_run import Verifier, dry_run
 from relax_rt.roles.sections import RLConfig, ShardedSettings
 from relax_rt.transport.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
+BUSY = ("rollout", "trainer", "reference")
+"""Roles that hold a core for each of their threads. Rewards and evaluations are short."""
 NEEDED = ("torch", "transformers", "safetensors")
 
 
@@ -35,7 +38,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     problems: list[Problem] = [*check_sglang(config, config_dir)]
     folder, tokenizer = _model(config, config_dir, problems)
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
-    if source is None:
+    if tokenizer is None or source is None:
         # The rest of the data and the reward function rest on neither.
         problems += _without_prompts(config, config_dir, data=tokenizer is None)
         return problems
@@ -45,6 +48,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     return [
         *_division(config, folder),
         *_context(config, folder, source.report.longest_tokens),
+        *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
     ]
@@ -89,11 +93,10 @@ def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[
 
 def warnings(config: RLConfig) -> list[str]:
     """What may work but is probably not meant."""
-    # Rewards and evaluations are short; it is rollouts and trainer that hold a core for each of their threads.
-    busy = [table for kind in ("rollout", "trainer") if isinstance(table := config.roles.get(kind), RoleSettings)]
+    busy = [table for kind in BUSY if isinstance(table := config.roles.get(kind), RoleSettings)]
     threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
     if threads > cores:
-        return [f"rollouts and trainer have {threads} threads on {cores} cores; they will slow each other down"]
+        return [f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down"]
     return []
 
 

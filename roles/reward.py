@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
 
 TASK = "reward"
-TAKE_WAIT_S = 30.0
 FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
@@ -93,12 +92,14 @@ class RewardRole(Role):
             self.task = GymTask(data.task, data.options, data.size)
 
     async def run(self) -> None:
+        from relax_rt.roles.consume import take_unless_stopped
+
         stop = asyncio.create_task(self.ctx.stopping.wait())
         try:
             async with self.queue:
                 await self.ctx.ready()
                 while not stop.done():
-                    batch = await self._take(stop)
+                    batch = await take_unless_stopped(self.queue, TASK, self.settings.batch, stop)
                     if batch:
                         await self._score(batch)
                     elif batch is not None:
@@ -110,16 +111,6 @@ class RewardRole(Role):
     async def teardown(self) -> None:
         if hasattr(self, "scorer"):
             self.scorer.close()
-
-    async def _take(self, stop: asyncio.Task[Any]) -> LeasedBatch | None:
-        """A batch, an empty one, or None when the role is asked to stop meanwhile."""
-        take = asyncio.create_task(self.queue.take(TASK, samples=self.settings.batch, wait_s=TAKE_WAIT_S))
-        try:
-            await asyncio.wait([take, stop], return_when=asyncio.FIRST_COMPLETED)
-            return take.result() if take.done() else None
-        finally:
-            # Cancelled, it gives back what it is granted too late.
-            take.cancel()
 
     async def _score(self, batch: LeasedBatch) -> None:
         from relax_rt.roles.rewards.scoring import Failed

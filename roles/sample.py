@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -96,6 +97,15 @@ TASK_FIELDS: dict[str, tuple[str, ...]] = {
     "train": ("tokens", "loss_mask", "behaviour_logprobs", "meta", "reward", "rewards"),
 }
 """The fields that each consumer task waits for. `train` is the task whose completion is a step."""
+REFERENCE_FIELDS = ("tokens", "loss_mask", "behaviour_logprobs", "meta")
+
+
+def task_fields(roles: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """TASK_FIELDS of a run with these kinds of role: with a reference, training waits for its log-probabilities."""
+    if "reference" not in roles:
+        return TASK_FIELDS
+    train = (*TASK_FIELDS["train"], "reference_logprobs")
+    return {**TASK_FIELDS, "reference": REFERENCE_FIELDS, "train": train}
 
 
 def content_digest(sample: Sample) -> str:

@@ -307,7 +307,14 @@ class CriticSettings(TrainedSettings):
 
 
 class ReferenceSettings(ShardedSettings):
-    """The reference policy, for its log-probabilities."""
+    """The reference policy or teacher, for its log-probabilities. With the torch backend its slots are a pool: each has
+    the whole model."""
+
+    model: str | None = None
+    """A model folder or package, as in model.path, with the policy's vocabulary: the teacher of `distillation`. Unset:
+    the policy before its first step."""
+    batch: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Samples leased at a time."""
 
 
 class EvaluatorSettings(EngineSettings):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
+from relax_rt.roles.algorithms.objective import read_parts
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings, TrainerSettings
 from relax_rt.roles.trainers.megatron.limits import without_engine
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
@@ -15,12 +17,12 @@ FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_s
 """Keys of the planned tables that this version reads. `sglang` may stand there for an engine that is not in use."""
 SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
 """And those that it reads with engine = "sglang"."""
-PLANNED_ROLES = ("critic", "reference")
+PLANNED_ROLES = ("critic",)
 
 
 def not_startable(config: RLConfig) -> list[Problem]:
     """Everything in a config that comes with a later version."""
-    problems = [*_algorithm(config)]
+    problems = [*_algorithm(config), *_without_use(config)]
     for kind, table in config.roles.items():
         if kind in PLANNED_ROLES and not getattr(table, "target", None):
             message = f"the {kind} role cannot be started by this version, only planned"
@@ -37,14 +39,25 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
             yield Problem(("algorithm", key), message, "leave it out", at="key")
 
 
+def _without_use(config: RLConfig) -> Iterator[Problem]:
+    """A role whose work nothing of [algorithm] asks for."""
+    if "reference" not in config.roles or getattr(config.roles["reference"], "target", None):
+        return
+    parts = read_parts(config.algorithm, base=Path(config.config_dir), longest=config.sampling.max_new_tokens)
+    if not isinstance(parts, list) and not any("reference" in part.needs for part in parts.all()):
+        message = "nothing in [algorithm] needs the log-probabilities of a reference"
+        hint = 'leave the role out, or set algorithm.kl, or name = "dpo" or "distillation"'
+        yield Problem(("roles", "reference"), message, hint, at="key")
+
+
 def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:
     path = ("roles", kind)
-    if isinstance(table, ShardedSettings) and table.backend == "megatron":
+    if isinstance(table, TrainerSettings) and table.backend == "megatron":
         yield from _megatron(path, table)
         return
     if isinstance(table, ShardedSettings):
         own, here = "backend", "torch"
-        if table.count > 1:
+        if isinstance(table, TrainedSettings) and table.count > 1:
             message = f"{kind}.count = {table.count}: this version trains in one process"
             yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
     else:

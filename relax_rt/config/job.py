@@ -166,7 +166,8 @@ class Planner(Protocol):
     """A job that also plans for hardware that is not here."""
 
     Planned: ClassVar[Mapping[str, type[RoleSettings]]]
-    """Kinds of role that a config may name for a plan, besides `Job.Roles`; without a table there is none."""
+    """Kinds of role that a config may name, besides `Job.Roles`: without a table there is none. `startable` says which
+    of them this version only plans."""
 
     def startable(self, config: Any) -> list[Problem]:
         """What a config asks for that can be planned and not be started by this version."""

@@ -22,6 +22,7 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
+from relax_rt.roles.trainers.logprobs import at_trained_tokens, predicted
 from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
 from relax_rt.transport.errors import Refused
@@ -87,18 +88,7 @@ class TorchBackend:
         return self.apply(self.accumulate(samples).count, number, before_update)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
-        trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
-        rows = shared_rows([sample for _, sample in trained], self._budget)
-        with denormals_flushed(), torch.no_grad():
-            for chosen in micro_batches(rows, self._budget):
-                batch = collate(chosen)
-                values, _ = self._predicted(batch)
-                for own in {index for row in chosen for index, _ in row.members}:
-                    mine = batch.sample == own
-                    found[trained[own][0]][batch.token[mine].numpy()] = values[mine].numpy()
-                self._on_progress(sum(row.length for row in chosen))
-        return found
+        return at_trained_tokens(lambda batch: self._predicted(batch)[0], samples, self._budget, self._on_progress)
 
     def accumulate(self, samples: Sequence[Sample]) -> Partial:
         if not self._sums:
@@ -154,19 +144,8 @@ class TorchBackend:
         return norm
 
     def _predicted(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities of the batch's trained tokens, and the entropies there if they are needed; float32 [m].
-
-        They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a trained
-        token go through the output layer.
-        """
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
-            hidden = self._model.base_model(
-                input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
-            ).last_hidden_state
-            logits = self._model.get_output_embeddings()(hidden[batch.predict_row, batch.predict_at])
-        every = torch.log_softmax(logits.float() / self._temperature, -1)
-        entropy = -(every.exp() * every).sum(-1) if "entropy" in self.objective.needs else None
-        return every.gather(-1, batch.targets[:, None])[:, 0], entropy
+        entropy = "entropy" in self.objective.needs
+        return predicted(self._model, batch, temperature=self._temperature, autocast=self._autocast, entropy=entropy)
 
     def _learning_rate(self, number: int) -> float:
         warmup = self._algorithm.warmup_steps

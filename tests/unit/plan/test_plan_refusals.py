@@ -178,7 +178,7 @@ def test_a_plan_needs_neither_the_interpreter_nor_the_folder_of_the_run() -> Non
     [
         ((f"{TRAINER}.backend=torch", f"{TRAINER}.count=2"), "trainer.count = 2: this version trains in one process"),
         ((f"{TRAINER}.backend=torch", f"{TRAINER}.tensor_parallel=1"), "recompute has no effect with backend"),
-        (("roles.reference.count=1",), "the reference role cannot be started by this version, only planned"),
+        (("roles.reference.count=1",), "nothing in [algorithm] needs the log-probabilities of a reference"),
         ((f"{ROLLOUT}.engine=embedded", f"{ROLLOUT}.memory_fraction=0.5"), "memory_fraction has no effect with engine"),
     ],
 )

@@ -1,0 +1,69 @@
+"""Log-probabilities of samples under a transformers model; trainer and reference compute them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_rt.roles.numerics import denormals_flushed
+from relax_rt.roles.sample import Sample
+from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
+
+
+def hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Hidden states of the last layer at the positions that predict the batch's trained tokens; [m, hidden].
+
+    Args:
+        model: without its output layer.
+    """
+    every = model(
+        input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state
+    found: torch.Tensor = every[batch.predict_row, batch.predict_at]
+    return found
+
+
+def predicted(
+    model: Any, batch: MicroBatch, *, temperature: float, autocast: bool, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities of the batch's trained tokens, and the entropies there if they are wanted; float32 [m].
+
+    They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a trained token
+    go through the output layer.
+    """
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model.get_output_embeddings()(hidden_states(model.base_model, batch))
+    every = torch.log_softmax(logits.float() / temperature, -1)
+    entropies = -(every.exp() * every).sum(-1) if entropy else None
+    return every.gather(-1, batch.targets[:, None])[:, 0], entropies
+
+
+def at_trained_tokens(
+    compute: Callable[[MicroBatch], torch.Tensor],
+    samples: Sequence[Sample],
+    budget: int,
+    on_progress: Callable[[int], object],
+) -> list[NDArray[np.float32]]:
+    """What `compute` finds for each trained token of a micro-batch, [m], at the tokens' places; float32 [T] each.
+
+    No gradients are kept. Tokens that are not trained, and a sample's first token, which nothing predicts, have 0.
+
+    Args:
+        budget: tokens of a micro-batch. on_progress: told of as many as went through the model.
+    """
+    found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
+    rows = shared_rows([sample for _, sample in trained], budget)
+    with denormals_flushed(), torch.no_grad():
+        for chosen in micro_batches(rows, budget):
+            batch = collate(chosen)
+            values = compute(batch)
+            for own in {index for row in chosen for index, _ in row.members}:
+                mine = batch.sample == own
+                found[trained[own][0]][batch.token[mine].numpy()] = values[mine].numpy()
+            on_progress(sum(row.length for row in chosen))
+    return found
