@@ -10,6 +10,7 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.nodes.api import HEAD
 from relax_rt.roles.algorithms.checks import check_algorithm
+from relax_rt.roles.evaluation_checks import check_evaluation
 from relax_rt.roles.sections import (
     EvaluatorSettings,
     ReferenceSettings,
@@ -37,7 +38,7 @@ def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
 
 def check(config: RLConfig) -> list[Problem]:
     """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
-    cheap = (_data, _sampling, _algorithm, _roles, _publication, _capacity)
+    cheap = (_data, _sampling, _algorithm, _roles, check_evaluation, _publication, _capacity)
     return [problem for check in cheap for problem in check(config)]
 
 
@@ -104,9 +105,6 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
     if evaluator.count and rollout.dtype != evaluator.dtype:
         message = f"roles.evaluator.dtype = {evaluator.dtype} and roles.rollout.dtype = {rollout.dtype} differ"
         yield Problem(("roles", "evaluator"), f"{message}: weights are published in one dtype", "use one for both")
-    if evaluator.count == 0 and config.evaluation.every_steps:
-        message = "evaluation.every_steps is set, and roles.evaluator.count is 0"
-        yield Problem(("evaluation", "every_steps"), message, "let one evaluator run, or leave every_steps out")
 
 
 def _publication(config: RLConfig) -> Iterator[Problem]:

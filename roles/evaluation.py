@@ -68,8 +68,27 @@ def constant_answer(answers: Sequence[str]) -> tuple[str, float]:
     return best, counts[best] / len(answers)
 
 
-def wilson(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a share (E. B. Wilson 1927); (0, 1) for n = 0."""
+def pass_at(n: int, right: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k completions is right, from n of which `right` are.
+
+    1 - C(n - right, k) / C(n, k), as a product: Chen et al. 2021 (arXiv 2107.03374), equation 1.
+
+    Raises:
+        ValueError: unless 0 <= right <= n and 1 <= k <= n.
+    """
+    if not (0 <= right <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} completions of which {right} are right")
+    if n - right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - right + 1, n + 1))
+
+
+def wilson(successes: float, n: int, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval of a share (E. B. Wilson 1927); (0, 1) for n = 0.
+
+    `successes` may be a sum of numbers between 0 and 1: the interval is then rather too wide, because such numbers vary
+    at most as much as zeros and ones of the same mean.
+    """
     if n == 0:
         return 0.0, 1.0
     share, zz = successes / n, z * z
@@ -81,7 +100,7 @@ def wilson(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
     return low, high
 
 
-def difference(before: tuple[int, int], after: tuple[int, int], z: float = Z95) -> tuple[float, float]:
+def difference(before: tuple[float, int], after: tuple[float, int], z: float = Z95) -> tuple[float, float]:
     """Interval of after's share minus before's, each (successes, n): Newcombe's hybrid of Wilson's (1998, method 10).
 
     It takes the two as independent; on the same items that is at worst too wide when right answers go together.
@@ -96,39 +115,73 @@ def difference(before: tuple[int, int], after: tuple[int, int], z: float = Z95) 
     return gap - math.hypot(p1 - low1, high2 - p2), gap + math.hypot(high1 - p1, p2 - low2)
 
 
+GAINS = {"exact": "gain", "lenient": "lenient_gain", "success": "success_gain"}
+
+
 def evaluate(
-    completions: Sequence[str], answers: Sequence[str], stopped: Sequence[bool], before: Mapping[str, Any] | None = None
+    completions: Sequence[str],
+    answers: Sequence[str],
+    stopped: Sequence[bool],
+    before: Mapping[str, Any] | None = None,
+    *,
+    samples: int = 1,
+    right: Sequence[bool] | None = None,
+    ks: Sequence[int] = (1,),
 ) -> dict[str, Any]:
     """Scores of held-out completions.
 
     Args:
-        completions, answers: one an item, special tokens left out.
+        completions: `samples` of each item, item by item, special tokens left out. answers: one an item.
         stopped: whether the completion ended by itself; one that was cut is never exact nor of the right format.
         before: an earlier result of this function, to compare with.
+        right: which completions a reward function found right; None: those that are exact.
+        ks: the k of pass@k, each at most `samples`.
 
     Returns:
-        items; format, exact, lenient (shares) with `*_low` and `*_high` (Wilson 95%); constant and constant_answer, the
-        best that one fixed answer could do; with `before`, gain of exact and lenient_gain, with their 95% intervals.
+        items, samples; format, exact, lenient (shares of all completions), with `right` also success, each with `*_low`
+        and `*_high`; pass_at, pass_at_low, pass_at_high: by k, means over the items of `pass_at`; constant and
+        constant_answer, the best that one fixed answer could do; with `before`, gain of exact, lenient_gain and
+        success_gain. Intervals are 95% (Wilson) of as many draws as there are items: completions of one item go
+        together.
 
     Raises:
-        ValueError: the sequences differ in length.
+        ValueError: the sequences differ in length, or pass@k has too few samples.
     """
-    n = len(completions)
+    n = len(answers)
     integers = answers_are_integers(answers)
-    rows = list(zip(completions, answers, stopped, strict=True))
-    counts = {
-        "format": sum(ended and (not integers or bare_integer(text) is not None) for text, _, ended in rows),
-        "exact": sum(ended and exact(text, answer, integers=integers) for text, answer, ended in rows),
-        "lenient": sum(lenient(text, answer, integers=integers) for text, answer, _ in rows),
+    every = [answer for answer in answers for _ in range(samples)]
+    rows = list(zip(completions, every, stopped, strict=True))
+    exactly = [ended and exact(text, answer, integers=integers) for text, answer, ended in rows]
+    hits = {
+        "format": [ended and (not integers or bare_integer(text) is not None) for text, _, ended in rows],
+        "exact": exactly,
+        "lenient": [lenient(text, answer, integers=integers) for text, answer, _ in rows],
     }
+    if right is not None:
+        hits["success"] = [found for found, _ in zip(right, rows, strict=True)]
     answer, constant = constant_answer(answers)
-    result: dict[str, Any] = {"items": n, "constant": constant, "constant_answer": answer}
-    for name, count in counts.items():
-        low, high = wilson(count, n)
-        result |= {name: count / n if n else 0.0, f"{name}_low": low, f"{name}_high": high}
-    if before is not None:
-        for name, gain in (("exact", "gain"), ("lenient", "lenient_gain")):
-            earlier = (round(before[name] * before["items"]), int(before["items"]))
-            low, high = difference(earlier, (counts[name], n))
+    result: dict[str, Any] = {"items": n, "samples": samples, "constant": constant, "constant_answer": answer}
+    for name, found in hits.items():
+        result |= _share(name, sum(found) / samples, n)
+    result |= _pass_at(hits.get("success", exactly), n, samples, ks)
+    for name, gain in GAINS.items():
+        if before is not None and name in before and name in result:
+            items = int(before["items"])
+            low, high = difference((before[name] * items, items), (result[name] * n, n))
             result |= {gain: result[name] - before[name], f"{gain}_low": low, f"{gain}_high": high}
     return result
+
+
+def _share(name: str, total: float, n: int) -> dict[str, float]:
+    low, high = wilson(total, n)
+    return {name: total / n if n else 0.0, f"{name}_low": low, f"{name}_high": high}
+
+
+def _pass_at(right: Sequence[bool], n: int, samples: int, ks: Sequence[int]) -> dict[str, dict[str, float]]:
+    counts = [sum(right[i * samples : (i + 1) * samples]) for i in range(n)]
+    found: dict[str, dict[str, float]] = {"pass_at": {}, "pass_at_low": {}, "pass_at_high": {}}
+    for k in ks:
+        total = math.fsum(pass_at(samples, count, k) for count in counts)
+        for name, value in _share("pass_at", total, n).items():
+            found[name][str(k)] = value
+    return found

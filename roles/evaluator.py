@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,21 +17,20 @@ from relax_rt.transport.versions import ROOT, VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.engines.base import Assembly, Chunk, Completion, Engine, GroupRequest
+    from relax_rt.roles.engines.base import Engine
+    from relax_rt.roles.evaluation_judge import Judge, Text
+    from relax_rt.roles.evaluation_sampling import Asker
+    from relax_rt.roles.evaluation_sets import Course, Recipe
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.publication import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
-PROGRESS_EVERY_S = 1.0
 POLL_S = 0.2
-AT_A_TIME = 1024
-"""Items in the engine at a time: more than any decodes together, and fewer than any lets wait."""
-SEED_DOMAIN = 1 << 63
-"""Keeps the evaluator's sample seeds apart from those of training, which have 63 bits."""
 
 
 class EvaluatorRole(Role):
-    """Evaluates on items that training never sees (split by hash of the canonical question).
+    """Evaluates on items that training never sees: those that [data] holds out, by hash of the canonical question, and
+    the sets of [evaluation], one after the other.
 
     It finishes after the evaluation of the last step's weights; with the trainer it is what the run waits for. What it
     has evaluated is read back from metrics.jsonl, so that a restart repeats at most the evaluation in hand.
@@ -48,9 +46,11 @@ class EvaluatorRole(Role):
         "relax_rt.roles.engines.embedded",
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.publication",
-        "relax_rt.roles.data.source",
+        "relax_rt.roles.data.kept",
         "reasoning_gym",
         "relax_rt.roles.evaluation",
+        "relax_rt.roles.evaluation_judge",
+        "relax_rt.roles.evaluation_sampling",
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = EvaluatorSettings
@@ -59,53 +59,63 @@ class EvaluatorRole(Role):
         super().__init__(ctx)
         assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EvaluatorSettings)
         self.config, self.settings = ctx.config, ctx.settings
-        self._arrived: dict[int, Completion] = {}
-        self._news = asyncio.Event()
-        self._awaited = 0
-        self._before: dict[str, Any] | None = None
-        self._last_step = -1
         self._worked = False
+        self._judges: dict[str, Judge] = {}
+        self.items: dict[str, list[PromptItem]] = {}
+        self.courses: dict[str, Course]
         self.engine: Engine
-        self.assembly: Assembly
+        self.asker: Asker
         self.tokenizer: ChatTokenizer
         self.source: PromptSource
         self.failure: EngineFailure
         self.follower: WeightFollower
 
     async def setup(self) -> None:
+        from relax_rt.roles.evaluation_sampling import Asker
         from relax_rt.roles.publication import EngineFailure, WeightFollower
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine)
-        await self.engine.start(self._arrive, self.failure)
+        self.asker = Asker(self.engine, self._told)
+        await self.engine.start(self.asker.arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.data.source import PromptSource
+        from relax_rt.roles.data.kept import load_kept
         from relax_rt.roles.engines import make_engine
-        from relax_rt.roles.engines.base import Assembly
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         folder = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
-        self.source = PromptSource.load(
-            self.config.data, self.tokenizer, seed=self.config.run.seed, config_dir=config_dir(self.ctx)
+        self.source = load_kept(
+            self.config.data,
+            self.tokenizer,
+            seed=self.config.run.seed,
+            config_dir=config_dir(self.ctx),
+            folder=self.ctx.run_dir,
         )
-        self.assembly = Assembly()
         self.engine = make_engine(self.ctx, folder, self.settings)
-        self._read_back()
+        self._load_sets()
 
-    def _read_back(self) -> None:
-        """What an earlier incarnation has evaluated."""
+    def _load_sets(self) -> None:
+        """The sets' items and judges, and what an earlier incarnation has evaluated."""
         from relax_rt.metrics import read_metrics
+        from relax_rt.roles.evaluation_judge import Judge
+        from relax_rt.roles.evaluation_sets import MAIN, courses, load_set, verifier_of
+        from relax_rt.roles.locations import config_dir
 
-        for record in read_metrics(self.ctx.run_dir):
-            if record.get("kind") == "evaluation":
-                self._last_step = max(self._last_step, int(record["step"]))
-                if record["when"] == "before":
-                    self._before = record
+        folder = config_dir(self.ctx)
+        self.items[MAIN] = self.source.held_out
+        for table in self.config.evaluation.sets:
+            items, left_out = load_set(table, self.config, self.source, self.tokenizer, folder)
+            self.items[table.name] = items
+            self.ctx.event("evaluation_set_loaded", set=table.name, items=len(items), trained_on=left_out)
+            if table.reward is not None:
+                self._judges[table.name] = Judge(table, folder, self.config.reward.timeout_s, verifier_of(table))
+        kinds = ("evaluation", "evaluation_set")
+        self.courses = courses(self.config, (r for r in read_metrics(self.ctx.run_dir) if r.get("kind") in kinds))
 
     async def run(self) -> None:
         work = asyncio.create_task(self._work())
@@ -122,6 +132,8 @@ class EvaluatorRole(Role):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def teardown(self) -> None:
+        for judge in self._judges.values():
+            judge.close()
         if hasattr(self, "engine"):
             await self.engine.close(5.0)
 
@@ -129,16 +141,14 @@ class EvaluatorRole(Role):
         from relax_rt.roles.publication import committed_versions
 
         await self.ctx.ready()
-        if self._before is None:
-            # The engine was loaded with the initial weights: no publication is needed, and none can overtake.
-            await self._evaluate(VersionRecord(ROOT, ROOT, 0), "before")
-        self.ctx.progress.waiting("the next version to evaluate")
+        # The engine was loaded with the initial weights: no publication is needed, and none can overtake.
+        await self._evaluate_all(VersionRecord(ROOT, ROOT, 0))
         async for record in committed_versions(self.ctx):
-            when = self._when(record)
-            if when and await self.follower.follow(record):
-                self.ctx.progress.waiting("")
-                await self._evaluate(record, when)
-                self.ctx.progress.waiting("the next version to evaluate")
+            if record.changed is False:
+                for course in self.courses.values():
+                    course.went_back(record.step)
+            if any(course.when(record.step) for course in self.courses.values()) and await self.follower.follow(record):
+                await self._evaluate_all(record)
             if record.step >= self.config.algorithm.steps and await self._is_final(record):
                 return
 
@@ -156,88 +166,82 @@ class EvaluatorRole(Role):
                 return False
             await asyncio.sleep(POLL_S)
 
-    def _when(self, record: VersionRecord) -> str:
-        table = self.config.evaluation
-        if record.step < self._last_step and record.changed is False:
-            # The trainer went back to a checkpoint: what was evaluated after it is of another branch.
-            self._last_step = record.step
-        if record.step <= self._last_step:
-            return ""
-        if record.step >= self.config.algorithm.steps:
-            return "after"
-        due = table.every_steps and record.step // table.every_steps > max(self._last_step, 0) // table.every_steps
-        return "during" if due else ""
+    async def _evaluate_all(self, record: VersionRecord) -> None:
+        """Evaluate the sets that are due at these weights, which the engine has."""
+        for course in self.courses.values():
+            if when := course.when(record.step):
+                self.ctx.progress.waiting("")
+                await self._evaluate(course, record, when)
+        self.ctx.progress.waiting("the next version to evaluate")
 
-    async def _evaluate(self, record: VersionRecord, when: str) -> None:
-        from relax_rt.roles.evaluation import evaluate
+    async def _evaluate(self, course: Course, record: VersionRecord, when: str) -> None:
+        from relax_rt.roles.evaluation_sets import MAIN
 
-        table = self.config.evaluation
-        count = table.during_items if when == "during" else table.items
-        items = self.source.held_out[:count]
-        began = time.monotonic()
-        self.ctx.event("evaluation_started", when=when, version=record.version, step=record.step, items=len(items))
-        texts = await self._generate(items)
-        scores = await asyncio.to_thread(
-            evaluate, [t for t, _ in texts], [i.answer for i in items], [stopped for _, stopped in texts], self._before
-        )
-        result = {
-            "kind": "evaluation",
-            "when": when,
-            "step": record.step,
-            "version": record.version,
-            **scores,
-            "seconds": round(time.monotonic() - began, 3),
-        }
+        recipe, began = course.recipe, time.monotonic()
+        items = self.items[recipe.name][: recipe.count(when)]
+        about = {"set": recipe.name, "when": when, "step": record.step, "version": record.version}
+        self.ctx.event("evaluation_started", **about, items=len(items))
+        scores = await self._scores(recipe, items, recipe.samples, recipe.temperature, course.before)
+        if recipe.greedy:
+            before = course.before.get("greedy") if course.before else None
+            scores["greedy"] = await self._scores(recipe, items, 1, 0.0, before)
+        seconds = round(time.monotonic() - began, 3)
+        kind = "evaluation" if recipe.name == MAIN else "evaluation_set"
+        result = {"kind": kind, **about, **scores, "seconds": seconds}
         self.ctx.metrics(result)
+        told = {key: scores[key] for key in ("items", "exact", "lenient", "pass_at")}
+        self.ctx.event("evaluation_done", **about, **told, seconds=seconds)
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"evaluation {when}")
-        self.ctx.log.info(
-            f"held out, {when}", **{k: result[k] for k in ("step", "version", "items", "exact", "lenient")}
+        name = "held out" if recipe.name == MAIN else recipe.name
+        self.ctx.log.info(f"{name}, {when}", step=record.step, version=record.version, **told)
+        course.take(result)
+
+    async def _scores(
+        self, recipe: Recipe, items: list[PromptItem], samples: int, temperature: float, before: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Complete the items and judge the completions."""
+        from relax_rt.roles.evaluation import evaluate
+
+        texts = await self._generate(recipe, items, samples, temperature)
+        judge, verdict = self._judges.get(recipe.name), None
+        if judge is not None:
+            verdict = await judge.judge(items, texts, lambda: self.ctx.progress.advance(1, f"judging {recipe.name}"))
+        scores = await asyncio.to_thread(
+            evaluate,
+            [text.text for text in texts],
+            [item.answer for item in items],
+            [text.stopped for text in texts],
+            before,
+            samples=samples,
+            right=verdict.right if verdict is not None else None,
+            ks=tuple(k for k in recipe.ks if k <= samples),
         )
-        self._last_step = max(self._last_step, record.step)
-        if when == "before":
-            self._before = result
+        if verdict is not None:
+            scores |= {"reward": verdict.reward, "failed": verdict.failed}
+            if verdict.failed:
+                why = {"set": recipe.name, "samples": verdict.failed, "reason": verdict.reason}
+                self.ctx.event("evaluation_reward_failed", **why)
+                self.ctx.log.warning("held-out completions could not be judged", **why)
+        return scores
 
-    async def _generate(self, items: list[PromptItem]) -> list[tuple[str, bool]]:
-        """The completion's text of each item, and whether it ended by itself."""
-        self._arrived.clear()
-        asked = [self._request(number, item) for number, item in enumerate(items)]
-        submitted, tokens = 0, self.engine.load().tokens_generated
-        while len(self._arrived) < len(items):
-            self._news.clear()
-            more = asked[submitted : len(self._arrived) + AT_A_TIME]
-            if more:
-                for request in more:
-                    self.assembly.expect(request)
-                self.engine.submit(more)
-                submitted += len(more)
-            # Half of them at a time, and all at the end.
-            self._awaited = len(items) if submitted == len(items) else submitted - AT_A_TIME // 2
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROGRESS_EVERY_S):
-                    await self._news.wait()
-            before, tokens = tokens, self.engine.load().tokens_generated
-            self.ctx.progress.advance(tokens - before, f"evaluating version {self.follower.record.version}")
-        done = [self._arrived[number] for number in range(len(items))]
-        return [(self.tokenizer.decode(c.tokens), c.finish_reason == "stop") for c in done]
+    async def _generate(self, recipe: Recipe, items: list[PromptItem], samples: int, temperature: float) -> list[Text]:
+        """The completions, item by item."""
+        from relax_rt.roles.evaluation_judge import Text
+        from relax_rt.roles.evaluation_sampling import requests_of
 
-    def _request(self, number: int, item: PromptItem) -> GroupRequest:
-        from relax_rt.roles.engines.base import GroupRequest
-
-        return GroupRequest(
-            id=number,
-            prompt=tuple(item.tokens),
-            seeds=(self.source.sample_seed(number, 0, 0) | SEED_DOMAIN,),
-            temperature=self.config.evaluation.temperature,
-            max_new_tokens=self.config.sampling.max_new_tokens,
+        requests = requests_of(
+            items,
+            samples=samples,
+            together=self.settings.max_sequences,
+            seed=self.source.sample_seed,
+            temperature=temperature,
+            max_new_tokens=recipe.max_new_tokens,
             stop_ids=self.tokenizer.stop_ids,
         )
+        done = await self.asker.complete(requests)
+        return [Text(self.tokenizer.decode(c.tokens), len(c.tokens), c.finish_reason) for c in done]
 
-    def _arrive(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            completion = self.assembly.add(chunk)
-            if completion is not None:
-                self._arrived[completion.request] = completion
-        if len(self._arrived) >= self._awaited:
-            self._news.set()
+    def _told(self, tokens: int) -> None:
+        self.ctx.progress.advance(tokens, f"evaluating version {self.follower.record.version}")

@@ -17,6 +17,7 @@ from relax_rt.roles.sections import (
     RLConfig,
     RolloutSettings,
     TrainerSettings,
+    WriterSettings,
 )
 
 if TYPE_CHECKING:
@@ -34,9 +35,13 @@ class RLJob:
         "trainer": TrainerSettings,
         "evaluator": EvaluatorSettings,
     }
-    Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {"critic": CriticSettings, "reference": ReferenceSettings}
-    one_node: ClassVar[Sequence[str]] = ("trainer", "evaluator")
-    """They share checkpoints in files of one node. Rollouts elsewhere get their weights by a stream."""
+    Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {
+        "critic": CriticSettings,
+        "reference": ReferenceSettings,
+        "writer": WriterSettings,
+    }
+    one_node: ClassVar[Sequence[str]] = ("writer", "trainer", "evaluator")
+    """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
     changeable: ClassVar[frozenset[str]] = frozenset(
         f"roles.trainer.{key}"
         for key in (
@@ -85,8 +90,9 @@ class RLJob:
         """See Planner.startable."""
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.startable import not_startable
+        from relax_rt.roles.writers.checks import not_writable
 
-        return [*divisible(config), *not_startable(config)]
+        return [*divisible(config), *not_startable(config), *not_writable(config)]
 
     def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
         """See Planner.plan_on."""

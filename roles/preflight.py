@@ -12,6 +12,7 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
+from relax_rt.roles.evaluation_checks import preflight_evaluation
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -51,6 +52,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
+        *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
     ]
 
 
@@ -121,11 +123,17 @@ def _division(config: RLConfig, folder: Path) -> list[Problem]:
     return [*divides_model(config, shape)]
 
 
-def _context(config: RLConfig, folder: Path, longest_tokens: int) -> list[Problem]:
+def _positions(folder: Path) -> int | None:
+    """The model's context in tokens, if it says so."""
     values = json.loads((folder / "config.json").read_text())
     context = values.get("max_position_embeddings") or values.get("text_config", {}).get("max_position_embeddings")
+    return context if isinstance(context, int) else None
+
+
+def _context(config: RLConfig, folder: Path, longest_tokens: int) -> list[Problem]:
+    context = _positions(folder)
     need = longest_tokens + config.sampling.max_new_tokens
-    if not isinstance(context, int) or need <= context:
+    if context is None or need <= context:
         return []
     message = (
         f"the longest prompt has {longest_tokens} tokens; with max_new_tokens = {config.sampling.max_new_tokens} that "

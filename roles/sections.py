@@ -164,7 +164,56 @@ class CheckpointTable(Table):
     keep: Annotated[int, Field(ge=1)] = 2
 
 
-class EvaluationTable(Table):
+class SampledTable(Table):
+    """How held-out items are sampled, and when during the run."""
+
+    at_steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """Steps to evaluate at during the run; the first version at or after each."""
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Completions of each item."""
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """The k of pass@k: how likely one of k completions is right. Empty: 1 and `samples`."""
+    greedy: bool = False
+    """Besides, complete each item once at temperature 0."""
+
+
+class EvaluationSet(SampledTable):
+    """A further held-out set. Exactly one of `task` and `path` is given; items that are trained on are left out."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+    """Stands in records and summary."""
+    task: str | None = None
+    """A reasoning-gym task."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the reasoning-gym task."""
+    size: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
+    """Items drawn from the task; duplicates of the canonical question are dropped."""
+    path: str | None = None
+    """A .jsonl or .parquet file as for `data.path`, relative to the config file."""
+    system: str | None = None
+    """System message; unset: data.system."""
+    template: str | None = None
+    """The user message; unset: data.template."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longer prompts are dropped; unset: data.max_prompt_tokens."""
+    reward: str | None = None
+    """A function as `reward.function`, called within reward.timeout_s, that judges the completions; unset: those are
+    right that are the answer and nothing else."""
+    success: float = 0.5
+    """With `reward`: a completion whose reward is above this is right."""
+    items: Annotated[int, Field(ge=1)] = 256
+    """Items used before and after."""
+    during_items: Annotated[int, Field(ge=1)] | None = None
+    """Items used during the run; unset: items."""
+    every_steps: Annotated[int, Field(ge=0)] | None = None
+    """Evaluate during the run every so many steps; unset: evaluation.every_steps."""
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
+    """0 is greedy; unset: evaluation.temperature."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] | None = None
+    """Unset: sampling.max_new_tokens."""
+
+
+class EvaluationTable(SampledTable):
     """Held-out evaluation: before the first step, during, and after the last."""
 
     items: Annotated[int, Field(ge=1)] = 512
@@ -175,6 +224,8 @@ class EvaluationTable(Table):
     """Held-out items used during the run."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     """0 is greedy."""
+    sets: list[EvaluationSet] = Field(default_factory=list)
+    """Further held-out sets, each an [[evaluation.sets]] of its own."""
 
 
 Parallel = Annotated[int, Field(ge=1, le=4096)]
@@ -321,6 +372,21 @@ class EvaluatorSettings(EngineSettings):
     """The evaluator."""
 
     count: Annotated[int, Field(ge=0, le=1)] = 1
+
+
+class WriterSettings(RoleSettings):
+    """Writes the run's metrics for TensorBoard and Weights & Biases. There is one where it has a table; nothing that
+    becomes of it touches the training."""
+
+    count: Annotated[int, Field(ge=0, le=1)] = 1
+    nice: Annotated[int, Field(ge=0, le=19)] = 10
+    """Niceness of the process: it gives way to those that train."""
+    tensorboard: bool = False
+    """Write event files into the run's folder `tensorboard`."""
+    wandb: bool = False
+    """Write an offline run into the run's folder `wandb`, for `wandb sync`. Nothing is sent."""
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,100}$")] = "relax-rt"
+    """Project of the W&B run."""
 
 
 class RLConfig(RunConfig):

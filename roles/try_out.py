@@ -92,7 +92,7 @@ def sample(
 
 def _of_the_data(config: RLConfig, tokenizer: ChatTokenizer, items: int, *, held_out: bool) -> list[Asked]:
     from relax_rt.roles.data.source import PromptSource
-    from relax_rt.roles.evaluator import SEED_DOMAIN
+    from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
 
     source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir))
     known = len(source.held_out) if held_out else source.limit

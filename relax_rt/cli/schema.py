@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from relax_rt.config.job import Job
+from relax_rt.config.job import Job, Planner
 from relax_rt.config.loader import SYSTEM_ROLES
 from relax_rt.config.schema import RoleSettings
 
@@ -48,7 +48,8 @@ def as_json_schema(job: Job) -> dict[str, Any]:
 
 
 def _roles(job: Job) -> Mapping[str, type[RoleSettings]]:
-    return {**dict.fromkeys(SYSTEM_ROLES, RoleSettings), **job.Roles}
+    named = job.Planned if isinstance(job, Planner) else {}
+    return {**dict.fromkeys(SYSTEM_ROLES, RoleSettings), **job.Roles, **named}
 
 
 def _table(path: str, model: type[BaseModel], about: str = "", only: list[str] | None = None) -> Iterator[str]:
@@ -63,9 +64,19 @@ def _table(path: str, model: type[BaseModel], about: str = "", only: list[str] |
         yield from _key(name, model.model_fields[name])
     for name, inner in tables.items():
         yield ""
-        yield from _table(f"{path}.{name}" if path else name, inner)
+        lines = _table(f"{path}.{name}" if path else name, inner)
+        yield from _one_of_many(lines) if get_origin(model.model_fields[name].annotation) is list else lines
     if path and not tables:
         yield ""
+
+
+def _one_of_many(lines: Iterator[str]) -> Iterator[str]:
+    """A table of an array that is empty unless one writes it: shown as comments."""
+    for line in lines:
+        if line.startswith("["):
+            yield f"# [{line}]"
+        else:
+            yield f"# {line}" if line and not line.startswith("#") else line
 
 
 def _key(name: str, field: FieldInfo) -> Iterator[str]:

@@ -20,6 +20,7 @@ class Tail:
 
     Args:
         path: the file.
+        start: begin here, a `position` of before; at the file's start if it is shorter.
         last_bytes: begin at most so far before the end that the file has at the first poll; None: at its start.
         read_bytes: read at most so much in one poll.
         line_bytes: longest line that is taken; longer ones are passed over and counted in `skipped`.
@@ -29,6 +30,7 @@ class Tail:
         self,
         path: Path,
         *,
+        start: int = 0,
         last_bytes: int | None = None,
         read_bytes: int = READ_BYTES,
         line_bytes: int = LINE_BYTES,
@@ -40,8 +42,14 @@ class Tail:
         self._fd = -1
         self._inode = 0
         self._at = 0
+        self._start = start
         self._rest = b""
         self._passing_over = False
+
+    @property
+    def position(self) -> int:
+        """Where the first line begins that was not told yet, in bytes."""
+        return self._at - len(self._rest) if self._fd >= 0 else self._start
 
     def poll(self) -> list[dict[str, Any]]:
         """New records, in the order written; lines that are no JSON object are left out."""
@@ -64,10 +72,11 @@ class Tail:
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._last_bytes = None
+            self._last_bytes, self._start = None, 0
             return False
         stat = os.fstat(self._fd)
-        self._inode, self._at = stat.st_ino, 0
+        self._inode, self._at = stat.st_ino, self._start if self._start <= stat.st_size else 0
+        self._start = 0
         if self._last_bytes is not None and stat.st_size > self._last_bytes:
             # One byte earlier: the first line is whole only if a newline stands before it.
             self._at = stat.st_size - self._last_bytes - 1

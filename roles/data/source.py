@@ -121,6 +121,17 @@ class PromptSource:
         return sample_seed(self.seed, prompt, member, attempt)
 
 
+def read_prompts(data: DataTable, tokenizer: ChatTokenizer, config_dir: Path) -> list[PromptItem]:
+    """Read, deduplicate and render prompts, of whatever split.
+
+    Raises:
+        RelaxError: bad data; with the setting or the file and line.
+    """
+    raws, _ = distinct(_read(data, config_dir))
+    items, _, _ = _render(raws, data, tokenizer)
+    return items
+
+
 def _read(data: DataTable, config_dir: Path) -> Iterable[RawItem]:
     if data.task is not None:
         from relax_rt.roles.data.gym import GymTask

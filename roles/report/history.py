@@ -13,6 +13,7 @@ import msgspec
 
 from relax_rt.events import read_events
 from relax_rt.metrics import read_metrics
+from relax_rt.roles.report.sets import SetScore, read_score, set_of
 
 NAN = float("nan")
 
@@ -88,7 +89,8 @@ class History(msgspec.Struct):
     Attributes:
         steps: the path that led to the end, in order: for each step its last doing.
         redone: steps that a restart threw away.
-        evaluations: held-out evaluations in the order made.
+        evaluations: of what [data] holds out, in the order made. sets: those of further sets, and of the same where
+            there are several completions an item; by name.
         generated_tokens: by all rollouts together; generated_s: from their first record to their last.
         lives: every process known of, in the order started.
         restarts: by role.
@@ -99,6 +101,7 @@ class History(msgspec.Struct):
     steps: list[Step] = []
     redone: list[Step] = []
     evaluations: list[Evaluation] = []
+    sets: dict[str, list[SetScore]] = {}
     generated_tokens: int = 0
     generated_s: float = 0.0
     lives: list[Life] = []
@@ -134,6 +137,10 @@ def read_history(run_dir: Path) -> History:
                 path.take(_step(record))
             case "evaluation":
                 history.evaluations.append(_evaluation(record))
+                if name := set_of(record):
+                    history.sets.setdefault(name, []).append(read_score(record))
+            case "evaluation_set":
+                history.sets.setdefault(set_of(record), []).append(read_score(record))
             case "rollout":
                 who = str(record.get("by") or record.get("slot"))
                 rollouts[who] = max(rollouts.get(who, 0), int(_number(record, "tokens", 0.0)))

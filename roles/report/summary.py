@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_rt.observe.text import NOTHING, count, duration, number
 from relax_rt.roles.report.history import Evaluation, History, Step
+from relax_rt.roles.report.sets import set_lines, summarise_sets
 
 ENDS = 10
 LABEL = 19
@@ -50,6 +51,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
         },
         "staleness": _staleness(history, bound),
         "held_out": _held_out(history.evaluations),
+        "sets": summarise_sets(history.sets),
         "restarts": {
             role: {"count": r.count, "causes": dict(r.causes), "away_s": round(r.away_s, 2)}
             for role, r in sorted(history.restarts.items())
@@ -142,6 +144,7 @@ def render_summary(summary: dict[str, Any]) -> list[str]:
     """The lines that are printed at the end of a run."""
     blocks = [
         ("held-out accuracy", _held_out_lines(summary["held_out"])),
+        ("held-out sets", set_lines(summary.get("sets", {}))),
         ("steps", _steps_lines(summary)),
         ("tokens", [_tokens_line(summary["tokens"])]),
         ("time", [_time_line(summary["time"])]),

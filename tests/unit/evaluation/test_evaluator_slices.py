@@ -1,4 +1,4 @@
-"""An evaluation of more items than an engine lets wait."""
+"""An evaluation of more completions than an engine lets wait."""
 
 from __future__ import annotations
 
@@ -9,54 +9,85 @@ from typing import Any, cast
 
 import pytest
 
-from relax_rt.roles import evaluator
-from relax_rt.roles.engines.base import Assembly, Chunk, GroupRequest
-from relax_rt.roles.evaluator import EvaluatorRole
+from relax_rt.roles import evaluation_sampling
+from relax_rt.roles.data.items import PromptItem
+from relax_rt.roles.engines.base import Chunk, GroupRequest
+from relax_rt.roles.evaluation_sampling import SEED_DOMAIN, Asker, requests_of
 from relax_rt.transport.errors import Refused
 
 
 class Engine:
-    """Takes no more than so many at a time, and completes a few in each turn of the loop."""
+    """Takes no more than so many sequences at a time, and completes a few in each turn of the loop, newest first."""
 
-    def __init__(self, role: EvaluatorRole, limit: int) -> None:
-        self.role, self.limit, self.tokens, self.most = role, limit, 0, 0
-        self.held: list[GroupRequest] = []
+    def __init__(self, limit: int) -> None:
+        self.asker: Asker
+        self.limit, self.tokens, self.most = limit, 0, 0
+        self.held: list[tuple[int, int]] = []
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        if len(self.held) + len(requests) > self.limit:
+        more = [(one.id, member) for one in requests for member in range(len(one.seeds))]
+        if len(self.held) + len(more) > self.limit:
             raise Refused("too many")
         if not self.held:
             asyncio.get_running_loop().call_soon(self.turn)
-        self.held += requests
+        self.held += more
         self.most = max(self.most, len(self.held))
 
     def turn(self) -> None:
-        some, self.held = self.held[:3], self.held[3:]
+        self.held, some = self.held[:-3], self.held[-3:]
         self.tokens += len(some)
         if self.held:
             asyncio.get_running_loop().call_soon(self.turn)
-        self.role._arrive([Chunk(one.id, 0, 0, [one.id], [-1.0], [], "stop") for one in some])
+        self.asker.arrive([Chunk(one, member, 0, [one, member], [-1.0, -1.0], [], "stop") for one, member in some])
 
     def load(self) -> Any:
         return SimpleNamespace(tokens_generated=self.tokens)
 
 
-@pytest.mark.parametrize("count", [1, 8, 9, 50])
-async def test_items_are_submitted_as_there_is_room(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluator, "AT_A_TIME", 8)
-    monkeypatch.setattr(evaluator, "PROGRESS_EVERY_S", 60.0)
-    role = cast(Any, EvaluatorRole.__new__(EvaluatorRole))
-    role._arrived, role._news, role._awaited, role.assembly = {}, asyncio.Event(), 0, Assembly()
-    role.engine = Engine(role, 8)
-    role.ctx = SimpleNamespace(progress=SimpleNamespace(advance=lambda *_: None))
-    role.follower = SimpleNamespace(record=SimpleNamespace(version=1))
-    role.tokenizer = SimpleNamespace(decode=str, stop_ids=frozenset([0]))
-    role.source = SimpleNamespace(sample_seed=lambda *_: 1)
-    role.config = SimpleNamespace(
-        evaluation=SimpleNamespace(temperature=1.0), sampling=SimpleNamespace(max_new_tokens=4)
+def items(count: int) -> list[PromptItem]:
+    return [
+        PromptItem(item=f"{i}", split="held_out", question="", answer="", metadata={}, messages=[], tokens=[1, i])
+        for i in range(count)
+    ]
+
+
+def seed(number: int, sample: int, attempt: int) -> int:
+    return 100 * number + sample
+
+
+def requests(count: int, samples: int, together: int) -> list[GroupRequest]:
+    return requests_of(
+        items(count),
+        samples=samples,
+        together=together,
+        seed=seed,
+        temperature=1.0,
+        max_new_tokens=4,
+        stop_ids=frozenset([0]),
     )
+
+
+@pytest.mark.parametrize(("count", "samples"), [(1, 1), (8, 1), (9, 1), (50, 1), (7, 3), (3, 8), (5, 20)])
+async def test_completions_are_submitted_as_there_is_room(
+    count: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation_sampling, "AT_A_TIME", 8)
+    monkeypatch.setattr(evaluation_sampling, "PROGRESS_EVERY_S", 60.0)
+    engine, told = Engine(8), []
+    asker = engine.asker = Asker(cast(Any, engine), told.append)
+    asked = requests(count, samples, together=5)
     async with asyncio.timeout(5.0):
         for _ in range(2):
-            texts = await role._generate([SimpleNamespace(tokens=[1])] * count)
-            assert texts == [(f"[{number}]", True) for number in range(count)]
-    assert role.engine.most == min(count, 8)
+            done = await asker.complete(asked)
+            assert [(c.request, c.member) for c in done] == [(r.id, m) for r in asked for m in range(len(r.seeds))]
+            assert all(c.tokens == [c.request, c.member] for c in done)
+    assert 0 < engine.most <= 8 and sum(told) == engine.tokens == 2 * count * samples
+
+
+def test_requests_hold_every_sample_of_every_item_once() -> None:
+    asked = requests(3, samples=5, together=2)
+    assert [len(one.seeds) for one in asked] == [2, 2, 1] * 3
+    assert [one.prompt[1] for one in asked] == [0] * 3 + [1] * 3 + [2] * 3
+    seeds = [s for one in asked for s in one.seeds]
+    assert seeds == [SEED_DOMAIN | seed(i, s, 0) for i in range(3) for s in range(5)]
+    assert [one.id for one in asked] == list(range(9))

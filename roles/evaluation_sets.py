@@ -1,0 +1,178 @@
+"""The held-out sets of a run: what each is, of which items, and at which steps it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from relax_rt.roles.sections import DataTable, EvaluationSet, EvaluationTable, RLConfig
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.roles.data.items import PromptItem
+    from relax_rt.roles.data.source import PromptSource
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.dry_run import Verifier
+
+MAIN = "held_out"
+"""The name of the items that [data] holds out."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How one set is evaluated; what it leaves out is filled in from the run's tables.
+
+    Attributes:
+        table: of roles.toml; None for the items that [data] holds out.
+        items, during_items: used before and after, and during the run.
+        ks: the k of pass@k. greedy: one completion at temperature 0 besides `samples` at `temperature`.
+        every_steps, at_steps: when during the run.
+    """
+
+    name: str
+    table: EvaluationSet | None
+    items: int
+    during_items: int
+    samples: int
+    ks: tuple[int, ...]
+    greedy: bool
+    temperature: float
+    max_new_tokens: int
+    every_steps: int
+    at_steps: tuple[int, ...]
+
+    def count(self, when: str) -> int:
+        """Items of an evaluation."""
+        return self.during_items if when == "during" else self.items
+
+
+def recipes(config: RLConfig) -> list[Recipe]:
+    """The held-out sets of a run; that of [data] is the first."""
+    table = config.evaluation
+    main = Recipe(
+        name=MAIN,
+        table=None,
+        items=table.items,
+        during_items=table.during_items,
+        samples=table.samples,
+        ks=_ks(table),
+        greedy=table.greedy,
+        temperature=table.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        every_steps=table.every_steps,
+        at_steps=tuple(table.at_steps),
+    )
+    return [main, *(_further(one, main) for one in table.sets)]
+
+
+def _further(one: EvaluationSet, main: Recipe) -> Recipe:
+    return Recipe(
+        name=one.name,
+        table=one,
+        items=one.items,
+        during_items=one.during_items or one.items,
+        samples=one.samples,
+        ks=_ks(one),
+        greedy=one.greedy,
+        temperature=main.temperature if one.temperature is None else one.temperature,
+        max_new_tokens=one.max_new_tokens or main.max_new_tokens,
+        every_steps=main.every_steps if one.every_steps is None else one.every_steps,
+        at_steps=tuple(one.at_steps),
+    )
+
+
+def _ks(table: EvaluationTable | EvaluationSet) -> tuple[int, ...]:
+    return tuple(sorted(set(table.pass_at or (1, table.samples))))
+
+
+def set_data(table: EvaluationSet, data: DataTable) -> DataTable:
+    """Where a set's prompts come from, as a table of [data]."""
+    return data.model_copy(
+        update={
+            "task": table.task,
+            "options": table.options,
+            "size": table.size,
+            "path": table.path,
+            "system": data.system if table.system is None else table.system,
+            "template": data.template if table.template is None else table.template,
+            "max_prompt_tokens": table.max_prompt_tokens or data.max_prompt_tokens,
+            "overlong": "drop",
+        }
+    )
+
+
+def load_set(
+    table: EvaluationSet, config: RLConfig, source: PromptSource, tokenizer: ChatTokenizer, config_dir: Path
+) -> tuple[list[PromptItem], int]:
+    """The items of a set, ordered by id, and how many were left out because the run trains on their questions.
+
+    Raises:
+        RelaxError: bad data, or no item is left.
+    """
+    from relax_rt.roles.data.source import read_prompts
+
+    found = read_prompts(set_data(table, config.data), tokenizer, config_dir)
+    trained = {item.item for item in source.train}
+    kept = [msgspec.structs.replace(item, split=MAIN) for item in found if item.item not in trained]
+    left_out = len(found) - len(kept)
+    if not kept:
+        why = f"none of its {len(found)} prompts is left"
+        why += f": {left_out} are trained on" if left_out else ""
+        raise RelaxError(f"evaluation set '{table.name}'", why=why, hint="give it other items, or larger limits")
+    return sorted(kept, key=lambda item: item.item), left_out
+
+
+def verifier_of(table: EvaluationSet) -> Verifier | None:
+    """The task's own scoring of a text, where the set's prompts are of a task."""
+    if table.task is None:
+        return None
+    from relax_rt.roles.data.gym import GymTask
+
+    return GymTask(table.task, table.options, table.size).score
+
+
+class Course:
+    """How far one set has been evaluated, and when it is due again. Pure.
+
+    Args:
+        last_step: of the run.
+    """
+
+    def __init__(self, recipe: Recipe, last_step: int) -> None:
+        self.recipe, self._last_step = recipe, last_step
+        self.done = -1
+        self.before: dict[str, Any] | None = None
+
+    def when(self, step: int) -> str:
+        """before, during or after; empty: it is not due at this step's weights."""
+        if self.before is None and step == 0:
+            return "before"
+        if step <= self.done:
+            return ""
+        if step >= self._last_step:
+            return "after"
+        last, every = max(self.done, 0), self.recipe.every_steps
+        due = (every and step // every > last // every) or any(last < at <= step for at in self.recipe.at_steps)
+        return "during" if due else ""
+
+    def went_back(self, step: int) -> None:
+        """The trainer went back to a checkpoint: what was evaluated after it is of another branch."""
+        self.done = min(self.done, step)
+
+    def take(self, record: dict[str, Any]) -> None:
+        """A record of an evaluation of this set, of this incarnation or an earlier one."""
+        self.done = max(self.done, int(record["step"]))
+        if record["when"] == "before":
+            self.before = record
+
+
+def courses(config: RLConfig, records: Iterable[dict[str, Any]]) -> dict[str, Course]:
+    """Every set's course, by name, as far as `records` of evaluations say it has come."""
+    found = {recipe.name: Course(recipe, config.algorithm.steps) for recipe in recipes(config)}
+    for record in records:
+        course = found.get(record.get("set", MAIN))
+        if course is not None:
+            course.take(record)
+    return found

@@ -1,0 +1,1 @@
+"""The run's metrics for other tools: TensorBoard, Weights & Biases (offline)."""
