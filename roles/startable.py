@@ -10,7 +10,7 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.algorithms.objective import read_parts
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings, TrainerSettings
-from relax_rt.roles.trainers.megatron.limits import without_engine
+from relax_rt.roles.trainers.megatron.limits import unsupported
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
 FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"})
@@ -78,11 +78,8 @@ def _megatron(path: KeyPath, table: ShardedSettings) -> Iterator[Problem]:
     if table.python is None and find_spec("megatron") is None:
         message = 'backend = "megatron", and megatron-core is not installed'
         yield Problem((*path, "backend"), message, "pip install relax-rt[megatron]")
-    if table.layers != "local" and (table.python is not None or find_spec("transformer_engine") is not None):
-        return
-    for key, what in without_engine(table):
-        message = f"{key} = {getattr(table, key)}: Megatron-Core's own layers lack {what}"
-        yield Problem((*path, key), message, "leave it out, or install TransformerEngine (it needs a GPU)")
+    for key, why in unsupported(table):
+        yield Problem((*path, key), f"{key} = {getattr(table, key)}: {why} in this version", f"leave it out; {HINT}")
 
 
 def planned_keys(table: RoleSettings, free: frozenset[str] = FREE) -> frozenset[str]:

@@ -38,6 +38,7 @@ from relax_rt.roles.trainers.megatron.ranks import Ranks
 from relax_rt.roles.trainers.megatron.state import OptimizerState
 from relax_rt.roles.trainers.megatron.weights import Files, Read, with_tied_copy
 from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
+from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
 from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
@@ -75,7 +76,7 @@ class MegatronBackend:
     ) -> None:
         torch.set_num_threads(table.threads)
         self._source, self._algorithm, self._table, self.ranks = model_dir, algorithm, table, ranks
-        self._on_progress, self._stacked = on_progress, stacked_experts
+        self._stacked = stacked_experts
         self.objective = objective if objective is not None else Objective.of(algorithm)
         architecture = read_architecture(model_dir)
         self._shape = architecture.shape
@@ -105,9 +106,11 @@ class MegatronBackend:
             self.model,
             vocabulary=self._shape.vocabulary,
             temperature=temperature,
+            entropy="entropy" in self.objective.needs,
+            on_progress=on_progress,
         )
         self._multiple = (table.tensor_parallel if sequence_parallel(table) else 1) * 2 * table.context_parallel
-        self._snapshot: dict[str, torch.Tensor] = {}
+        self._snapshot: dict[str, torch.Tensor] | None = None
         self._snapshot_steps, self._snapshot_model = 0, bytearray()
         self._load(Files(model_dir))
         self._begin()
@@ -125,9 +128,10 @@ class MegatronBackend:
     # Gradients.
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each token but the first, under the current weights, of logits / temperature: float32 [T] for each sample;
-        0 for the first. The same on all ranks of the replica whose samples these are."""
-        packs = [self._pack(members, trained_only=False) for members in self._filled(samples)]
+        """Of each trained token, under the current weights, of logits / temperature: float32 [T] for each sample; 0 for
+        others. The same on all ranks of the replica whose samples these are."""
+        trained = [sample if sample.loss_mask[1:].any() else None for sample in samples]
+        packs = [self._pack(members, trained_only=True) for members in self._filled(trained)]
         packs += self._dummies(len(packs))
         found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
         with denormals_flushed():
@@ -143,14 +147,12 @@ class MegatronBackend:
         """Forward and backward of this replica's share of a batch, which may be empty; gradients are added up as they
         are, divided by nothing. Samples have their advantages."""
         idle = self.objective.idle
-        trained = [None if idle(sample) or not sample.loss_mask[1:].any() else sample for sample in samples]
+        trained = [sample if sample.loss_mask[1:].any() and not idle(sample) else None for sample in samples]
         packs = [self._pack(members, trained_only=True) for members in self._filled(trained)]
         dummies = self._dummies(len(packs))
         with denormals_flushed():
             results = self._passes.backward([*packs, *dummies], self._loss, len(dummies))
         added = Partial(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
-        for one in packs:
-            self._on_progress(one.tokens)
         if self.ranks.speaks:
             computed = float(sum(one.tokens for one in packs))
             merge(self._found, {"trained": float(added.tokens), "computed": computed})
@@ -223,7 +225,7 @@ class MegatronBackend:
         if self.ranks.sizes.expert_ranks == self.ranks.sizes.pipeline:
             return []
         most = max(self.ranks.gather(packs))
-        return [self._pack([(-1, _NOTHING)], trained_only=False) for _ in range(most - packs)]
+        return [self._pack([(-1, _NOTHING)], trained_only=True) for _ in range(most - packs)]
 
     # Weights.
 
@@ -286,8 +288,10 @@ class MegatronBackend:
 
     def snapshot(self) -> None:
         """Copy weights and optimizer state aside; `write` saves the copy while training goes on."""
+        self._snapshot = {} if self._snapshot is None else self._snapshot
         self._state.copy(self._held, self._mine, self._snapshot)
         self._snapshot_steps = self._state.steps
+        give_back()
         plan = self._plan(self._table.dtype, stacked=False)
         if self.ranks.rank == 0 and not self._snapshot_model:
             self._snapshot_model = bytearray(plan.layout.nbytes)
@@ -301,7 +305,7 @@ class MegatronBackend:
             Refused: no snapshot was taken. DeadlineExceeded: another rank's file does not come.
         """
         ranks = self.ranks
-        if not self._snapshot_steps and not self._snapshot and not self._snapshot_model:
+        if self._snapshot is None:
             raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
         write(file_of(folder, ranks.rank, ranks.sizes.world), self._snapshot, self._snapshot_steps)
         if ranks.rank != 0:
@@ -339,6 +343,7 @@ class MegatronBackend:
         state = OptimizerFiles(folder)
         self._load(Files(folder), state.reader(MASTER) if state.has(MASTER) else None)
         self._state.take(self._held, state)
+        self._snapshot = None
         self._begin()
 
 

@@ -78,7 +78,7 @@ class Leader(Member):
             yield
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each token but the first, of logits / temperature: float32 [T] for each sample."""
+        """Of each trained token, of logits / temperature: float32 [T] for each sample."""
         with self._order("log_probabilities", samples):
             return self._log_probabilities(samples)
 
@@ -146,6 +146,7 @@ class Follower(Member):
 
     def run(self) -> None:
         """Follow rank 0. Raises what an order or the writing of a checkpoint raised."""
+        self._doing("")
         while (order := take(self.ranks.control)).name != "end":
             if self._failed is not None:
                 raise self._failed

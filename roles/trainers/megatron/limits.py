@@ -1,4 +1,5 @@
-"""What only the layers of TransformerEngine can do. Imports neither torch nor Megatron: validation asks as well."""
+"""What a gang of Megatron-Core's ranks may be asked for in a plan, and cannot do. Imports neither torch nor Megatron:
+validation asks as well."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Iterator
 from relax_rt.roles.sections import ShardedSettings, TrainedSettings
 
 
-def without_engine(table: ShardedSettings) -> Iterator[tuple[str, str]]:
-    """Keys of a table that cannot be kept with Megatron-Core's own layers, and why not."""
+def unsupported(table: ShardedSettings) -> Iterator[tuple[str, str]]:
+    """Keys of a table that cannot be kept, and why not."""
     if table.context_parallel > 1:
-        yield "context_parallel", "attention over parts of a sequence"
+        yield "context_parallel", "packed sequences are not cut over ranks"
     if table.attention == "unfused":
-        yield "attention", "unfused attention over packed sequences"
+        yield "attention", "packed sequences have fused attention alone"
     if isinstance(table, TrainedSettings) and table.optimizer_dtype != "float32":
-        yield "optimizer_dtype", "an optimizer whose moments are not float32"
+        yield "optimizer_dtype", "moments of other types than float32 are not in checkpoints"

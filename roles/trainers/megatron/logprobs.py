@@ -35,7 +35,7 @@ class VocabularySlice:
 
 
 def log_probabilities(
-    logits: torch.Tensor, targets: torch.Tensor, part: VocabularySlice
+    logits: torch.Tensor, targets: torch.Tensor, part: VocabularySlice, *, entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-softmax at the targets, and the entropy of the distribution, both differentiable.
 
@@ -45,20 +45,21 @@ def log_probabilities(
     Args:
         logits: float [m, part.rows], at temperature 1 or divided by it. It is overwritten.
         targets: int64 [m], numbers in the whole vocabulary.
+        entropy: unless it is wanted it is not computed, and is 0.
 
     Returns:
         log-probabilities [m] and entropies [m] in nats, the same on all ranks of the group, in the logits' dtype but at
         least float32.
     """
     apply: Any = _VocabularyParallel.apply
-    found: tuple[torch.Tensor, torch.Tensor] = apply(logits, targets, part)
+    found: tuple[torch.Tensor, torch.Tensor] = apply(logits, targets, part, entropy)
     return found
 
 
 class _VocabularyParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, part: VocabularySlice
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, part: VocabularySlice, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         z = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         z[:, part.real :] = -torch.inf
@@ -67,10 +68,11 @@ class _VocabularyParallel(torch.autograd.Function):
         local = torch.where(here, targets - part.first, 0)
         at_target = z.gather(-1, local[:, None])[:, 0].masked_fill(~here, 0.0)
         weight = z.exp()
-        sums = part.sum(torch.stack([weight.sum(-1), _dot(weight, z), at_target]))
+        mean = _dot(weight, z) if with_entropy else torch.zeros_like(at_target)
+        sums = part.sum(torch.stack([weight.sum(-1), mean, at_target]))
         log_total = sums[0].log()
         p = weight / sums[0][:, None]
-        entropy = log_total - sums[1] / sums[0]
+        entropy = log_total - sums[1] / sums[0] if with_entropy else torch.zeros_like(log_total)
         ctx.save_for_backward(p, entropy, local, here)
         ctx.dtype = logits.dtype
         ctx.set_materialize_grads(False)
@@ -79,7 +81,7 @@ class _VocabularyParallel(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, of_logprob: torch.Tensor | None, of_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None, None]:
+    ) -> tuple[torch.Tensor, None, None, None]:
         p, entropy, local, here = ctx.saved_tensors
         gradient = torch.zeros_like(p)
         if of_logprob is not None:
@@ -87,7 +89,7 @@ class _VocabularyParallel(torch.autograd.Function):
             gradient.scatter_add_(-1, local[:, None], (of_logprob * here)[:, None])
         if of_entropy is not None:
             gradient = gradient - of_entropy[:, None] * (torch.special.xlogy(p, p) + p * entropy[:, None])
-        return gradient.to(ctx.dtype), None, None
+        return gradient.to(ctx.dtype), None, None, None
 
 
 def _dot(weight: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from relax_rt.roles.planning.parallel import Sizes
 from relax_rt.roles.planning.shape import ModelShape, read_shape
 from relax_rt.roles.sections import TrainedSettings
 from relax_rt.roles.trainers.megatron.layers import Norm, PackedAttention
-from relax_rt.roles.trainers.megatron.limits import without_engine
+from relax_rt.roles.trainers.megatron.limits import unsupported
 from relax_rt.transport.errors import Refused
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -127,7 +127,7 @@ def transformer_config(model: Architecture, table: TrainedSettings, layers: Laye
     """
     TransformerConfig = importlib.import_module("megatron.core.transformer").TransformerConfig
     shape, fused = model.shape, layers == "transformer_engine"
-    check_settings(table, layers)
+    check_settings(table)
     dtype = DTYPES[table.dtype]
     return TransformerConfig(
         num_layers=shape.layers,
@@ -178,16 +178,12 @@ def sequence_parallel(table: TrainedSettings) -> bool:
     return table.tensor_parallel > 1 if table.sequence_parallel is None else table.sequence_parallel
 
 
-def check_settings(table: TrainedSettings, layers: Layers) -> None:
+def check_settings(table: TrainedSettings) -> None:
     """Raises:
-    Refused: a setting asks for what only the layers of TransformerEngine do.
+    Refused: a setting asks for what can be planned alone.
     """
-    for key, what in without_engine(table) if layers == "local" else ():
-        raise Refused(
-            f"{key} = {getattr(table, key)!r}",
-            why=f"Megatron-Core's own layers lack {what}",
-            hint="the layers of TransformerEngine have it: they need a GPU, and the package installed",
-        )
+    for key, why in unsupported(table):
+        raise Refused(f"{key} = {getattr(table, key)!r}", why=why, hint="leave it out")
 
 
 def _recompute(table: TrainedSettings) -> dict[str, Any]:

@@ -25,10 +25,11 @@ COLUMNS: dict[str, type[np.generic]] = {
 
 
 class SentSample(msgspec.Struct, array_like=True, frozen=True):
-    """A sample's columns as bytes, by name."""
+    """A sample's columns as bytes, by name, and its reward."""
 
     meta: SampleMeta
     columns: dict[str, bytes]
+    reward: float | None = None
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
@@ -52,7 +53,7 @@ def sent(samples: Sequence[Sample]) -> list[SentSample]:
             values = getattr(sample, name)
             if values is not None:
                 columns[name] = np.ascontiguousarray(values, dtype).tobytes()
-        found.append(SentSample(sample.meta, columns))
+        found.append(SentSample(sample.meta, columns, sample.reward))
     return found
 
 
@@ -61,7 +62,7 @@ def received(samples: Sequence[SentSample]) -> list[Sample]:
     found = []
     for sample in samples:
         columns: dict[str, Any] = {k: np.frombuffer(v, COLUMNS[k]) for k, v in sample.columns.items()}
-        found.append(Sample(meta=sample.meta, versions=[], **columns))
+        found.append(Sample(meta=sample.meta, versions=[], reward=sample.reward, **columns))
     return found
 
 

@@ -24,12 +24,23 @@ class Passes:
 
     Args:
         wrapped: Megatron's DistributedDataParallel. model: the GPTModel within. temperature: of the distribution.
+        entropy: whether losses want entropies. on_progress: told of the tokens of each forward pass.
     """
 
     def __init__(
-        self, ranks: Ranks, config: Any, wrapped: Any, model: Any, *, vocabulary: int, temperature: float
+        self,
+        ranks: Ranks,
+        config: Any,
+        wrapped: Any,
+        model: Any,
+        *,
+        vocabulary: int,
+        temperature: float,
+        entropy: bool,
+        on_progress: Callable[[int], None],
     ) -> None:
-        self._ranks, self._config, self._wrapped, self._temperature = ranks, config, wrapped, temperature
+        self._ranks, self._config, self._wrapped, self._on_progress = ranks, config, wrapped, on_progress
+        self._temperature, self._entropy = temperature, entropy
         self._schedule = importlib.import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         self._params = importlib.import_module("megatron.core.packed_seq_params").PackedSeqParams
         # Gradients of replicas are added up once a step, by whoever applies it.
@@ -46,7 +57,7 @@ class Passes:
         """Of the tokens wanted in each pack, float32 [m], on the CPU of every rank of the replica."""
         found: list[torch.Tensor] = []
         with torch.no_grad():
-            found = self._run(packs, lambda pack, out: self._predicted(pack, out)[0], forward_only=True)
+            found = self._run(packs, lambda pack, out: self._predicted(pack, out, entropy=False)[0], forward_only=True)
         values = torch.cat([torch.zeros(0, device=self._ranks.device), *found])
         if not self._ranks.last_stage:
             values = torch.zeros(sum(len(pack.targets) for pack in packs), device=self._ranks.device)
@@ -65,7 +76,7 @@ class Passes:
         counting = {id(pack) for pack in packs[: len(packs) - dummies]}
 
         def of(pack: Pack, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            logprobs, entropy = self._predicted(pack, out)
+            logprobs, entropy = self._predicted(pack, out, entropy=self._entropy)
             nothing = torch.zeros((), dtype=torch.int, device=out.device)
             if id(pack) not in counting:
                 return logprobs.sum() * 0.0, nothing, None
@@ -106,9 +117,11 @@ class Passes:
                 max_seqlen_kv=pack.longest,
             ),
         )
+        self._on_progress(pack.tokens)
         return out, lambda output, non_loss_data=False: of(pack, output)
 
-    def _predicted(self, pack: Pack, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _predicted(self, pack: Pack, logits: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._part is not None
         targets = pack.targets.to(logits.device)
-        return log_probabilities(logits[0, : len(targets)] / self._temperature, targets, self._part)
+        scaled = logits[0, : len(targets)] / self._temperature
+        return log_probabilities(scaled, targets, self._part, entropy=entropy)

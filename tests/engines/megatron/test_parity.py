@@ -28,6 +28,8 @@ DIVISIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert_parallel": 2}),
     "tp2-etp2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     "tp2-ep2": (2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "tp2-whole-layers-again": (2, {"tensor_parallel": 2, "recompute": "full"}),
+    "tp2-attention-again": (2, {"tensor_parallel": 2, "recompute": "selective"}),
     "tp2-pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "ep2-pp2": (4, {"expert_parallel": 2, "pipeline_parallel": 2}),
 }
@@ -35,7 +37,7 @@ CASES = [
     *(("qwen3", name) for name in ("tp1", "tp2", "tp2-whole-norms", "pp2", "dp2", "dp2-whole-optimizer", "tp2-pp2")),
     *(("qwen3_moe", name) for name in ("tp1", "tp2", "pp2", "dp2", "ep2", "tp2-etp2", "tp2-ep2", "ep2-pp2")),
     *(("qwen2", name) for name in ("tp1", "tp2", "pp2")),
-    *(("llama", name) for name in ("tp2", "pp2")),
+    *(("llama", name) for name in ("tp2", "pp2", "tp2-whole-layers-again", "tp2-attention-again")),
 ]
 
 
@@ -116,8 +118,8 @@ def test_same_log_probabilities_steps_and_weights(
     for key, value in wanted.before.items():
         assert torch.equal(found[key], value), f"{key} is not bit-equal"
 
-    for ours, theirs in zip(ranks.logprobs(wanted.batch), wanted.logprobs, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    for sample, ours, theirs in zip(wanted.batch, ranks.logprobs(wanted.batch), wanted.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs * sample.loss_mask, atol=2e-5)
 
     for number, batch in enumerate((wanted.batch, wanted.later)):
         answers = ranks.call("step", batches=[batch], count=count(batch), number=number + 1)
@@ -136,7 +138,8 @@ def assert_updated(ours: torch.Tensor, theirs: torch.Tensor, before: torch.Tenso
     rounding. Such elements may differ by what a step moves at most; they must be few."""
     moved = float((theirs - before).abs().max())
     gap = (ours - theirs).abs()
-    assert float((gap > 1e-4 * max(moved, 1e-3) + 2e-5).float().mean()) < 0.01, f"{key}: {float(gap.max()):.2e}"
+    odd = int((gap > 1e-4 * max(moved, 1e-3) + 2e-5).sum())
+    assert odd <= max(2, gap.numel() // 100), f"{key}: {odd} of {gap.numel()}, {float(gap.max()):.2e}"
     assert float(gap.max()) <= 2.1 * ALGORITHM_STEP, f"{key}: {float(gap.max()):.2e}"
 
 

@@ -101,6 +101,23 @@ def test_a_batch_without_advantages_changes_nothing(gang: Callable[[int], Gang],
     assert all(torch.equal(value, before[name]) for name, value in ranks.weights().items())
 
 
+def test_a_checkpoint_before_the_first_update_is_whole(
+    gang: Callable[[int], Gang], model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    ranks = built(gang(2), model("qwen3"), tensor_parallel=2)
+    with pytest.raises(AssertionError, match="no snapshot was taken"):
+        ranks.call("write", folder=tmp_path)
+    ranks.call("save", folder=tmp_path)
+    wanted = ranks.call("step", batches=[samples(6)], count=20.0)[0]
+    one = built(gang(1), model("qwen3"))
+    one.call("step", batches=[samples(6, seed=1)], count=20.0)
+    one.call("restore", folder=tmp_path)
+    found = one.call("step", batches=[samples(6)], count=20.0)[0]
+    assert found.loss == pytest.approx(wanted.loss, abs=1e-5)
+    one.call("restore", folder=tmp_path)
+    assert one.call("steps") == [0]
+
+
 MOVES = [
     ("qwen3", (2, {"tensor_parallel": 2}), (1, {})),
     ("qwen3", (1, {}), (2, {"tensor_parallel": 2})),

@@ -94,6 +94,15 @@ def save(here: Here, folder: Path) -> None:
     here.backend.write(folder)
 
 
+def write(here: Here, folder: Path) -> None:
+    here.backend.write(folder)
+
+
+def steps(here: Here) -> int:
+    """Updates that the moments have seen."""
+    return here.backend._state.steps
+
+
 def restore(here: Here, folder: Path) -> None:
     here.backend.restore(folder)
 
