@@ -172,6 +172,10 @@ def _memory(config: RLConfig) -> list[PlanLine]:
     lines.append(_trainer_memory(config, size))
     if "reference" in config.roles:
         lines.append(_reference_memory(config))
+    if "critic" in config.roles:
+        state = 28 * size.parameters
+        how = f"{_mib(state)} weights, gradients, moments and checkpoint copy, torch; activations besides"
+        lines.append(PlanLine(section, "critic", _mib(state + RUNTIME_MIB["torch"] * MIB), how))
     lines.append(PlanLine(section, "reward", f"{RUNTIME_MIB['transformers']} MiB", "tokenizer and your function"))
     lines.append(PlanLine(section, "registry, queue, agent", f"{3 * RUNTIME_MIB['plain']} MiB", "all three"))
     return lines

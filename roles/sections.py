@@ -352,9 +352,13 @@ class TrainerSettings(TrainedSettings):
 
 
 class CriticSettings(TrainedSettings):
-    """The critic: a model of the policy's shape with a value head."""
+    """The critic: the policy's layers as they were before its first step, with a value head."""
 
     hang_after_s: Seconds = 300.0
+    learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    value_clip: Annotated[float, Field(ge=0)] = 0.2
+    """How far a value may move from what it was before the step, for the loss to follow it; 0: as far as it likes."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
 class ReferenceSettings(ShardedSettings):

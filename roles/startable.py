@@ -17,17 +17,20 @@ FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_s
 """Keys of the planned tables that this version reads. `sglang` may stand there for an engine that is not in use."""
 SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
 """And those that it reads with engine = "sglang"."""
-PLANNED_ROLES = ("critic",)
+NEEDS = {"reference": "reference", "critic": "values"}
+"""What a part of [algorithm] says that needs the work of these roles."""
+USES = {
+    "reference": ("the log-probabilities of a reference", 'algorithm.kl, or name = "dpo" or "distillation"'),
+    "critic": ("the values of a critic", 'name = "ppo"'),
+}
+"""And in words: what they make, and what to set for it."""
 
 
 def not_startable(config: RLConfig) -> list[Problem]:
     """Everything in a config that comes with a later version."""
     problems = [*_algorithm(config), *_without_use(config)]
     for kind, table in config.roles.items():
-        if kind in PLANNED_ROLES and not getattr(table, "target", None):
-            message = f"the {kind} role cannot be started by this version, only planned"
-            problems.append(Problem(("roles", kind), message, HINT, at="key"))
-        elif isinstance(table, ShardedSettings | EngineSettings):
+        if isinstance(table, ShardedSettings | EngineSettings):
             problems += _role(kind, table)
     return problems
 
@@ -40,14 +43,16 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
 
 
 def _without_use(config: RLConfig) -> Iterator[Problem]:
-    """A role whose work nothing of [algorithm] asks for."""
-    if "reference" not in config.roles or getattr(config.roles["reference"], "target", None):
+    """Roles whose work nothing of [algorithm] asks for."""
+    here = [kind for kind in NEEDS if kind in config.roles and not getattr(config.roles[kind], "target", None)]
+    if not here:
         return
     parts = read_parts(config.algorithm, base=Path(config.config_dir), longest=config.sampling.max_new_tokens)
-    if not isinstance(parts, list) and not any("reference" in part.needs for part in parts.all()):
-        message = "nothing in [algorithm] needs the log-probabilities of a reference"
-        hint = 'leave the role out, or set algorithm.kl, or name = "dpo" or "distillation"'
-        yield Problem(("roles", "reference"), message, hint, at="key")
+    for kind in here:
+        if not isinstance(parts, list) and not any(NEEDS[kind] in part.needs for part in parts.all()):
+            what, how = USES[kind]
+            message = f"nothing in [algorithm] needs {what}"
+            yield Problem(("roles", kind), message, f"leave the role out, or set {how}", at="key")
 
 
 def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Problem]:
@@ -57,7 +62,7 @@ def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Proble
         return
     if isinstance(table, ShardedSettings):
         own, here = "backend", "torch"
-        if isinstance(table, TrainedSettings) and table.count > 1:
+        if isinstance(table, TrainedSettings) and table.count != 1:
             message = f"{kind}.count = {table.count}: this version trains in one process"
             yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
     else:

@@ -17,6 +17,7 @@ from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.algorithms.objective import Objective
+    from relax_rt.roles.critic.link import CriticLink
     from relax_rt.roles.publication.files import WeightFiles
     from relax_rt.roles.publication.publisher import Publisher
     from relax_rt.roles.sample import Sample
@@ -58,6 +59,7 @@ class TrainerRole(Role):
         *MODEL_CODE,
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
+    critic: CriticLink | None = None
 
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
@@ -113,6 +115,10 @@ class TrainerRole(Role):
             on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()
+        if "values" in self.objective.needs:
+            from relax_rt.roles.critic.link import CriticLink
+
+            self.critic = CriticLink(self.ctx)
 
     def _load(self) -> None:
         from relax_rt.roles.locations import model_folder
@@ -218,12 +224,16 @@ class TrainerRole(Role):
         for folder, state in await asyncio.to_thread(self.store.complete):
             try:
                 await asyncio.to_thread(self.backend.restore, folder)
+                if self.critic is not None:
+                    await self.critic.begin(state.step, folder)
             except (SafetensorError, OSError, Refused) as error:
                 self.ctx.event("checkpoint_damaged", checkpoint=folder.name, why=str(error))
                 self.ctx.log.warning("passing over a damaged checkpoint", checkpoint=folder.name, error=str(error))
                 continue
             self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
             return state
+        if self.critic is not None:
+            await self.critic.begin(0, None)
         return None
 
     async def _one_step(self) -> None:
@@ -239,9 +249,14 @@ class TrainerRole(Role):
         asked, got, self._asked = self._asked, time.monotonic(), 0.0
         samples = [read_sample(leased) for leased in lease.samples]
         digests = [content_digest(sample) for sample in samples]
+        if self.critic is not None:
+            await self.critic.judge(samples, self.step)
         result = await asyncio.to_thread(self._train, samples)
         trained = time.monotonic()
         await self._account(lease, result)
+        if self.critic is not None:
+            # The engines have the new weights by now: it learns while they sample.
+            await self.critic.learn(samples, self.objective.returns(samples), self.step - 1)
         done = time.monotonic()
         record = {**self._record(lease, samples, result, (asked, got, trained, done)), "digests": digests}
         self.ctx.metrics(record)
@@ -321,6 +336,8 @@ class TrainerRole(Role):
             await self._saving
         self.ctx.progress.extend(SAVE_ALLOWANCE_S, "taking a checkpoint")
         await asyncio.to_thread(self.backend.snapshot)
+        if self.critic is not None:
+            await self.critic.snapshot(self.step)
         elapsed = self._trained_before_s + time.monotonic() - self._started
         assert self.publisher.current is not None
         self._saving = asyncio.create_task(
@@ -339,7 +356,14 @@ class TrainerRole(Role):
         version = publication.result()
         state = CheckpointState(step, version.version, version.digest, self.ctx.who.epoch, step, elapsed_s, objective)
         began = time.monotonic()
-        folder: Path = await asyncio.to_thread(self.store.save, state, self.backend.write)
+        critic = await self.critic.written(step) if self.critic is not None else None
+
+        def fill(folder: Path) -> None:
+            self.backend.write(folder)
+            if critic is not None:
+                critic.move(folder)
+
+        folder: Path = await asyncio.to_thread(self.store.save, state, fill)
         await self.queue.committed(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
 

@@ -1,0 +1,195 @@
+"""A transformer with a value head, and the steps it is trained by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from relax_rt.roles.algorithms.advantages.gae import value_loss
+from relax_rt.roles.algorithms.tensors import Metrics, merge
+from relax_rt.roles.critic.api import CriticReport
+from relax_rt.roles.models.forward import check_plain
+from relax_rt.roles.numerics import denormals_flushed
+from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import CriticSettings
+from relax_rt.roles.trainers.logprobs import at_trained_tokens, hidden_states
+from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
+from relax_rt.transport.errors import Refused
+
+MODEL_FILE, OPTIMIZER_FILE = "critic.safetensors", "critic_optimizer.safetensors"
+Values = NDArray[np.float32]
+
+
+class ValueModel(torch.nn.Module):
+    """The layers of a language model, and in place of its output layer one number a position, which begins as 0."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        check_plain(model, folder)
+        self.body = model.base_model
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch, autocast: bool) -> torch.Tensor:
+        """Values of the states before the batch's trained tokens; float32 [m]."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = hidden_states(self.body, batch)
+        found: torch.Tensor = self.head(hidden.float())[:, 0]
+        return found
+
+
+class CriticModel:
+    """float32 weights, optional bfloat16 autocast, AdamW; one step a batch.
+
+    Args:
+        folder: of the model whose layers it begins with.
+        on_progress: told of tokens that went through the model.
+    """
+
+    def __init__(self, folder: Path, settings: CriticSettings, on_progress: Callable[[int], object]) -> None:
+        torch.set_num_threads(settings.threads)
+        self._folder, self._settings, self._on_progress = folder, settings, on_progress
+        self._snapshot: dict[str, dict[str, torch.Tensor]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Weights as before the first step."""
+        self._model = ValueModel(self._folder)
+        self._model.train()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=self._settings.learning_rate, weight_decay=0.0, fused=True
+        )
+
+    def values(self, samples: Sequence[Sample]) -> list[Values]:
+        """Values of each sample's trained tokens, 0 at others; float32 [T]."""
+        return at_trained_tokens(self._values, samples, self._settings.tokens_per_micro_batch, self._on_progress)
+
+    def _values(self, batch: MicroBatch) -> torch.Tensor:
+        found: torch.Tensor = self._model(batch, self._settings.dtype == "bfloat16")
+        return found
+
+    def learn(self, samples: Sequence[Sample], old: Sequence[Values], returns: Sequence[Values]) -> CriticReport:
+        """One optimizer step on the mean of `value_loss` over all trained tokens.
+
+        Args:
+            old: values before the step. returns: what they should have been; float32 [T] each.
+
+        Returns:
+            What it did; it is thrown away, and the weights stay, if a loss or gradient is not finite.
+        """
+        sums: Metrics = {}
+        count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+        self._optimizer.zero_grad(set_to_none=False)
+        budget = self._settings.tokens_per_micro_batch
+        trained = [i for i, sample in enumerate(samples) if sample.loss_mask[1:].any()]
+        columns = _Columns([old[i] for i in trained], [returns[i] for i in trained])
+        with denormals_flushed():
+            for rows in micro_batches(shared_rows([samples[i] for i in trained], budget), budget):
+                merge(sums, self._micro_batch(collate(rows), columns, count))
+                self._on_progress(sum(row.length for row in rows))
+            norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
+            applied = count > 0 and math.isfinite(norm) and math.isfinite(sums["loss"])
+            if applied:
+                self._optimizer.step()
+        trained_old, wanted = columns.trained([samples[i] for i in trained])
+        return CriticReport(
+            applied=applied,
+            tokens=count,
+            loss=sums.get("loss", 0.0) / max(count, 1),
+            grad_norm=norm,
+            value=float(trained_old.mean()) if count else 0.0,
+            returned=float(wanted.mean()) if count else 0.0,
+            clipped=sums.get("clipped", 0.0) / max(count, 1),
+            explained=_explained(trained_old, wanted),
+        )
+
+    def _micro_batch(self, batch: MicroBatch, columns: _Columns, count: int) -> Metrics:
+        values = self._values(batch)
+        old, returns = columns.of(batch)
+        clip = self._settings.value_clip or None
+        loss, metrics = value_loss(values, old, returns, torch.ones_like(batch.targets), clip=clip)
+        torch.autograd.backward(loss.sum() / count)
+        return {**metrics, "loss": float(loss.detach().sum())}
+
+    def snapshot(self) -> None:
+        """Copy the state aside; `write` saves the copy."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        self._snapshot = {
+            MODEL_FILE: {name: p.detach().clone() for name, p in self._model.named_parameters()},
+            OPTIMIZER_FILE: {
+                f"{names[id(parameter)]}|{key}": value.detach().clone()
+                for parameter, state in self._optimizer.state.items()
+                for key, value in state.items()
+            },
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write the last snapshot."""
+        for name, tensors in self._snapshot.items():
+            save_file(tensors, folder / name)
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what `write` wrote.
+
+        Raises:
+            Refused: it is not there, cannot be read, or is of another model; the weights may be of both then.
+        """
+        try:
+            tensors, optimizer = load_file(folder / MODEL_FILE), load_file(folder / OPTIMIZER_FILE)
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"critic of checkpoint {folder}", why=str(error)) from error
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if name not in tensors or tensors[name].shape != parameter.shape:
+                    why = f"it does not hold {name} {tuple(parameter.shape)}"
+                    raise Refused(f"critic of checkpoint {folder}", why=why)
+                parameter.copy_(tensors[name])
+                state: dict[str, Any] = {}
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    if (value := optimizer.get(f"{name}|{key}")) is not None:
+                        state[key] = value
+                if state:
+                    self._optimizer.state[parameter] = state
+
+
+class _Columns:
+    """Values and returns of the samples, to be picked for the tokens of a micro-batch."""
+
+    def __init__(self, old: Sequence[Values], returns: Sequence[Values]) -> None:
+        self._old, self._returns = old, returns
+        lengths = [len(values) for values in old]
+        self._starts = torch.tensor([0, *np.cumsum(lengths)[:-1]] if lengths else [0])
+        self._flat = [torch.from_numpy(np.concatenate(parts)) if len(parts) else None for parts in (old, returns)]
+
+    def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """At the trained tokens of a micro-batch; float32 [m] each."""
+        places = self._starts[batch.sample] + batch.token
+        old, returns = self._flat
+        assert old is not None and returns is not None
+        return old[places], returns[places]
+
+    def trained(self, samples: Sequence[Sample]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """At all trained tokens of the samples."""
+        masks = [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
+        picked = [
+            np.concatenate([np.zeros(0), *(v[m] for v, m in zip(values, masks, strict=True))])
+            for values in (self._old, self._returns)
+        ]
+        return picked[0], picked[1]
+
+
+def _explained(values: NDArray[np.float64], returns: NDArray[np.float64]) -> float:
+    """1 - var(return - value) / var(return); 0 where returns do not vary."""
+    spread = float(returns.var()) if len(returns) else 0.0
+    return 1.0 - float((returns - values).var()) / spread if spread > 0 else 0.0

@@ -1,0 +1,56 @@
+"""The critic role: values for the trainer's samples, and a step on their returns after each of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, ClassVar
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.locations import MODEL_CODE
+from relax_rt.roles.sections import CriticSettings, RLConfig
+
+if TYPE_CHECKING:
+    from relax_rt.roles.critic.api import CriticReport
+
+LOAD_ALLOWANCE_S = 180.0
+IDLE = "the trainer's next step"
+
+
+class CriticRole(Role):
+    """It has no say of its own: the trainer begins it, from the checkpoint that it resumes from itself, and asks it at
+    each step. When either dies, the trainer goes back to its last checkpoint and takes the critic with it."""
+
+    kind: ClassVar[str] = "critic"
+    tier: ClassVar[int] = 30
+    preload: ClassVar[tuple[str, ...]] = ("torch", "transformers", "relax_rt.roles.critic.service", *MODEL_CODE)
+    Settings: ClassVar[type[RoleSettings]] = CriticSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, CriticSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+
+    async def setup(self) -> None:
+        from relax_rt.roles.critic.api import CriticApi
+        from relax_rt.roles.critic.model import CriticModel
+        from relax_rt.roles.critic.service import CriticService
+        from relax_rt.roles.locations import model_folder
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        model = await asyncio.to_thread(CriticModel, model_folder(self.ctx), self.settings, self.ctx.progress.advance)
+        self.ctx.serve(CriticApi, CriticService(model, self._working, self._report))
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        self._working(False)
+        await self.ctx.stopping.wait()
+
+    def _working(self, at_work: bool) -> None:
+        self.ctx.progress.waiting("" if at_work else IDLE)
+
+    def _report(self, step: int, report: CriticReport) -> None:
+        fields = {name: getattr(report, name) for name in report.__struct_fields__}
+        self.ctx.metrics({"kind": "critic", "step": step, **fields})
+        if not report.applied:
+            self.ctx.event("critic_step_skipped", step=step)

@@ -1,0 +1,139 @@
+"""[roles.reference]: when it must be there, when it must not, and which model it may name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors, Problem
+from relax_rt.roles.checks import sample_bytes
+from relax_rt.roles.job import RLJob
+from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.sections import ReferenceSettings, RLConfig
+
+ROLES_TOML = """
+[run]
+name = "r"
+dir = "{dir}/run"
+[model]
+path = "model"
+[data]
+task = "chain_sum"
+size = 300
+options = {{ min_terms = 2, max_terms = 2 }}
+[reward]
+function = "relax_rt.roles.rewards.builtin:integer"
+[sampling]
+max_new_tokens = 8
+[evaluation]
+items = 8
+"""
+HERE, KL = "roles.reference.count=1", 'algorithm.kl={name="k3", coefficient=0.1}'
+
+
+def save(folder: Path, characters: str = "") -> None:
+    """The tiny model with fresh weights; further tokens may be added to its tokenizer."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(list(characters))
+    tokenizer.save_pretrained(folder)
+    tiny_model(len(tokenizer), seed=1).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    save(folder / "model")
+    save(folder / "larger", "äöü")
+    save(folder / "other")
+    core = json.loads((folder / "other/tokenizer.json").read_text())
+    words = core["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (folder / "other/tokenizer.json").write_text(json.dumps(core))
+    save(folder / "short")
+    config = json.loads((folder / "short/config.json").read_text())
+    (folder / "short/config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    path = folder / "roles.toml"
+    path.write_text(ROLES_TOML.format(dir=folder))
+    return path
+
+
+def problems(toml: Path, *overrides: str, preflight: bool = False) -> dict[str, Problem]:
+    try:
+        load_config(toml, overrides, preflight=preflight)
+    except ConfigErrors as error:
+        return {".".join(map(str, p.path)): p for p in error.problems}
+    return {}
+
+
+@pytest.mark.parametrize("algorithm", [KL, 'algorithm.name="dpo"', 'algorithm.name="distillation"'])
+def test_it_must_be_there_where_it_is_needed(toml: Path, algorithm: str) -> None:
+    (problem,) = problems(toml, algorithm).values()
+    assert "the run has no reference role" in problem.message and "[roles.reference]" in problem.hint
+    assert problems(toml, algorithm, HERE) == {}
+    (problem,) = problems(toml, algorithm, "roles.reference.count=0").values()
+    assert "for ever" in problem.message
+
+
+def test_it_must_not_be_there_where_nothing_needs_it(toml: Path) -> None:
+    found = problems(toml, HERE)
+    assert list(found) == ["roles.reference"] and "nothing in [algorithm] needs" in found["roles.reference"].message
+
+
+def test_it_is_a_pool_and_has_one_backend(toml: Path) -> None:
+    assert problems(toml, KL, "roles.reference.count=2") == {}
+    found = problems(toml, KL, HERE, 'roles.reference.backend="megatron"')
+    assert "only planned" in found["roles.reference.backend"].message
+    assert list(problems(toml, KL, HERE, "roles.reference.tensor_parallel=2")) == ["roles.reference.tensor_parallel"]
+    assert "did you mean 'model'" in problems(toml, KL, HERE, 'roles.reference.modle="x"')["roles.reference.modle"].hint
+
+
+def test_training_waits_for_it_where_it_is(toml: Path) -> None:
+    with_it, without = load_config(toml, (KL, HERE)), load_config(toml)
+    assert isinstance(with_it, RLConfig) and isinstance(without, RLConfig)
+    assert isinstance(with_it.roles["reference"], ReferenceSettings)
+    tasks = RLJob().ledger_policy(with_it).tasks
+    assert set(tasks) == {"reward", "reference", "train"} and "reference_logprobs" in tasks["train"]
+    assert "reference_logprobs" not in tasks["reference"]
+    plain = RLJob().ledger_policy(without).tasks
+    assert set(plain) == {"reward", "train"} and "reference_logprobs" not in plain["train"]
+    assert sample_bytes(with_it) - sample_bytes(without) == 4 * (512 + 8)
+    (line,) = (line for line in RLJob().plan(with_it) if line.name == "reference" and "memory" in line.section)
+    assert "float32" in line.how
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("modle", "roles.reference.model = 'modle': there is no folder"),
+        ("other", "another vocabulary than the policy's: 'a', token"),
+        ("short", "the context of the model in"),
+    ],
+)
+def test_a_model_that_cannot_judge_the_policy_is_refused(toml: Path, model: str, words: str) -> None:
+    found = problems(toml, KL, f'roles.reference.model="{model}"', preflight=True)
+    assert list(found) == ["roles.reference.model"]
+    assert words in found["roles.reference.model"].message
+
+
+def test_a_model_with_further_tokens_may_judge_and_one_with_fewer_not(toml: Path) -> None:
+    assert problems(toml, KL, 'roles.reference.model="larger"', preflight=True) == {}
+    found = problems(toml, KL, 'model.path="larger"', 'roles.reference.model="model"', preflight=True)
+    assert "'ä', token 102 of the policy, is not there" in found["roles.reference.model"].message
+
+
+def test_a_critic_is_there_where_values_are_needed_and_only_there(toml: Path) -> None:
+    ppo, here = ('algorithm.name="ppo"', "algorithm.group_size=1"), "roles.critic.count=1"
+    assert "has no critic role" in problems(toml, *ppo)["algorithm.advantage"].message
+    assert problems(toml, *ppo, here) == {}
+    assert "nothing in [algorithm] needs the values" in problems(toml, here)["roles.critic"].message
+    for count in (0, 2):
+        assert list(problems(toml, *ppo, f"roles.critic.count={count}")) == ["roles.critic.count"]
+    assert "only planned" in problems(toml, *ppo, 'roles.critic.backend="megatron"')["roles.critic.backend"].message
+    config = load_config(toml, (*ppo, here))
+    assert set(RLJob().ledger_policy(config).tasks) == {"reward", "train"}
+    assert any(line.name == "critic" and "memory" in line.section for line in RLJob().plan(config))

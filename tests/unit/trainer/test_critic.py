@@ -1,0 +1,253 @@
+"""The critic: it learns returns, one step is the same however it is cut, and it never trains beside another policy."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from packing_samples import SAMPLES  # noqa: E402
+
+from relax_rt.roles.algorithms.objective import Objective  # noqa: E402
+from relax_rt.roles.critic import link as link_module  # noqa: E402
+from relax_rt.roles.critic.api import CriticReport, Piece, Place  # noqa: E402
+from relax_rt.roles.critic.link import CriticLink  # noqa: E402
+from relax_rt.roles.critic.model import MODEL_FILE, CriticModel  # noqa: E402
+from relax_rt.roles.critic.service import CriticService  # noqa: E402
+from relax_rt.roles.sample import Sample  # noqa: E402
+from relax_rt.roles.sections import AlgorithmTable, CriticSettings  # noqa: E402
+from relax_rt.transport.errors import Refused, StaleEpoch  # noqa: E402
+
+
+def critic(model_dir: Path, **settings: Any) -> CriticModel:
+    given = {"dtype": "float32", "learning_rate": 1e-3, "value_clip": 0.0, **settings}
+    return CriticModel(model_dir, CriticSettings(**given), lambda _: None)
+
+
+def wanted(sample: Sample) -> Any:
+    """Returns that can be learnt: of the token before."""
+    before = np.concatenate([[0], sample.tokens[:-1]])
+    return (np.sin(before) * sample.loss_mask).astype(np.float32)
+
+
+RETURNS = [wanted(sample) for sample in SAMPLES]
+
+
+def weights(model: CriticModel) -> dict[str, Any]:
+    return {name: p.detach().clone() for name, p in model._model.named_parameters()}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_values_begin_as_nothing_and_become_the_returns(model_dir: Path) -> None:
+    model = critic(model_dir, learning_rate=3e-3)
+    old = model.values(SAMPLES)
+    assert all(v.dtype == np.float32 and v.shape == s.tokens.shape for v, s in zip(old, SAMPLES, strict=True))
+    assert not any(v.any() for v in old)
+    reports = []
+    for _ in range(60):
+        reports.append(model.learn(SAMPLES, model.values(SAMPLES), RETURNS))
+    assert reports[0].tokens == sum(int(s.loss_mask.sum()) for s in SAMPLES)
+    assert reports[0].explained == pytest.approx(0.0, abs=1e-9) and reports[-1].explained > 0.9
+    assert reports[-1].loss < 0.1 * reports[0].loss
+    for sample, values in zip(SAMPLES, model.values(SAMPLES), strict=True):
+        assert not values[sample.loss_mask == 0].any()
+
+
+def test_the_value_of_a_token_is_of_the_state_before_it(model_dir: Path) -> None:
+    model = critic(model_dir)
+    for _ in range(3):
+        model.learn(SAMPLES, model.values(SAMPLES), RETURNS)
+    one = copy.deepcopy(SAMPLES[2])
+    (before,) = model.values([one])
+    one.tokens[6] += 1
+    (after,) = model.values([one])
+    np.testing.assert_allclose(after[:7], before[:7], atol=1e-6)
+    assert np.abs(after[7:] - before[7:]).min() > 1e-7
+    # And it is what the layers and the head say there, computed plainly.
+    with torch.no_grad():
+        hidden = model._model.body(input_ids=torch.from_numpy(one.tokens.astype(np.int64))[None]).last_hidden_state
+        plain = model._model.head(hidden)[0, :-1, 0].numpy()
+    np.testing.assert_allclose(after[1:], plain * one.loss_mask[1:], atol=1e-6)
+
+
+def test_a_step_is_the_same_however_it_is_cut(model_dir: Path) -> None:
+    found = []
+    for budget in (4096, 6):
+        model = critic(model_dir, tokens_per_micro_batch=budget, value_clip=0.1, max_grad_norm=1e9)
+        old = [np.full(len(s.tokens), 0.3, np.float32) for s in SAMPLES]
+        report = model.learn(SAMPLES, old, RETURNS)
+        found.append((report, {name: p.grad.clone() for name, p in model._model.named_parameters()}))
+    (whole, one), (parts, other) = found
+    assert whole.loss == pytest.approx(parts.loss, rel=1e-5) and whole.clipped == parts.clipped > 0
+    for name, gradient in one.items():
+        torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_is_thrown_away(model_dir: Path) -> None:
+    model = critic(model_dir)
+    before = weights(model)
+    spoiled = [np.where(s.loss_mask, np.nan, 0).astype(np.float32) for s in SAMPLES]
+    report = model.learn(SAMPLES, model.values(SAMPLES), spoiled)
+    assert not report.applied and same(weights(model), before)
+    assert model.learn([], [], []).applied is False
+
+
+def test_a_critic_goes_on_from_what_it_wrote(model_dir: Path, tmp_path: Path) -> None:
+    model, other = critic(model_dir), critic(model_dir)
+    model.learn(SAMPLES, model.values(SAMPLES), RETURNS)
+    model.snapshot()
+    model.learn(SAMPLES, model.values(SAMPLES), RETURNS)
+    (tmp_path / "a").mkdir()
+    model.write(tmp_path / "a")
+    other.restore(tmp_path / "a")
+    other.learn(SAMPLES, other.values(SAMPLES), RETURNS)
+    assert same(weights(model), weights(other))
+    with pytest.raises(Refused, match="critic of checkpoint"):
+        other.restore(tmp_path)
+    (tmp_path / "a" / MODEL_FILE).write_bytes(b"short")
+    with pytest.raises(Refused, match="critic of checkpoint"):
+        other.restore(tmp_path / "a")
+
+
+class World:
+    """A trainer's link to a critic that may be started again, without the wire."""
+
+    def __init__(self, model_dir: Path, run_dir: Path) -> None:
+        self.model_dir, self.run_dir = model_dir, run_dir
+        self.reports: list[tuple[int, CriticReport]] = []
+        self.start()
+
+    def start(self) -> None:
+        self.model = critic(self.model_dir)
+        self.service = CriticService(
+            self.model, lambda _: None, lambda step, report: self.reports.append((step, report))
+        )
+
+    def link(self, epoch: int) -> CriticLink:
+        async def peer(slot: str, api: type, *, timeout_s: float) -> CriticService:
+            assert slot == "critic/0"
+            return self.service
+
+        silent = SimpleNamespace(waiting=lambda _: None)
+        ctx = SimpleNamespace(who=SimpleNamespace(epoch=epoch), run_dir=self.run_dir, peer=peer, progress=silent)
+        return CriticLink(ctx)  # type: ignore[arg-type]
+
+    async def step(self, link: CriticLink, step: int) -> None:
+        samples = copy.deepcopy(SAMPLES)
+        await link.judge(samples, step)
+        await link.learn(samples, RETURNS, step)
+
+
+async def test_trainer_and_critic_go_through_steps_and_checkpoints_together(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "PIECE_BYTES", 60)
+    world = World(model_dir, tmp_path)
+    link = world.link(1)
+    await link.begin(0, None)
+    samples = copy.deepcopy(SAMPLES)
+    await link.judge(samples, 0)
+    for sample, values in zip(samples, world.model.values(SAMPLES), strict=True):
+        np.testing.assert_array_equal(sample.values, values)
+    await link.learn(samples, [*RETURNS[:-1], None], 0)
+    ((number, report),) = world.reports
+    assert number == 1 and report.tokens == sum(int(s.loss_mask.sum()) for s in SAMPLES[:-1])
+    await world.step(link, 1)
+    await link.snapshot(2)
+    at_two = weights(world.model)
+    await world.step(link, 2)
+    files = await link.written(2)
+    (tmp_path / "checkpoint").mkdir()
+    files.move(tmp_path / "checkpoint")
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} >= {MODEL_FILE}
+    at_three = weights(world.model)
+    # The trainer dies at step 3 and goes back to the checkpoint: so does the critic.
+    link = world.link(2)
+    await link.begin(2, tmp_path / "checkpoint")
+    assert same(weights(world.model), at_two)
+    await world.step(link, 2)
+    assert same(weights(world.model), at_three)
+
+
+async def test_a_critic_at_another_place_refuses(model_dir: Path, tmp_path: Path) -> None:
+    world = World(model_dir, tmp_path)
+    link, older = world.link(5), world.link(4)
+    for _ in range(2):
+        with pytest.raises(Refused, match="it is new, and the trainer at step 3"):
+            await link.judge(copy.deepcopy(SAMPLES), 3)
+        await link.begin(3, None)
+        await world.step(link, 3)
+        for wrong in (3, 5):
+            with pytest.raises(Refused, match=f"it is at step 4 .* and the trainer at step {wrong}"):
+                await link.judge(copy.deepcopy(SAMPLES), wrong)
+        with pytest.raises(StaleEpoch):
+            await older.begin(0, None)
+        with pytest.raises(StaleEpoch):
+            await older.judge(copy.deepcopy(SAMPLES), 4)
+        # It is started again, and knows nothing.
+        world.start()
+
+
+async def test_calls_may_come_twice(model_dir: Path, tmp_path: Path) -> None:
+    world = World(model_dir, tmp_path)
+    at = Place(1, 0)
+    pieces = [Piece(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES]
+    raw = [r.tobytes() for r in RETURNS]
+    calls: list[Callable[[], Any]] = [
+        lambda: world.service.begin(at, ""),
+        lambda: world.service.values(at, 0, pieces),
+        lambda: world.service.returns(at, 0, raw),
+        lambda: world.service.learn(at),
+    ]
+    for call in calls:
+        assert await call() == await call()
+    assert [step for step, _ in world.reports] == [1]
+    with pytest.raises(Refused, match="were asked for"):
+        await world.service.returns(Place(1, 1), 0, raw)
+    await world.service.values(Place(1, 1), 0, pieces)
+    with pytest.raises(Refused, match="not all have returns"):
+        await world.service.learn(Place(1, 1))
+
+
+async def test_a_critic_that_could_not_begin_is_nowhere(model_dir: Path, tmp_path: Path) -> None:
+    world = World(model_dir, tmp_path)
+    link = world.link(1)
+    await link.begin(0, None)
+    with pytest.raises(Refused, match="critic of checkpoint"):
+        await link.begin(0, tmp_path)
+    with pytest.raises(Refused, match="go back to the last checkpoint"):
+        await link.judge(copy.deepcopy(SAMPLES), 0)
+    await asyncio.wait_for(link.begin(0, None), 60)
+    await world.step(link, 0)
+
+
+def test_returns_are_what_values_should_have_been() -> None:
+    samples = copy.deepcopy(SAMPLES)
+    rng = np.random.default_rng(1)
+    for sample in samples:
+        sample.values = rng.normal(size=len(sample.tokens)).astype(np.float32)
+    samples[1].meta = msgspec.structs.replace(samples[1].meta, truncated=True)
+    table = AlgorithmTable(name="ppo", advantage={"name": "gae", "lam": 1.0, "whiten": False}, truncated="mask")
+    objective = Objective.of(table)
+    objective.advantages(samples)
+    found = objective.returns(samples)
+    assert found[1] is None
+    for sample, returns in zip(samples, found, strict=True):
+        if returns is not None:
+            # With lam = gamma = 1 the return of each token is the reward at the end, whatever the values say.
+            np.testing.assert_allclose(returns, sample.loss_mask * np.float32(sample.reward), atol=1e-5)
+            assert sample.advantages is not None and sample.values is not None
+            np.testing.assert_allclose(sample.advantages, (returns - sample.values) * sample.loss_mask, atol=1e-5)
