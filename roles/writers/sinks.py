@@ -114,4 +114,4 @@ class WandbSink:
 
     def close(self) -> None:
         """See Sink.close."""
-        self._run.finish(quiet=True)
+        self._run.finish()

@@ -72,7 +72,7 @@ def test_a_writer_tells_the_whole_run(config: Path, tmp_path: Path) -> None:
     assert run.start().wait() == 0, run.text()
     found = EventAccumulator(str(run.run_dir / "tensorboard"))
     found.Reload()
-    steps = [(r["step"], r["reward_mean"]) for r in run.records("step")]
-    assert [(one.step, one.value) for one in found.Scalars("train/reward_mean")] == pytest.approx(steps)
+    steps = {r["step"]: r["reward_mean"] for r in run.records("step")}
+    assert {one.step: one.value for one in found.Scalars("train/reward_mean")} == pytest.approx(steps)
     assert len(found.Scalars("larger/pass_at/4")) == len(run.records("evaluation_set"))
     assert not run.events("writer_failed")
