@@ -40,7 +40,7 @@ class RLJob:
         "reference": ReferenceSettings,
         "writer": WriterSettings,
     }
-    one_node: ClassVar[Sequence[str]] = ("writer", "trainer", "evaluator", "critic")
+    one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator")
     """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
     changeable: ClassVar[frozenset[str]] = frozenset(
         f"roles.trainer.{key}"
