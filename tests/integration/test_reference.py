@@ -95,14 +95,14 @@ def noisy(folder: Path) -> Path:
         torch.manual_seed(3)
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter += 0.25 * parameter.std() * torch.randn_like(parameter)
+                parameter += 0.4 * parameter.std() * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.long
 def test_distillation_comes_nearer_to_its_teacher(start: Any, tmp_path: Path) -> None:
-    steps, teacher = 40, noisy(tmp_path / "teacher")
+    steps, teacher = 120, noisy(tmp_path / "teacher")
     run = start(
         **{
             "algorithm.name": '"distillation"',
@@ -110,7 +110,7 @@ def test_distillation_comes_nearer_to_its_teacher(start: Any, tmp_path: Path) ->
             "algorithm.prompts_per_step": 64,
             "algorithm.steps": steps,
             "algorithm.learning_rate": 1e-3,
-            "checkpoint.every_steps": steps,
+            "checkpoint.every_steps": 40,
             "roles.reference.model": json.dumps(str(teacher)),
         }
     )
