@@ -32,7 +32,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
             shutil.copytree(Path(__file__).parent.parent / "tiny_job", tmp_path / "job")
             (tmp_path / "job" / "reward.py").write_text(f"def right(completion, answer):\n    return {reward}\n")
             config = tmp_path / "job" / "roles.toml"
-        given = {"roles.reference.dtype": '"float32"', "evaluation.items": 8, **overrides}
+        given = {"roles.reference.dtype": '"float32"', "roles.evaluator.count": 0, **overrides}
         made.append(TinyRun(tmp_path / "run", *([config] if config else []), **given).start())
         return made[-1]
 
