@@ -74,7 +74,7 @@ def test_any_role_may_be_killed(runs: list[TinyRun], tmp_path: Path) -> None:
     run.gone(run_id)
 
 
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_staleness_stays_within_its_bound(bound: int, runs: list[TinyRun], tmp_path: Path) -> None:
     steps = 16
     run = TinyRun(
@@ -134,6 +134,7 @@ def test_ctrl_c_drains_and_up_again_resumes(runs: list[TinyRun], tmp_path: Path)
     run.gone(run.run_id())
 
 
+@pytest.mark.long
 def test_a_killed_agent_takes_everything_along_and_up_again_resumes(runs: list[TinyRun], tmp_path: Path) -> None:
     steps = 60
     run = TinyRun(tmp_path / "run", **{"algorithm.steps": steps, "checkpoint.every_steps": 10})
