@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,9 @@ def test_wheel_and_sdist_hold_the_linked_folders_once_and_under_their_import_nam
         archive.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()
     assert contents(build("wheel", source, tmp_path / "again")) == files
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their name alone: where both are collected, the second one is an error."""
+    names = Counter(path.name for path in (REPO / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
