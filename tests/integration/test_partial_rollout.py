@@ -8,6 +8,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -121,7 +122,9 @@ def kill_until(run: TinyRun, signum: int, what: str, by: str = "") -> None:
     def struck() -> bool:
         slot = run.slot("rollout/0")
         if slot.get("state") == "ready" and not happened():
-            os.kill(slot["pid"], signum)
+            time.sleep(0.4)  # it has just begun, and may have no work yet
+            with suppress(ProcessLookupError):
+                os.kill(slot["pid"], signum)
             time.sleep(1.0)
         return happened()
 

@@ -79,11 +79,14 @@ def test_no_engine_says_that_it_has_what_it_was_struck_at(run: TinyRun) -> None:
     swapped: dict[str, list[int]] = {}
     for event in run.events("weights_swapped"):
         swapped.setdefault(event["by"], []).append(event["version"])
-    begun = [by for by in swapped if by.startswith(f"{FRAGILE}#")]
+    # One may be struck before its first version is whole, where a newer one took that one's place.
+    begun = [f"{FRAGILE}#{event['epoch']}" for event in run.events("slot_exited") if event["slot"] == FRAGILE]
     assert len(begun) == len(STRIKES) + 1
+    assert sum(by in swapped for by in begun) > len(STRIKES) / 2
     for by, version in zip(begun, struck(run).values(), strict=False):
-        assert version not in swapped[by]
-        assert swapped[by] == sorted(swapped[by])
+        had_by = swapped.get(by, [])
+        assert version not in had_by
+        assert had_by == sorted(had_by)
     committed = {event["version"] for event in run.events("version_committed")}
     had = {version for versions in swapped.values() for version in versions}
     for record in run.records("made"):
