@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relax_rt.role import RoleContext
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
 
 TAKE_WAIT_S = 30.0
@@ -26,3 +28,32 @@ async def take_unless_stopped(
     finally:
         # Cancelled, it gives back what it is granted too late.
         take.cancel()
+
+
+async def consume(
+    ctx: RoleContext,
+    queue: QueueClient,
+    task: str,
+    samples: int,
+    work: Callable[[LeasedBatch], Awaitable[None]],
+    lacks: str,
+) -> None:
+    """Open the queue, be ready, and give every batch of a task to `work` until the role is to stop.
+
+    Args:
+        samples: of a batch at most.
+        lacks: what is waited for where the queue does not say it.
+    """
+    stop = asyncio.create_task(ctx.stopping.wait())
+    try:
+        async with queue:
+            await ctx.ready()
+            while not stop.done():
+                batch = await take_unless_stopped(queue, task, samples, stop)
+                if batch:
+                    ctx.progress.waiting("")
+                    await work(batch)
+                elif batch is not None:
+                    ctx.progress.waiting(batch.waiting_on or lacks)
+    finally:
+        stop.cancel()

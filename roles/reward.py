@@ -92,20 +92,11 @@ class RewardRole(Role):
             self.task = GymTask(data.task, data.options, data.size)
 
     async def run(self) -> None:
-        from relax_rt.roles.consume import take_unless_stopped
+        from relax_rt.roles.consume import consume
 
-        stop = asyncio.create_task(self.ctx.stopping.wait())
         try:
-            async with self.queue:
-                await self.ctx.ready()
-                while not stop.done():
-                    batch = await take_unless_stopped(self.queue, TASK, self.settings.batch, stop)
-                    if batch:
-                        await self._score(batch)
-                    elif batch is not None:
-                        self.ctx.progress.waiting(batch.waiting_on or "completions to score")
+            await consume(self.ctx, self.queue, TASK, self.settings.batch, self._score, "completions to score")
         finally:
-            stop.cancel()
             self._report(last=True)
 
     async def teardown(self) -> None:
@@ -116,7 +107,6 @@ class RewardRole(Role):
         from relax_rt.roles.rewards.scoring import Failed
         from relax_rt.transport.queue.api import Failure
 
-        self.ctx.progress.waiting("")
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
         results = await self.scorer.score(requests, lambda: self.ctx.progress.advance(1, "scoring"))

@@ -88,26 +88,16 @@ class ReferenceRole(Role):
         )
 
     async def run(self) -> None:
-        from relax_rt.roles.consume import take_unless_stopped
+        from relax_rt.roles.consume import consume
 
-        stop = asyncio.create_task(self.ctx.stopping.wait())
         try:
-            async with self.queue:
-                await self.ctx.ready()
-                while not stop.done():
-                    batch = await take_unless_stopped(self.queue, TASK, self.settings.batch, stop)
-                    if batch:
-                        await self._judge(batch)
-                    elif batch is not None:
-                        self.ctx.progress.waiting(batch.waiting_on or "completions to judge")
+            await consume(self.ctx, self.queue, TASK, self.settings.batch, self._judge, "completions to judge")
         finally:
-            stop.cancel()
             self._report(last=True)
 
     async def _judge(self, batch: LeasedBatch) -> None:
         from relax_rt.transport.queue.api import Failure
 
-        self.ctx.progress.waiting("")
         began = time.monotonic()
         columns, failed = await asyncio.to_thread(self._compute, batch)
         await self.queue.complete(TASK, batch, columns, [Failure(key, why) for key, why in failed.items()])
