@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
     from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
-    from relax_rt.roles.trainers.megatron.gang import Follower
+    from relax_rt.roles.trainers.gang import Follower
     from relax_rt.transport.queue.client import LeasedBatch, QueueClient
     from relax_rt.transport.weights.stage import WeightStage
 
@@ -140,7 +140,7 @@ class TrainerRole(Role):
 
     def _load_rank(self) -> None:
         """Rank 0 does all that a trainer does, for the whole gang; the others do as it tells them."""
-        from relax_rt.roles.trainers.megatron.gang import Follower
+        from relax_rt.roles.trainers.gang import Follower
         from relax_rt.roles.trainers.megatron.start import open_rank
 
         rank = open_rank(self.ctx, self.objective)

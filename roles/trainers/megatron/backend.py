@@ -22,7 +22,7 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
-from relax_rt.roles.trainers.megatron.blocks import MASTER, OptimizerFiles, failure_of, file_of, write
+from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, failure_of, file_of, write
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
     build,
@@ -126,6 +126,10 @@ class MegatronBackend:
                 parameter.allreduce = False
 
     # Gradients.
+
+    def together(self, samples: Sequence[Sample]) -> bool:
+        """Whether the samples of a group go to one replica: where the loss compares them."""
+        return "pairs" in self.objective.needs
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Of each trained token, under the current weights, of logits / temperature: float32 [T] for each sample; 0 for

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from relax_rt.roles.sample import Sample
+from relax_rt.roles.trainers.sharing import Numbered, tokens_of, units
 
 
 @dataclass(slots=True)
@@ -40,10 +41,6 @@ class Pack:
         return int(self.ids.shape[1])
 
 
-Numbered = tuple[int, Sample]
-"""A sample and its place in the batch."""
-
-
 def fill(samples: Iterable[Numbered], budget: int, *, whole_groups: bool = False) -> list[list[Numbered]]:
     """Samples in packs of at most `budget` tokens, the longest first into the first that has room.
 
@@ -54,8 +51,8 @@ def fill(samples: Iterable[Numbered], budget: int, *, whole_groups: bool = False
     """
     packs: list[list[Numbered]] = []
     room: list[int] = []
-    for unit in _units(samples, whole_groups):
-        length = _tokens(unit)
+    for unit in units(samples, whole_groups):
+        length = tokens_of(unit)
         at = next((n for n, left in enumerate(room) if left >= length), -1)
         if at < 0:
             packs.append([])
@@ -63,34 +60,6 @@ def fill(samples: Iterable[Numbered], budget: int, *, whole_groups: bool = False
         packs[at] += unit
         room[at] -= length
     return packs
-
-
-def share(samples: Sequence[Sample], place: int, replicas: int, *, whole_groups: bool = False) -> list[Numbered]:
-    """What one of the replicas takes of a batch: about as many tokens as the others; perhaps nothing.
-
-    Returns:
-        Index in the batch, and the sample, in the batch's order.
-    """
-    loads = [0] * replicas
-    mine: list[Numbered] = []
-    for unit in _units(enumerate(samples), whole_groups):
-        least = loads.index(min(loads))
-        loads[least] += _tokens(unit)
-        if least == place:
-            mine += unit
-    return sorted(mine, key=lambda item: item[0])
-
-
-def _units(samples: Iterable[Numbered], whole_groups: bool) -> list[list[Numbered]]:
-    """What stays together, the longest first."""
-    units: dict[int, list[Numbered]] = {}
-    for index, sample in samples:
-        units.setdefault(sample.meta.group if whole_groups else index, []).append((index, sample))
-    return sorted(units.values(), key=lambda unit: (-_tokens(unit), unit[0][0]))
-
-
-def _tokens(unit: Sequence[Numbered]) -> int:
-    return sum(len(sample.tokens) for _, sample in unit)
 
 
 def pack(members: Sequence[tuple[int, Sample]], *, multiple: int, trained_only: bool) -> Pack:

@@ -6,11 +6,11 @@ import importlib
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from relax_rt.roles.planning.parallel import Sizes, coordinates
+from relax_rt.roles.trainers.gang import gathered
 from relax_rt.roles.trainers.megatron.shims import prepare
 from relax_rt.transport.errors import Refused
 
@@ -71,24 +71,23 @@ class Ranks:
         return self.at["pipeline"] == self.sizes.pipeline - 1
 
     @property
+    def replica(self) -> int:
+        """Which of the replicas this rank is part of."""
+        return self.at["data"]
+
+    @property
+    def replicas(self) -> int:
+        """Those that have samples of their own."""
+        return self.sizes.data
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank's losses are counted: one of those that compute the same ones."""
         return self.last_stage and self.at["tensor"] == 0 and self.at["context"] == 0
 
     def gather(self, value: T) -> list[T]:
         """A small plain value of each rank, by rank, on all of them."""
-        data = msgspec.msgpack.encode(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.sizes.world)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.control)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(found, mine, group=self.control)
-        return [
-            msgspec.msgpack.decode(bytes(part[: int(size)].numpy()), type=type(value))
-            for part, size in zip(found, sizes, strict=True)
-        ]
+        return gathered(value, self.control)
 
     def from_last_stage(self, values: torch.Tensor) -> torch.Tensor:
         """The last stage's values on all stages of this replica."""

@@ -10,7 +10,7 @@ from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
 from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.megatron.gang import Follower, Leader
+from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.model import sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 

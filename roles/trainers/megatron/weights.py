@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 import torch
-from safetensors import safe_open
 
 from relax_rt.roles.planning.shape import ModelShape
+from relax_rt.roles.trainers.blocks import Block, Read, TensorFiles
 from relax_rt.roles.trainers.resharding import targets
 from relax_rt.roles.trainers.resharding.layout import Local, Run
 from relax_rt.transport.errors import Refused
 
-
-class Block(NamedTuple):
-    """Rows and columns of a Hugging Face tensor, as a matrix."""
-
-    name: str
-    row: int
-    rows: int
-    column: int
-    columns: int
-
-
-Read = Callable[[Block], torch.Tensor]
-"""Gives a block's values [rows, columns]."""
 Place = tuple[int, str]
 """Number of a rank's model chunk, and Megatron's name of a parameter in it."""
 
@@ -85,19 +70,8 @@ def fill(values: torch.Tensor, local: Local, read: Read, start: int = 0) -> None
         values[at : at + block.rows * block.columns].view(block.rows, block.columns).copy_(read(block))
 
 
-class Files:
-    """The tensors of a folder's safetensors files, under a checkpoint's names (each expert's alone), read by blocks.
-
-    Raises:
-        Refused: there is no such file.
-    """
-
-    def __init__(self, folder: Path, pattern: str = "model*.safetensors") -> None:
-        self.folder = folder
-        self._files: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob(pattern))]
-        if not self._files:
-            raise Refused(f"weights in {folder}", why=f"there is no {pattern}")
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+class Files(TensorFiles):
+    """The weights of a model folder, under a checkpoint's names (each expert's alone)."""
 
     def check(self, shape: ModelShape) -> None:
         """Hold the tensors against what config.json describes.
@@ -106,8 +80,7 @@ class Files:
             Refused: one is missing or of another shape; it is named.
         """
         for target in targets(shape):
-            file = self._where.get(target.name)
-            size = None if file is None else tuple(file.get_slice(target.name).get_shape())
+            size = self.shape(target.name)
             if size != target.shape:
                 what = "is missing" if size is None else f"has the shape {list(size)}, not {list(target.shape)}"
                 raise Refused(
@@ -115,12 +88,3 @@ class Files:
                     why=f"{target.name} {what}",
                     hint="config.json and weights must be of one model",
                 )
-
-    def __call__(self, block: Block) -> torch.Tensor:
-        """The block's values [rows, columns], in the file's dtype. What is read must have been checked."""
-        part = self._where[block.name].get_slice(block.name)
-        if len(part.get_shape()) == 1:
-            vector: torch.Tensor = part[block.row : block.row + block.rows]
-            return vector[:, None]
-        matrix: torch.Tensor = part[block.row : block.row + block.rows, block.column : block.column + block.columns]
-        return matrix

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.megatron.gang import Follower, Leader
+from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.model import sizes_of
-from relax_rt.roles.trainers.megatron.packs import share
+from relax_rt.roles.trainers.sharing import share
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 from relax_rt.transport.errors import Refused
 

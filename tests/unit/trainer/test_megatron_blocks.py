@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from relax_rt.roles.planning.parallel import Sizes
 from relax_rt.roles.planning.shape import shape_of
-from relax_rt.roles.trainers.megatron.blocks import OptimizerFiles, file_of, key_of, write
+from relax_rt.roles.trainers.blocks import OptimizerFiles, file_of, key_of, write
 from relax_rt.roles.trainers.megatron.weights import Files, blocks_of, fill
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
 from relax_rt.transport.errors import Refused

@@ -10,33 +10,102 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+import msgspec
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.trainers.base import Partial, StepResult
-from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.megatron.blocks import failure_of
-from relax_rt.roles.trainers.megatron.orders import Order, give, received, sent, take
-from relax_rt.roles.trainers.megatron.packs import Numbered, share
+from relax_rt.roles.trainers.blocks import failure_of
+from relax_rt.roles.trainers.orders import Order, give, received, sent, take
+from relax_rt.roles.trainers.sharing import Numbered, share
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
+
+T = TypeVar("T")
 
 UNREADABLE = (SafetensorError, OSError, Refused)
 """What a checkpoint that cannot be used raises."""
 
 
+class Ranks(Protocol):
+    """This process among the ranks of a gang.
+
+    Attributes:
+        rank: among all. replica, replicas: its place among those that have samples of their own.
+        speaks: whether its losses are counted: one of those that compute the same ones.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def speaks(self) -> bool: ...
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """Between the processors of all ranks; waits as long as it takes."""
+
+    def gather(self, value: T) -> list[T]:
+        """A small plain value of each rank, by rank, on all of them."""
+
+
+class RankBackend(Protocol):
+    """One rank of a backend. All make the same calls in the same order; each is given its share of a batch, which may
+    be empty. What each call does is said by `TrainerBackend`."""
+
+    objective: Objective
+
+    @property
+    def ranks(self) -> Ranks: ...
+    def together(self, samples: Sequence[Sample]) -> bool:
+        """Whether the samples of a group go to one replica."""
+
+    def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]: ...
+    def accumulate(self, samples: Sequence[Sample]) -> Partial: ...
+    def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
+    def layout(self, dtype: str) -> Layout: ...
+    def export(self, into: memoryview | None, dtype: str) -> None:
+        """The weights of all ranks into rank 0's buffer; the others give None."""
+
+    def snapshot(self) -> None: ...
+    def write(self, folder: Path) -> None: ...
+    def restore(self, folder: Path) -> None: ...
+
+
+def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+    """A small plain value of each rank of a group, by rank, on all of them."""
+    data = msgspec.msgpack.encode(value)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(int(size) for size in sizes)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(found, mine, group=group)
+    return [
+        msgspec.msgpack.decode(bytes(part[: int(size)].numpy()), type=type(value))
+        for part, size in zip(found, sizes, strict=True)
+    ]
+
+
 class Member:
     """One rank's part of each order. The same code runs on rank 0 and on those that follow it."""
 
-    def __init__(self, backend: MegatronBackend) -> None:
+    def __init__(self, backend: RankBackend) -> None:
         self.backend, self.ranks = backend, backend.ranks
 
     def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
-        pairs = "pairs" in self.backend.objective.needs
-        return share(samples, self.ranks.at["data"], self.ranks.sizes.data, whole_groups=pairs)
+        whole = self.backend.together(samples)
+        return share(samples, self.ranks.replica, self.ranks.replicas, whole_groups=whole)
 
     def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Of the whole batch, on every rank: each replica has computed its share."""
@@ -66,7 +135,7 @@ class Member:
 class Leader(Member):
     """Rank 0: a `TrainerBackend` over all ranks. Batches are whole; each replica takes its share of them."""
 
-    def __init__(self, backend: MegatronBackend) -> None:
+    def __init__(self, backend: RankBackend) -> None:
         super().__init__(backend)
         self._turn = threading.Lock()
 
@@ -138,7 +207,7 @@ class Follower(Member):
         doing: told the name of each order when it comes, and the empty string when it is done.
     """
 
-    def __init__(self, backend: MegatronBackend, doing: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, backend: RankBackend, doing: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(backend)
         self._doing = doing
         self._writing: threading.Thread | None = None

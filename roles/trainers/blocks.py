@@ -8,17 +8,30 @@ read as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from relax_rt.roles.trainers.megatron.weights import Block
 from relax_rt.transport.errors import Refused
 
+
+class Block(NamedTuple):
+    """Rows and columns of a Hugging Face tensor, as a matrix: one of more dimensions as its first one by all others."""
+
+    name: str
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+Read = Callable[[Block], torch.Tensor]
+"""Gives a block's values [rows, columns]."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 STEPS = "steps"
@@ -82,14 +95,14 @@ class OptimizerFiles:
             block = Block(name, *rows, *columns)
         else:
             size = file.get_slice(key).get_shape()
-            block = Block(name, 0, size[0] if size else 1, 0, size[1] if len(size) > 1 else 1)
+            block = whole(name, size)
         self._found.setdefault((name, kind), []).append((block, file, key))
 
     def has(self, kind: str) -> bool:
         """Whether any tensor has state of this kind."""
         return any(found == kind for _, found in self._found)
 
-    def reader(self, kind: str) -> Callable[[Block], torch.Tensor]:
+    def reader(self, kind: str) -> Read:
         """Gives blocks of one kind of state, put together of those in the files."""
         return lambda wanted: self._read(kind, wanted)
 
@@ -115,9 +128,47 @@ class OptimizerFiles:
 
     def _part(self, file: Any, key: str, block: Block, at: tuple[int, int, int, int]) -> torch.Tensor:
         top, bottom, left, right = at
-        part = file.get_slice(key)
-        if len(part.get_shape()) == 1:
-            vector: torch.Tensor = part[top - block.row : bottom - block.row]
-            return vector[:, None]
-        matrix: torch.Tensor = part[top - block.row : bottom - block.row, left - block.column : right - block.column]
+        inner = Block(key, top - block.row, bottom - top, left - block.column, right - left)
+        return read_block(file, inner)
+
+
+def whole(name: str, shape: Sequence[int]) -> Block:
+    """All of a tensor of this shape."""
+    return Block(name, 0, shape[0] if shape else 1, 0, math.prod(shape[1:]))
+
+
+def read_block(file: Any, block: Block) -> torch.Tensor:
+    """A block [rows, columns] of a tensor in an opened safetensors file; nothing else of it is read."""
+    part = file.get_slice(block.name)
+    dimensions = len(part.get_shape())
+    rows = slice(block.row, block.row + block.rows)
+    columns = slice(block.column, block.column + block.columns)
+    if dimensions == 2:
+        matrix: torch.Tensor = part[rows, columns]
         return matrix
+    found: torch.Tensor = part[rows] if dimensions else file.get_tensor(block.name)
+    return found.reshape(block.rows, -1)[:, columns]
+
+
+class TensorFiles:
+    """The tensors of a folder's safetensors files, read by blocks.
+
+    Raises:
+        Refused: there is no such file. SafetensorError: one is truncated.
+    """
+
+    def __init__(self, folder: Path, pattern: str = "model*.safetensors") -> None:
+        self.folder = folder
+        self._files: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob(pattern))]
+        if not self._files:
+            raise Refused(f"weights in {folder}", why=f"there is no {pattern}")
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor; None if it is not there."""
+        file = self._where.get(name)
+        return None if file is None else tuple(file.get_slice(name).get_shape())
+
+    def __call__(self, block: Block) -> torch.Tensor:
+        """The block's values [rows, columns], in the file's dtype. What is read must have been checked."""
+        return read_block(self._where[block.name], block)
