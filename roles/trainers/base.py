@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.transport.weights.manifest import Layout
 
 
@@ -131,6 +133,15 @@ def thrown_away(why: str, sums: Mapping[str, float], learning_rate: float) -> St
 class TrainerBackend(Protocol):
     """Trains, exports weights and keeps its state. All calls block: run them off the event loop. With several ranks,
     every rank makes the same calls in the same order."""
+
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
+        """From now on take steps of this objective, by this table's optimizer settings; the moments start anew.
+
+        Not between `accumulate` and `apply`, nor while a snapshot is written.
+
+        Args:
+            temperature: log-probabilities are of logits / temperature; None: as before.
+        """
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Log-probabilities of each sample's tokens under the current weights, of logits / temperature: float32 [T].

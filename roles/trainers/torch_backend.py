@@ -81,6 +81,16 @@ class TorchBackend:
         self._sums: Metrics = {}
         self._bad = ""
 
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
+        """See `TrainerBackend.use`."""
+        self.objective, self._algorithm = objective, table
+        self._temperature = self._temperature if temperature is None else temperature
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            group["betas"], group["weight_decay"] = table.adam_betas, table.weight_decay
+        # Its buffers hold moments that are no more.
+        self._snapshot = None
+
     def step(
         self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = lambda: None
     ) -> StepResult:
