@@ -87,6 +87,7 @@ def made_record(slot: str, made: list[tuple[Job, Completion, Sample]]) -> dict[s
         "kind": "made",
         "slot": slot,
         "samples": [(_name(s), content_digest(s), sorted({span.version for span in s.versions})) for _, _, s in made],
+        "prompts": {s.meta.group: s.meta.prompt for _, _, s in made},
     }
     begun: dict[str, tuple[int, str]] = {}
     for job, completion, sample in made:
