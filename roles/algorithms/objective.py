@@ -94,12 +94,13 @@ class Objective:
 
     Attributes:
         parts: what it is made of.
+        base, longest: what `of` was given, so that other ranks can make the same.
         needs: what must be on the samples, or be computed with the log-probabilities (see `registry.Need`).
         entropy_coefficient: of the entropy term of the step.
     """
 
-    def __init__(self, table: AlgorithmTable, parts: Parts) -> None:
-        self._table = table
+    def __init__(self, table: AlgorithmTable, parts: Parts, *, base: Path = Path(), longest: int | None = None) -> None:
+        self._table, self.base, self.longest = table, base, longest
         self.parts = parts
         self.needs = frozenset(need for part in parts.all() for need in part.needs)
         self.entropy_coefficient = self._entropy_base = float(parts.entropy.extra("first")) if parts.entropy else 0.0
@@ -114,7 +115,7 @@ class Objective:
         found = read_parts(table, base=base, longest=longest)
         if isinstance(found, list):
             raise Refused("algorithm", why="; ".join(p.message for p in found), hint=found[0].hint)
-        return cls(table, found)
+        return cls(table, found, base=base, longest=longest)
 
     @property
     def streams(self) -> bool:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult
 from relax_rt.roles.trainers.blocks import failure_of
 from relax_rt.roles.trainers.orders import Order, give, received, sent, take
@@ -69,6 +70,7 @@ class RankBackend(Protocol):
     def together(self, samples: Sequence[Sample]) -> bool:
         """Whether the samples of a group go to one replica."""
 
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None: ...
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]: ...
     def accumulate(self, samples: Sequence[Sample]) -> Partial: ...
     def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
@@ -140,11 +142,28 @@ class Leader(Member):
         self._turn = threading.Lock()
 
     @contextmanager
-    def _order(self, name: str, samples: Sequence[Sample] = (), **options: str | int | float) -> Iterator[None]:
+    def _order(
+        self,
+        name: str,
+        samples: Sequence[Sample] = (),
+        *,
+        table: dict[str, Any] | None = None,
+        **options: str | int | float,
+    ) -> Iterator[None]:
         """Give an order; it is carried out on this rank within the context."""
         with self._turn:
-            give(Order(name, sent(samples), options), self.ranks.control)
+            give(Order(name, sent(samples), options, table or {}), self.ranks.control)
             yield
+
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
+        """Every rank follows the objective, which is of the table, from now on."""
+        options: dict[str, str | int | float] = {"base": str(objective.base)}
+        if objective.longest is not None:
+            options["longest"] = objective.longest
+        if temperature is not None:
+            options["temperature"] = temperature
+        with self._order("use", table=table.model_dump(), **options):
+            self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Of each trained token, of logits / temperature: float32 [T] for each sample."""
@@ -228,6 +247,8 @@ class Follower(Member):
     def _carry_out(self, order: Order) -> None:
         samples, options = received(order.samples), order.options
         match order.name:
+            case "use":
+                self._use(order)
             case "log_probabilities":
                 self._log_probabilities(samples)
             case "accumulate":
@@ -249,6 +270,14 @@ class Follower(Member):
                     pass  # rank 0 says so, and orders another one
             case _:
                 raise Refused(f"order {order.name!r}", why="this rank does not know it: are all of one version?")
+
+    def _use(self, order: Order) -> None:
+        table, longest = AlgorithmTable(**order.table), order.options.get("longest")
+        temperature = order.options.get("temperature")
+        objective = Objective.of(
+            table, base=Path(str(order.options["base"])), longest=int(longest) if longest is not None else None
+        )
+        self.backend.use(objective, table, temperature=float(temperature) if temperature is not None else None)
 
     def _write(self, folder: Path) -> None:
         try:

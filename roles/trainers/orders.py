@@ -37,11 +37,13 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         name: the method. samples: its batch. options: its other arguments.
+        table: the keys of [algorithm], for `use`.
     """
 
     name: str
     samples: list[SentSample] = []
     options: dict[str, str | int | float] = {}
+    table: dict[str, Any] = {}
 
 
 def sent(samples: Sequence[Sample]) -> list[SentSample]:

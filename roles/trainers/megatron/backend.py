@@ -125,6 +125,17 @@ class MegatronBackend:
                 # Replicas of experts are other ranks than those of dense layers, also without expert parallelism.
                 parameter.allreduce = False
 
+    def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
+        """See `TrainerBackend.use`."""
+        self.objective, self._algorithm = objective, table
+        self._passes.use(temperature=temperature, entropy="entropy" in objective.needs)
+        for group in self._optimizer.param_groups:
+            group["betas"], group["weight_decay"] = table.adam_betas, table.weight_decay
+        self._state.forget()
+        # Its buffers hold moments that are no more.
+        self._snapshot = None
+        self._begin()
+
     # Gradients.
 
     def together(self, samples: Sequence[Sample]) -> bool:

@@ -53,6 +53,11 @@ class Passes:
             group = ranks.tensor_group if ranks.sizes.tensor > 1 else None
             self._part = VocabularySlice(ranks.at["tensor"] * rows, rows, vocabulary, group)
 
+    def use(self, *, temperature: float | None, entropy: bool) -> None:
+        """From now on with this temperature (None: as before), and with or without entropies."""
+        self._temperature = self._temperature if temperature is None else temperature
+        self._entropy = entropy
+
     def log_probabilities(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
         """Of the tokens wanted in each pack, float32 [m], on the CPU of every rank of the replica."""
         found: list[torch.Tensor] = []

@@ -121,6 +121,15 @@ class OptimizerState:
                 if "step" in group or (moments and not self._counts_by_parameter):
                     group["step"] = files.steps
 
+    def forget(self) -> None:
+        """No moments any more: the state is as before the first update."""
+        for part in self.owned():
+            part.state.clear()
+        for optimizer in self._optimizer.chained_optimizers:
+            for group in optimizer.optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = 0
+
     @property
     def _counts_by_parameter(self) -> bool:
         """torch's Adam counts updates for each parameter, TransformerEngine's for each group of them."""
