@@ -11,6 +11,9 @@ import msgspec
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
 
 CONNECT_TIMEOUT_S = 10.0
+IDLE_S = 1.0
+"""An idle connection is used again within this time only. The server ends it after SGLANG_TIMEOUT_KEEP_ALIVE (5 s), and
+an update that is sent just then would find it closed."""
 MAX_EVENT_BYTES = 64 << 20
 """One event of a stream: tokens and log-probabilities of some steps of one sequence."""
 
@@ -103,7 +106,7 @@ class Client:
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             # Streams are bounded by the sequences that the engine lets run.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S),
             timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),
             trust_env=False,
         )
