@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,21 +83,27 @@ def main(argv: list[str] | None = None) -> int:
         start_new_session=True,
         preexec_fn=_die_with_guard,
     )
-    shared: set[Path] = set()
+    shared: set[Segment] = set()
     try:
         return watch(server, options.lifeline, RotatingLog(options.log, options.log_mib << 20), shared)
     finally:
         end_all(shared)
 
 
-def look(shared: set[Path]) -> set[int]:
+Segment = tuple[int, int]
+"""Device and inode of a file in shared memory. A semaphore is made under another name than it gets, and whoever made it
+has it mapped under that one, deleted: the inode alone says that it is the same."""
+
+
+def look(shared: set[Segment]) -> set[int]:
     """Add the shared memory of all descendants; answers with those that work."""
     left = {pid for pid in procfs.descendants(os.getpid()) if not is_tracker(pid)}
-    shared.update(path for pid in left for path in shared_memory(pid))
+    for pid in left:
+        shared |= shared_memory(pid)
     return left
 
 
-def end_all(shared: set[Path]) -> None:
+def end_all(shared: set[Segment]) -> None:
     """Kill all descendants, and remove the shared memory that only they knew of.
 
     Args:
@@ -113,8 +120,16 @@ def end_all(shared: set[Path]) -> None:
         procfs.reap_all()
         time.sleep(0.01)
     procfs.kill_until_none(lambda: procfs.descendants(os.getpid()), reap=True, limit_s=GRACE_S)
-    for path in shared:
-        path.unlink(missing_ok=True)
+    remove(shared)
+
+
+def remove(shared: set[Segment]) -> None:
+    """Remove what is left of these under names that are the server's to give."""
+    for path in SHARED.iterdir():
+        with suppress(OSError):
+            found = path.lstat()
+            if path.name.startswith(THEIRS) and (found.st_dev, found.st_ino) in shared:
+                path.unlink()
 
 
 def is_tracker(pid: int) -> bool:
@@ -125,21 +140,27 @@ def is_tracker(pid: int) -> bool:
         return False
 
 
-def shared_memory(pid: int) -> list[Path]:
-    """Segments and semaphores of this process that lie in /dev/shm by a name of their own, not in a run's folder."""
+def shared_memory(pid: int) -> set[Segment]:
+    """What this process has mapped that lies, or was made, in /dev/shm itself, not in a run's folder."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
-        return []
-    paths = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "/dev/shm/" in line}
-    return [path for path in paths if path.parent == SHARED and path.name.startswith(THEIRS)]
+        return set()
+    found: set[Segment] = set()
+    for line in maps.splitlines():
+        # address, permissions, offset, device, inode, path
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and Path(fields[5].removesuffix(" (deleted)")).parent == SHARED:
+            major, minor = fields[3].split(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
+    return found
 
 
 def _die_with_guard() -> None:
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shared: set[Path]) -> int:
+def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shared: set[Segment]) -> int:
     """Pump the log until the server has ended or the role wants it to; the exit status."""
     next_look = time.monotonic() + LOOK_EVERY_S
     assert server.stdout is not None

@@ -163,6 +163,36 @@ def test_the_guard_ends_as_its_server_did_and_changes_its_environment(tmp_path: 
     assert log.read_text() == "[1=2][]\n"
 
 
+SEMAPHORE = """
+import multiprocessing, os, signal, sys, time
+from multiprocessing import resource_tracker
+mine = multiprocessing.get_context("spawn").Semaphore()
+print(mine._semlock.name, flush=True)
+time.sleep(float(sys.argv[1]))
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+os._exit(3)
+"""
+
+
+def test_a_semaphore_of_a_server_that_ends_by_itself_is_removed_and_no_other(tmp_path: Path) -> None:
+    """It kills multiprocessing's tracker, which alone knows of it, as SGLang does when it gives up."""
+    theirs = Path("/dev/shm") / f"sem.mp-relax-test-{os.getpid()}"
+    theirs.write_bytes(bytes(32))
+    reading, writing = os.pipe()
+    log = tmp_path / "log"
+    command = [*GUARD, "--lifeline", str(reading), "--log", str(log), "--log-mib", "1", "--"]
+    try:
+        done = subprocess.run([*command, sys.executable, "-c", SEMAPHORE, "1.5"], pass_fds=(reading,), check=False)
+        assert done.returncode == 3
+        (name,) = (line for line in log.read_text().splitlines() if line.startswith("/mp-"))
+        assert not Path(f"/dev/shm/sem.{name[1:]}").exists()
+        assert theirs.exists()
+    finally:
+        theirs.unlink()
+        os.close(reading)
+        os.close(writing)
+
+
 def test_a_log_is_bounded(tmp_path: Path) -> None:
     log = RotatingLog(tmp_path / "log", 1000)
     for number in range(100):
