@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
-from relax_rt.nodes.api import HEAD
 from relax_rt.roles.algorithms.checks import check_algorithm
 from relax_rt.roles.evaluation_checks import check_evaluation
+from relax_rt.roles.publication_checks import check_publication
 from relax_rt.roles.sections import (
     EvaluatorSettings,
     ReferenceSettings,
@@ -38,7 +38,7 @@ def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
 
 def check(config: RLConfig) -> list[Problem]:
     """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
-    cheap = (_data, _sampling, _algorithm, _roles, check_evaluation, _publication, _capacity)
+    cheap = (_data, _sampling, _algorithm, _roles, check_evaluation, check_publication, _capacity)
     return [problem for check in cheap for problem in check(config)]
 
 
@@ -105,23 +105,6 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
     if evaluator.count and rollout.dtype != evaluator.dtype:
         message = f"roles.evaluator.dtype = {evaluator.dtype} and roles.rollout.dtype = {rollout.dtype} differ"
         yield Problem(("roles", "evaluator"), f"{message}: weights are published in one dtype", "use one for both")
-
-
-def _publication(config: RLConfig) -> Iterator[Problem]:
-    table, several = config.publication, bool(config.supervision.nodes.listen)
-    place = ("publication", "carrier")
-    if table.carrier == "directory" and table.directory is None:
-        message = 'carrier = "directory", and publication.directory is not set'
-        yield Problem(place, message, "name a folder that all nodes see")
-    if table.carrier == "stream" and not several:
-        message = 'carrier = "stream" goes between nodes, and this run has one'
-        yield Problem(place, message, "leave it out, or set supervision.nodes.listen")
-    if table.carrier == "shared_memory" and several and settings(config, "rollout", RolloutSettings).node != HEAD:
-        message = 'carrier = "shared_memory" stays on one node, and rollouts may be started on others'
-        yield Problem(place, message, f'leave it out, or set roles.rollout.node = "{HEAD}"')
-    if table.carrier in ("shared_memory", "stream") and table.directory is not None:
-        message = f'carrier = "{table.carrier}": publication.directory has no effect'
-        yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
 
 
 def sample_bytes(config: RLConfig) -> int:

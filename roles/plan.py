@@ -14,6 +14,7 @@ from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.models.cache import cache_dir
+from relax_rt.roles.publication_checks import communicator_of
 from relax_rt.roles.sections import (
     EngineSettings,
     EvaluatorSettings,
@@ -87,14 +88,22 @@ def server_copies(config: RLConfig) -> int:
     return sum(table.count for table in tables if table.engine == "sglang")
 
 
+def received_copies(config: RLConfig) -> int:
+    """Engines that have memory to receive broadcasts into, in shared memory."""
+    if config.publication.carrier != "collective" or communicator_of(config) == "nccl":
+        return 0
+    return settings(config, "rollout", RolloutSettings).count
+
+
 def delta_bytes(config: RLConfig) -> int:
     """Shared memory of deltas at most: one to the committed version, and one that is written."""
     return int(2 * DELTA_PART * published_bytes(config)) if config.publication.delta else 0
 
 
 def stage_bytes(config: RLConfig) -> int:
-    """Shared memory of the weight stage, its deltas and of servers' copies at most."""
-    return (STAGE_BUFFERS + server_copies(config)) * published_bytes(config) + delta_bytes(config) + MIB
+    """Shared memory of the weight stage, its deltas and of engines' own copies at most."""
+    copies = server_copies(config) + received_copies(config)
+    return (STAGE_BUFFERS + copies) * published_bytes(config) + delta_bytes(config) + MIB
 
 
 def plan(config: RLConfig) -> list[PlanLine]:
@@ -228,6 +237,7 @@ def _shared_memory(config: RLConfig) -> list[PlanLine]:
             _mib(stage),
             f"up to {STAGE_BUFFERS} buffers of {_mib(published_bytes(config))}"
             + (f", and {copies} for servers" if (copies := server_copies(config)) else "")
+            + (f", and {received} to receive broadcasts" if (received := received_copies(config)) else "")
             + (f", and {_mib(deltas)} for deltas" if (deltas := delta_bytes(config)) else ""),
         ),
         PlanLine(

@@ -17,6 +17,7 @@ from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
+from relax_rt.roles.publication_checks import preflight_publication
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.dry_run import Verifier, dry_run
 from relax_rt.roles.sections import RLConfig, ShardedSettings
@@ -36,7 +37,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    problems: list[Problem] = [*check_sglang(config, config_dir)]
+    problems: list[Problem] = [*check_sglang(config, config_dir), *preflight_publication(config)]
     folder, tokenizer = _model(config, config_dir, problems)
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:

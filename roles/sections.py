@@ -146,9 +146,15 @@ class PublicationTable(Table):
     and is started again; the trainer waits for none longer than this."""
     delta: bool = False
     """Put what changed since the version before beside each version where it is less than half of it."""
-    carrier: Literal["auto", "shared_memory", "stream", "directory"] = "auto"
+    carrier: Literal["auto", "shared_memory", "stream", "directory", "collective"] = "auto"
     """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
-    that is set and the other fails."""
+    that is set and the other fails. collective: a broadcast to the engines on the trainer's node, behind each commit;
+    whoever it does not reach has them as with auto."""
+    communicator: Literal["auto", "nccl", "gloo"] = "auto"
+    """With carrier = "collective": NCCL between GPUs, or gloo between CPUs. auto: NCCL where trainer and rollouts have
+    GPUs."""
+    broadcast_timeout_s: Seconds = 20.0
+    """For one broadcast; an engine that has not got it by then takes the version from the stage."""
     directory: str | None = None
     """A folder that all nodes see, where each version is put as safetensors files too, in a folder of the run's;
     relative to the config file. Only the newest stays."""

@@ -12,13 +12,15 @@ from relax_rt.nodes.links import Links
 from relax_rt.role import RoleContext
 from relax_rt.roles.locations import config_dir
 from relax_rt.roles.publication.place import stage_folder
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.sections import RLConfig, RolloutSettings
 from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.api import StageApi
+from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.directory import DirectorySource
 from relax_rt.transport.weights.manifest import Manifest
 from relax_rt.transport.weights.source import WeightSource, stage_source
+from relax_rt.transport.weights.stage import read_manifest
 
 QUEUE_SLOT = "queue/0"
 ASK_TIMEOUT_S = 5.0
@@ -48,11 +50,46 @@ def source_for(ctx: RoleContext) -> MakeSource:
     # The trainer's stage is the head's.
     here = table.carrier == "shared_memory" or links is None or links.node == HEAD
     first = _from_stage(stage_folder(ctx)) if here or links is None else _from_stream(ctx, links)
+    if here and table.carrier == "collective" and isinstance(ctx.settings, RolloutSettings):
+        return _from_broadcast(ctx, first)
     return first if folder is None or table.carrier != "auto" else _with_files(ctx, first, folder)
 
 
 def _from_stage(stage: Path) -> MakeSource:
     return lambda record, holds: stage_source(stage, record, holds)
+
+
+def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
+    """A version as it was broadcast, or by `first`; memory to receive into is offered once the size is known."""
+    from relax_rt.roles.publication.spread import receiver_of
+    from relax_rt.transport.weights.collective.carrier import BroadcastSource
+
+    receiver, stage, offers = receiver_of(ctx), stage_folder(ctx), True
+
+    def told(record: VersionRecord, error: RelaxError) -> None:
+        ctx.event("broadcast_unused", version=record.version, why=str(error))
+        ctx.log.warning("a version that was broadcast is taken from the stage", version=record.version, why=str(error))
+
+    def broadcast(record: VersionRecord) -> BroadcastSource:
+        manifest = read_manifest(stage, record.version)
+        check_manifest(manifest, record, f"policy version {record.version} on the stage")
+        return BroadcastSource(record, manifest, receiver)
+
+    def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
+        nonlocal offers
+        if receiver.wait(record):
+            return FallbackSource(lambda: broadcast(record), lambda: first(record, None), told)
+        found = first(record, holds)
+        if offers:
+            try:
+                receiver.offer(found.manifest.layout.nbytes)
+            except (RelaxError, OSError) as error:
+                offers = False
+                ctx.event("broadcasts_off", communicator="", why=str(error))
+                ctx.log.warning("this engine receives no broadcasts", why=str(error))
+        return found
+
+    return source
 
 
 def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
@@ -82,6 +119,7 @@ def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
     def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
         before = mirror.bytes_in
         found = mirror.source(record, timeout_s)
+        found.carrier = "stream"
         if mirror.bytes_in != before:
             ctx.event("weights_streamed", version=record.version, node=links.node, bytes=mirror.bytes_in - before)
         return found
@@ -125,6 +163,7 @@ class FallbackSource:
         self._source = source
         self.record: VersionRecord = source.record
         self.manifest: Manifest = source.manifest
+        self.carrier = source.carrier
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""
@@ -147,7 +186,7 @@ class FallbackSource:
         try:
             second = self._second()
         except RelaxError as other:
-            error.add_note(f"and from the folder: {other}")
+            error.add_note(f"and the other way: {other}")
             raise error from None
         self._fallen = True
         self._told(second.record, error)

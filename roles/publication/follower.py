@@ -71,7 +71,8 @@ class WeightFollower:
         self._ctx, self._engine, self._kv = ctx, engine, kv
         self._source = source or source_for(ctx)
         self._machine = Receiver(ctx.config.publication.ack_timeout_s)
-        self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
+        self._swap, self._fetch_s, self._carrier = Swapped(0, 0.0, 0), 0.0, ""
+        self._empty = False
         self.record = VersionRecord(0, 0, 0)
 
     async def follow(self, record: VersionRecord) -> bool:
@@ -104,9 +105,18 @@ class WeightFollower:
                 case None:
                     raise EngineOut(f"{self._ctx.who} at policy version {record.version}", why="it is out already")
 
+    async def again(self, record: VersionRecord) -> bool:
+        """`follow`, for an engine that has let go of its weights: also to the version that it had.
+
+        Raises:
+            EngineOut: see follow.
+        """
+        self._empty = True
+        return await self.follow(record)
+
     async def _fetch(self, action: Fetch) -> Action | None:
         record, began = action.record, time.monotonic()
-        holds = None if action.full or not self.record.version else self.record
+        holds = None if action.full or self._empty or not self.record.version else self.record
 
         source: WeightSource | None = None
 
@@ -123,7 +133,7 @@ class WeightFollower:
             self._ctx.event("weights_not_prepared", version=record.version, failure=failure[0], why=failure[1])
             self._ctx.log.warning("a version could not be prepared", version=record.version, why=failure[1])
             return self._machine.failed(record.version, *failure, now)
-        self._fetch_s = now - began
+        self._fetch_s, self._carrier = now - began, source.carrier if source is not None else ""
         return self._machine.fetched(record.version, now)
 
     async def _swap_in(self, record: VersionRecord) -> Action | None:
@@ -159,10 +169,11 @@ class WeightFollower:
         return None
 
     async def _acknowledge(self, record: VersionRecord, seconds: float) -> None:
-        self.record = record
+        self.record, self._empty = record, False
         facts = {
             "version": record.version,
             "step": record.step,
+            "carrier": self._carrier,
             "seconds": round(seconds, 4),
             "fetch_s": round(self._fetch_s, 4),
             "pause_s": round(self._swap.pause_s, 4),

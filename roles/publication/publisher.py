@@ -14,6 +14,7 @@ import msgspec
 from relax_rt.role import RoleContext
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.publication.machine import Late, Lost, Publication, Report, Settled
+from relax_rt.roles.publication.spread import Spreader
 from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import TrainerBackend
 from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
@@ -75,6 +76,7 @@ class Publisher:
     ) -> None:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
         self._committed, self._files = committed, files
+        self._spread = Spreader.of(ctx, table)
         self._machine = Publication(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
@@ -131,7 +133,8 @@ class Publisher:
 
     def check(self) -> None:
         """Raise what went wrong in the background."""
-        for task in (self.current, self._watching):
+        broadcast = self._spread.current if self._spread is not None else None
+        for task in (self.current, self._watching, broadcast):
             if task is not None and task.done():
                 task.result()
 
@@ -144,6 +147,8 @@ class Publisher:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._files is not None:
             await self._files.close()
+        if self._spread is not None:
+            await self._spread.close()
         # The thread that writes the stage cannot be cancelled; the stage must not be closed under it.
         await asyncio.to_thread(self._idle.wait, COPY_S)
 
@@ -157,8 +162,12 @@ class Publisher:
         record = VersionRecord(weights.version, weights.parent, weights.step, staged.manifest.digest, weights.changed)
         if self._files is not None:
             await self._files.before(record)
+        if self._spread is not None:
+            await self._spread.before(staged.manifest)
         record = await self._patiently(lambda: self._ctx.registry.commit_version(record))
         self._committed = record.version
+        if self._spread is not None:
+            self._spread.begin()
         facts: dict[str, float | int] = {
             "bytes": staged.manifest.layout.nbytes,
             "delta_bytes": staged.delta_bytes,
@@ -168,6 +177,8 @@ class Publisher:
         self._facts = {record.version: facts}
         self._report(self._machine.committed(record.version, time.monotonic()))
         await asyncio.to_thread(self._stage.retire, record.version)
+        if self._spread is not None:
+            await self._spread.retire(record.version)
         self._ctx.event(
             "published",
             version=record.version,

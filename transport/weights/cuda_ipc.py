@@ -197,7 +197,7 @@ class CudaIpcSource:
     """
 
     def __init__(self, folder: Path, record: VersionRecord, manifest: Manifest) -> None:
-        self.record, self.manifest, self._folder = record, manifest, folder
+        self.record, self.manifest, self.carrier, self._folder = record, manifest, "cuda_ipc", folder
         self._export = read_export(folder, record.version)
         if self._export.digest != record.digest and record.digest:
             raise Corrupt(

@@ -18,7 +18,7 @@ import numpy as np
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
 from relax_rt.transport.weights.collective.communicator import DeviceMemory, Memory
 
-COPY_DEVICE_TO_HOST, COPY_DEVICE_TO_DEVICE = 2, 3
+COPY_HOST_TO_DEVICE, COPY_DEVICE_TO_HOST, COPY_DEVICE_TO_DEVICE = 1, 2, 3
 LOOK_EVERY_S = 0.0002
 DIGEST_WORDS = 1 << 22
 """Words of four bytes digested at a time."""
@@ -189,6 +189,13 @@ def copy_to_host(into: memoryview, source: DeviceView) -> None:
     with diagnosed(f"a copy of {source.nbytes >> 20} MiB from the device"):
         target = np.frombuffer(into, np.uint8)
         cupy().cuda.runtime.memcpy(target.ctypes.data, source.pointer, source.nbytes, COPY_DEVICE_TO_HOST)
+
+
+def copy_from_host(into: DeviceView, source: memoryview) -> None:
+    """Copy from memory of the CPU; returns when it is done."""
+    with diagnosed(f"a copy of {into.nbytes >> 20} MiB to the device"):
+        fro = np.frombuffer(source, np.uint8)
+        cupy().cuda.runtime.memcpy(into.pointer, fro.ctypes.data, into.nbytes, COPY_HOST_TO_DEVICE)
 
 
 def wait(stream: Any, what: str, timeout_s: float, aborted: Callable[[], bool]) -> None:

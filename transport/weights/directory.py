@@ -203,7 +203,7 @@ class DirectorySource:
 
     def __init__(self, root: Path, record: VersionRecord) -> None:
         self.folder = version_folder(root, record.version)
-        self.record = record
+        self.record, self.carrier = record, "directory"
         self._what = f"policy version {record.version} in {root}"
         self._stored = _read_stored(self.folder, self._what)
         self.manifest = self._stored.manifest

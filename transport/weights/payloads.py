@@ -201,6 +201,7 @@ class LoraSource:
         self, record: VersionRecord, manifest: Manifest, read: Callable[[], memoryview], holds: VersionRecord
     ) -> None:
         self.record, self.manifest, self._read, self._holds = record, manifest, read, holds
+        self.carrier = "shared_memory"
         self._check_base(manifest.base, manifest.base_digest)
 
     def _check_base(self, base: int, digest: str) -> None:
@@ -228,7 +229,7 @@ class WireSource:
     """A version in fewer bits: a WeightSource. Its manifest is that of the version as it arrives."""
 
     def __init__(self, record: VersionRecord, manifest: Manifest, read: Callable[[], memoryview]) -> None:
-        self.record, self.manifest, self._read = record, manifest, read
+        self.record, self.manifest, self.carrier, self._read = record, manifest, "shared_memory", read
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""

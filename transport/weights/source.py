@@ -26,10 +26,12 @@ class WeightSource(Protocol):
     Attributes:
         record: the version as the registry has it.
         manifest: its layout and digests; those of the whole version, whatever the payload is.
+        carrier: the way it comes, for people: shared_memory, stream, directory, collective, cuda_ipc.
     """
 
     record: VersionRecord
     manifest: Manifest
+    carrier: str
 
     def copy_into(self, into: memoryview) -> None:
         """Fill `into`, of manifest.layout.nbytes, and verify what lies there then, bucket by bucket.
@@ -61,7 +63,7 @@ class StageSource:
     """
 
     def __init__(self, folder: Path, record: VersionRecord) -> None:
-        self.record = record
+        self.record, self.carrier = record, "shared_memory"
         self.manifest = read_manifest(folder, record.version)
         self._folder = folder
         check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
@@ -88,7 +90,7 @@ class DeltaSource:
     """
 
     def __init__(self, folder: Path, record: VersionRecord, holds: VersionRecord) -> None:
-        self.record = record
+        self.record, self.carrier = record, "shared_memory"
         self.manifest = read_manifest(folder, record.version, delta=True)
         self._folder = folder
         check_manifest(self.manifest, record, f"policy version {record.version} on the stage")

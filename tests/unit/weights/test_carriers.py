@@ -19,10 +19,13 @@ from relax_rt.roles.publication import files as weight_files
 from relax_rt.roles.publication import stage_folder
 from relax_rt.roles.publication.carriers import FallbackSource, files_folder, source_for
 from relax_rt.roles.publication.files import WeightFiles
-from relax_rt.roles.sections import PublicationTable, RLConfig
+from relax_rt.roles.publication.place import offers_folder
+from relax_rt.roles.sections import PublicationTable, RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights.collective.communicator import HostMemory
+from relax_rt.transport.weights.collective.offers import Offers
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
@@ -42,7 +45,7 @@ class Context:
 
     def __init__(self, folder: Path, **table: Any) -> None:
         self.config = cast(Any, RLConfig).model_construct(
-            publication=PublicationTable(**table), config_dir=str(folder), model=None
+            publication=PublicationTable(**table), config_dir=str(folder), model=None, roles={}
         )
         self.who, self.run_id, self.shm_dir = Incarnation("trainer/0", 1), "run-1", folder / "shm"
         self.shm_dir.mkdir()
@@ -247,7 +250,7 @@ def test_what_neither_carrier_has_is_the_error_of_the_first(tmp_path: Path) -> N
             lambda: DirectorySource(tmp_path, record),
             lambda *what: told.append(what),
         )
-    assert "from the folder" in caught.value.__notes__[0] and not told
+    assert "and the other way" in caught.value.__notes__[0] and not told
 
 
 def test_a_folder_that_is_damaged_too_is_told(tmp_path: Path) -> None:
@@ -271,6 +274,12 @@ CHECKED: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"carrier": "stream"}, "10.0.0.1:7", None, ""),
     ({"carrier": "shared_memory"}, "10.0.0.1:7", "head", ""),
     ({"carrier": "auto", "directory": "x"}, "10.0.0.1:7", "b", ""),
+    ({"carrier": "collective"}, "", None, ""),
+    ({"carrier": "collective", "directory": "x"}, "", None, "has no effect"),
+    ({"carrier": "collective"}, "10.0.0.1:7", "b", "reaches engines on the trainer's node"),
+    ({"carrier": "collective", "broadcast_timeout_s": 60}, "", None, "no time to take the version from the stage"),
+    ({"carrier": "collective", "communicator": "nccl"}, "", None, "roles.rollout has none (gpus = 0)"),
+    ({"communicator": "gloo"}, "", None, 'no effect with carrier = "auto"'),
 ]
 
 
@@ -287,8 +296,69 @@ def test_a_forced_carrier_is_checked(table: dict[str, Any], listen: str, node: s
             "roles": {},
         }
     )
-    from relax_rt.roles.sections import RolloutSettings
-
     config.roles["rollout"] = RolloutSettings(node=node) if node else RolloutSettings()
     found = [problem.message for problem in check(config) if problem.path[0] == "publication"]
     assert any(says in message for message in found) if says else not found
+
+
+class Engine(Context):
+    """A rollout of a run whose versions are broadcast."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, carrier="collective")
+        self.config.roles.update(rollout=RolloutSettings(), trainer=TrainerSettings())
+        self.settings, self.who = RolloutSettings(), Incarnation("rollout/0", 3)
+
+
+def broadcast(ctx: Engine, record: VersionRecord, data: bytes | bytearray) -> list[str]:
+    """As the trainer does, with nothing between; whom it served."""
+    taken = Offers(offers_folder(cast(RoleContext, ctx))).take(record.version, record.digest, LAYOUT.nbytes, 5.0)
+    if taken is None:
+        return []
+    for offer in taken.offers.values():
+        assert isinstance(offer.memory, HostMemory)
+        Path(offer.memory.path).write_bytes(data)
+    taken.over({})
+    return list(taken.offers)
+
+
+async def test_an_engine_has_the_first_version_from_the_stage_and_then_those_that_are_broadcast(tmp_path: Path) -> None:
+    ctx = Engine(tmp_path)
+    make = source_for(cast(RoleContext, ctx))
+    data = fill(LAYOUT, 7)
+    first = stage(ctx, data)
+    assert broadcast(ctx, first, data) == [], "nobody knows how large it is"
+    source = make(first, None)
+    assert (copied(source), source.carrier) == (data, "shared_memory")
+    data = fill(LAYOUT, 8)
+    second = stage(ctx, data, 8)
+    assert broadcast(ctx, second, data) == ["rollout/0"]
+    source = make(second, first)
+    assert (copied(source), source.carrier) == (data, "collective")
+    assert not ctx.events
+
+
+async def test_what_was_broadcast_and_differs_is_taken_from_the_stage(tmp_path: Path) -> None:
+    ctx = Engine(tmp_path)
+    make = source_for(cast(RoleContext, ctx))
+    data = fill(LAYOUT, 7)
+    copied(make(stage(ctx, data), None))
+    second = stage(ctx, data, 8)
+    assert broadcast(ctx, second, bytes(LAYOUT.nbytes)) == ["rollout/0"]
+    source = make(second, None)
+    assert (copied(source), source.carrier) == (data, "shared_memory")
+    assert [kind for kind, _ in ctx.events] == ["broadcast_unused"] and "bytes 0-" in ctx.events[0][1]["why"]
+
+
+async def test_an_engine_without_room_to_receive_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OutOfSpace("memory", why="no space left on device")
+
+    monkeypatch.setattr("relax_rt.transport.weights.collective.carrier.host.allocate", full)
+    ctx = Engine(tmp_path)
+    make = source_for(cast(RoleContext, ctx))
+    data = fill(LAYOUT)
+    record = stage(ctx, data)
+    assert copied(make(record, None)) == data == copied(make(record, None))
+    assert broadcast(ctx, record, data) == []
+    assert [kind for kind, _ in ctx.events] == ["broadcasts_off"], "said once"

@@ -3,34 +3,121 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+from relax_rt.transport.errors import Corrupt, Refused
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights import device
 from relax_rt.transport.weights.collective import memory as host
 from relax_rt.transport.weights.collective.communicator import HostMemory, Memory
 from relax_rt.transport.weights.collective.events import Outcome
 from relax_rt.transport.weights.collective.group import Collective
-from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.collective.offers import Receiver
+from relax_rt.transport.weights.collective.worker import digest_of
+from relax_rt.transport.weights.device import DeviceBuffer
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, bucket_digest, bucket_slices
 from relax_rt.transport.weights.stage import copy_verified, pinned, verify
+
+LayOut = Callable[[Path, Manifest], AbstractContextManager[tuple[Memory, str]]]
+"""Has a staged version in memory that a root can send from, for the length of a block, with the digest that memory of its
+kind has of it."""
+
+
+@contextmanager
+def on_host(folder: Path, manifest: Manifest) -> Iterator[tuple[Memory, str]]:
+    """The stage's own buffer, pinned. See LayOut. Raises Gone."""
+    with pinned(folder, manifest):
+        yield HostMemory(str(folder / manifest.file), manifest.layout.nbytes), manifest.digest
+
+
+class OnDevice:
+    """A copy on this process's device, in memory that is kept for the next version. See LayOut."""
+
+    def __init__(self) -> None:
+        self._buffer: DeviceBuffer | None = None
+
+    @contextmanager
+    def __call__(self, folder: Path, manifest: Manifest) -> Iterator[tuple[Memory, str]]:
+        """Raises Gone, DeviceFailed."""
+        nbytes = manifest.layout.nbytes
+        if self._buffer is None or self._buffer.nbytes != nbytes:
+            self._buffer = DeviceBuffer(nbytes)
+        with pinned(folder, manifest) as staged:
+            device.copy_from_host(self._buffer.view, staged)
+        yield self._buffer.export(), digest_of(self._buffer.view, BUCKET_BYTES)
 
 
 async def spread(
-    group: Collective, root: str, folder: Path, manifest: Manifest, receivers: Mapping[str, Memory], timeout_s: float
+    group: Collective,
+    root: str,
+    folder: Path,
+    manifest: Manifest,
+    receivers: Mapping[str, Memory],
+    timeout_s: float,
+    lay_out: LayOut = on_host,
 ) -> Outcome:
-    """Bring a version from this node's stage into the receivers' memory; the stage is pinned meanwhile.
+    """Bring a version from this node's stage into the receivers' memory; it is kept for that long.
 
     Returns:
-        Who has it, verified against the manifest's digest, and who is lost.
+        Who has it, verified against its digest, and who is lost.
 
     Raises:
         Gone: the stage has it no more. CollectiveFailed, Refused: see Collective.broadcast.
     """
-    with ExitStack() as pin:
-        await asyncio.to_thread(pin.enter_context, pinned(folder, manifest))
-        source = HostMemory(str(folder / manifest.file), manifest.layout.nbytes)
-        return await group.broadcast({root: source, **receivers}, manifest.digest, timeout_s)
+    with ExitStack() as kept:
+        source, digest = await asyncio.to_thread(kept.enter_context, lay_out(folder, manifest))
+        return await group.broadcast({root: source, **receivers}, digest, timeout_s)
+
+
+class HostPlace:
+    """Shared memory to receive into. See Place."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.memory: Memory = host.allocate(path, nbytes)
+
+    def copy_into(self, manifest: Manifest, into: memoryview) -> None:
+        """See Place."""
+        with host.opened(self.memory, writable=False) as view:
+            copy_verified(manifest, view.data, into)
+
+
+class DevicePlace:
+    """Memory of this process's device to receive into; `path` is not used. See Place."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._buffer = DeviceBuffer(nbytes)
+        self.memory: Memory = self._buffer.export()
+
+    def copy_into(self, manifest: Manifest, into: memoryview) -> None:
+        """See Place. A bucket at a time goes to the host, where its digest was taken."""
+        for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
+            device.copy_to_host(into[part], self._buffer.view.part(part.start, part.stop))
+            if bucket_digest(into[part]) != expected:
+                what = f"policy version {manifest.version} on the device, bytes {part.start}-{part.stop}"
+                raise Corrupt(what, why="they do not match the digest of the staged version")
+
+
+class BroadcastSource:
+    """A version as it was broadcast into this engine's memory. See WeightSource.
+
+    Args:
+        manifest: of the version on the stage.
+        receiver: which `wait` was true of for the version.
+    """
+
+    def __init__(self, record: VersionRecord, manifest: Manifest, receiver: Receiver) -> None:
+        self.record, self.manifest, self.carrier = record, manifest, "collective"
+        self._receiver = receiver
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource."""
+        self._receiver.copy_into(self.manifest, into)
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """See WeightSource."""
+        raise Refused(f"mapping policy version {self.record.version}", why="the next broadcast is received over it")
 
 
 class ReceivedSource:
@@ -40,7 +127,7 @@ class ReceivedSource:
     """
 
     def __init__(self, record: VersionRecord, manifest: Manifest, memory: HostMemory) -> None:
-        self.record, self.manifest, self._memory = record, manifest, memory
+        self.record, self.manifest, self.carrier, self._memory = record, manifest, "collective", memory
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""

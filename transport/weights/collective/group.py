@@ -62,7 +62,7 @@ class Collective:
     Use it as an async context manager, on one event loop.
 
     Args:
-        ranks: who may take part.
+        ranks: who may take part; others can be admitted later.
         communicator: class of the communicator, ``module:Class``.
         limits: how long each step may take.
         address: where ranks meet; they all must reach it. gloo and NCCL neither encrypt nor authenticate.
@@ -84,9 +84,9 @@ class Collective:
     ) -> None:
         self.machine = GroupMachine(limits or ev.Limits(), shared_devices=shared_devices)
         self._address, self._bucket_bytes = address, bucket_bytes
-        devices = {rank.name: rank.device for rank in ranks}
-        self.ranks = Ranks(communicator, devices, self._said, self._exited, environment)
-        self._known = set(devices)
+        self._devices = {rank.name: rank.device for rank in ranks}
+        self.ranks = Ranks(communicator, self._devices, self._said, self._exited, environment)
+        self._known = set(self._devices)
         self._transfers: dict[int, dict[str, Memory]] = {}
         self._asking: dict[int, asyncio.Future[ev.Outcome]] = {}
         self._writing: dict[Key, _Writing] = {}
@@ -105,6 +105,15 @@ class Collective:
         for key in list(self._writing):
             self._rests(key)
         self._store = None
+
+    def warm(self) -> None:
+        """Have the process that starts ranks import its library now, not when the first broadcast is asked for."""
+        self.ranks.warm()
+
+    def admit(self, rank: RankSpec) -> None:
+        """Let a rank take part from now on; one of that name works on this device from its next process on."""
+        self._known.add(rank.name)
+        self._devices[rank.name] = rank.device
 
     async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> ev.Outcome:
         """Bring what lies in the first rank's memory into all others'.

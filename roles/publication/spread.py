@@ -1,0 +1,175 @@
+"""The trainer's broadcasts: each committed version into the memories that engines of its node offer, behind everything.
+
+Nobody waits for a broadcast but the engines that it serves, and those no longer than it may take. Whom it does not
+serve, or loses, takes the version from the stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_rt.role import RoleContext
+from relax_rt.roles.publication.place import offers_folder, stage_folder
+from relax_rt.roles.publication_checks import communicator_of
+from relax_rt.roles.sections import PublicationTable, RLConfig
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.weights.collective.events import Limits
+from relax_rt.transport.weights.collective.offers import Offers, Receiver, Taken
+from relax_rt.transport.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    from relax_rt.transport.weights.collective.carrier import LayOut
+    from relax_rt.transport.weights.collective.group import Collective
+
+ROOT = "trainer"
+
+
+def receiver_of(ctx: RoleContext) -> Receiver:
+    """What an engine receives broadcasts with; its memory is made with the first offer."""
+    from relax_rt.transport.weights.collective.carrier import DevicePlace, HostPlace
+
+    assert isinstance(ctx.config, RLConfig)
+    nccl = communicator_of(ctx.config) == "nccl"
+    return Receiver(
+        offers_folder(ctx),
+        ctx.who.slot,
+        ctx.who.epoch,
+        DevicePlace if nccl else HostPlace,
+        _own_device() if nccl else "",
+    )
+
+
+def limits_of(timeout_s: float) -> Limits:
+    """Deadlines of a broadcast's steps, so that within its time the others can go on without one that is lost."""
+    step = timeout_s / 4
+    return Limits(hello_s=2 * step, join_s=step, stall_s=step, abort_s=min(5.0, step / 2))
+
+
+class Spreader:
+    """Broadcasts one version after the other. Call it on the event loop.
+
+    A version that is committed while the one before is still under way is not broadcast: engines take it from the
+    stage. Where the library cannot be used at all, none is, and an event says why.
+    """
+
+    def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float) -> None:
+        assert isinstance(ctx.config, RLConfig)
+        self._ctx, self._stage, self._timeout_s = ctx, stage, timeout_s
+        self._kind = communicator_of(ctx.config)
+        self._offers = Offers(offers_folder(ctx))
+        self._taken: Taken | None = None
+        self._manifest: Manifest | None = None
+        self._group: Collective | None = None
+        self._lay_out: LayOut
+        self._opening = asyncio.create_task(self._open())
+        self.current: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, ctx: RoleContext, table: PublicationTable) -> Spreader | None:
+        """As the config says; None: no broadcasts."""
+        if table.carrier != "collective":
+            return None
+        return cls(ctx, stage_folder(ctx), table.broadcast_timeout_s)
+
+    async def before(self, manifest: Manifest) -> None:
+        """Write down whom the version will be broadcast to; to be called before its commit."""
+        self._drop("it was not committed")
+        if self._group is None or (self.current is not None and not self.current.done()):
+            return
+        with suppress(OSError):
+            self._taken = await asyncio.to_thread(
+                self._offers.take, manifest.version, manifest.digest, manifest.layout.nbytes, self._timeout_s
+            )
+            self._manifest = manifest
+
+    def begin(self) -> None:
+        """The version is committed: broadcast it, behind whatever comes next."""
+        taken, manifest, self._taken = self._taken, self._manifest, None
+        if taken is not None and manifest is not None:
+            self.current = asyncio.create_task(self._send(manifest, taken))
+
+    async def retire(self, committed: int) -> None:
+        """Forget the broadcasts of versions before the committed one."""
+        await asyncio.to_thread(self._offers.retire, committed)
+
+    async def close(self) -> None:
+        """Give up what is under way, and end the processes."""
+        self._drop("the trainer ends")
+        tasks = [task for task in (self._opening, self.current) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._group is not None:
+            await self._group.__aexit__(None, None, None)
+            self._group = None
+
+    def _drop(self, why: str) -> None:
+        if (taken := self._taken) is not None:
+            self._taken = None
+            taken.over(dict.fromkeys(taken.offers, why))
+
+    async def _open(self) -> None:
+        """Behind the start of the trainer: until it is done, nothing is broadcast."""
+        from relax_rt.transport.weights.collective.carrier import OnDevice, on_host
+        from relax_rt.transport.weights.collective.group import GLOO, NCCL, Collective, RankSpec
+
+        nccl = self._kind == "nccl"
+        root = RankSpec(ROOT, _own_device() if nccl else "")
+        group = Collective([root], NCCL if nccl else GLOO, limits_of(self._timeout_s))
+        self._lay_out = OnDevice() if nccl else on_host
+        try:
+            await group.__aenter__()
+        except (RelaxError, ImportError, OSError) as error:
+            self._ctx.event("broadcasts_off", communicator=self._kind, why=str(error))
+            self._ctx.log.warning("weights are not broadcast", why=str(error))
+            return
+        group.warm()
+        self._group = group
+
+    async def _send(self, manifest: Manifest, taken: Taken) -> None:
+        from relax_rt.transport.weights.collective.carrier import spread
+        from relax_rt.transport.weights.collective.communicator import CollectiveFailed
+        from relax_rt.transport.weights.collective.group import RankSpec
+
+        assert self._group is not None
+        began, error, barred = time.monotonic(), "", False
+        lost = dict.fromkeys(taken.offers, "the trainer ends")
+        try:
+            for slot, offer in taken.offers.items():
+                self._group.admit(RankSpec(slot, offer.device))
+            memories = {slot: offer.memory for slot, offer in taken.offers.items()}
+            outcome = await spread(
+                self._group, ROOT, self._stage, manifest, memories, self._timeout_s, lay_out=self._lay_out
+            )
+            lost = {one.member: f"{one.fate}: {one.why}" for one in outcome.lost}
+        except CollectiveFailed as failed:
+            error = str(failed)
+            if failed.outcome is not None:
+                lost = {one.member: f"{one.fate}: {one.why}" for one in failed.outcome.lost}
+            else:
+                lost, barred = dict.fromkeys(taken.offers, error), True
+        except (RelaxError, OSError) as failed:
+            error = str(failed)
+            lost = dict.fromkeys(taken.offers, error)
+        finally:
+            taken.over(lost, barred)
+        self._ctx.event(
+            "weights_broadcast",
+            version=manifest.version,
+            communicator=self._kind,
+            bytes=manifest.layout.nbytes,
+            engines=sorted(set(taken.offers) - set(lost)),
+            lost=lost,
+            why=error,
+            seconds=round(time.monotonic() - began, 4),
+        )
+
+
+def _own_device() -> str:
+    """The first device that this process sees."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"

@@ -1,0 +1,84 @@
+"""What [publication] asks for, held against what the run has: refused with the reason before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Literal
+
+from relax_rt.config.problems import Problem
+from relax_rt.nodes.api import HEAD
+from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+
+CARRIER = ("publication", "carrier")
+
+
+def communicator_of(config: RLConfig) -> Literal["nccl", "gloo"]:
+    """Over what broadcasts go: as the config says, or NCCL where trainer and rollouts have GPUs."""
+    named = config.publication.communicator
+    if named != "auto":
+        return named
+    return "gloo" if without_gpu(config) else "nccl"
+
+
+def without_gpu(config: RLConfig) -> list[str]:
+    """Trainer and rollouts, as far as they have no GPU."""
+    tables = {
+        kind: table for kind, table in config.roles.items() if isinstance(table, TrainerSettings | RolloutSettings)
+    }
+    return [kind for kind, table in tables.items() if not table.gpus] if tables else ["trainer"]
+
+
+def _rollout_node(config: RLConfig) -> str | None:
+    table = config.roles.get("rollout")
+    return table.node if isinstance(table, RolloutSettings) else None
+
+
+def check_publication(config: RLConfig) -> Iterator[Problem]:
+    """What shows without looking at the machine."""
+    table, several = config.publication, bool(config.supervision.nodes.listen)
+    if table.carrier == "directory" and table.directory is None:
+        message = 'carrier = "directory", and publication.directory is not set'
+        yield Problem(CARRIER, message, "name a folder that all nodes see")
+    if table.carrier == "stream" and not several:
+        message = 'carrier = "stream" goes between nodes, and this run has one'
+        yield Problem(CARRIER, message, "leave it out, or set supervision.nodes.listen")
+    if table.carrier == "shared_memory" and several and _rollout_node(config) != HEAD:
+        message = 'carrier = "shared_memory" stays on one node, and rollouts may be started on others'
+        yield Problem(CARRIER, message, f'leave it out, or set roles.rollout.node = "{HEAD}"')
+    if table.carrier not in ("auto", "directory") and table.directory is not None:
+        message = f'carrier = "{table.carrier}": publication.directory has no effect'
+        yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
+    yield from _broadcasts(config)
+
+
+def _broadcasts(config: RLConfig) -> Iterator[Problem]:
+    """A broadcast needs engines on the trainer's node, time to fall back, and GPUs for NCCL."""
+    table = config.publication
+    if table.carrier != "collective":
+        for key in ("communicator", "broadcast_timeout_s"):
+            if key in table.model_fields_set:
+                message = f'{key} has no effect with carrier = "{table.carrier}"'
+                yield Problem(("publication", key), message, 'leave it out, or set carrier = "collective"', at="key")
+        return
+    if (node := _rollout_node(config)) not in (None, HEAD):
+        message = f'carrier = "collective" reaches engines on the trainer\'s node, and roles.rollout.node = "{node}"'
+        yield Problem(CARRIER, message, 'use "auto": a stream goes there')
+    if table.broadcast_timeout_s >= table.ack_timeout_s:
+        message = (
+            f"broadcast_timeout_s = {table.broadcast_timeout_s:g} leaves an engine that it does not reach no time to "
+            f"take the version from the stage within ack_timeout_s = {table.ack_timeout_s:g}"
+        )
+        yield Problem(("publication", "broadcast_timeout_s"), message, "make it smaller")
+    if table.communicator == "nccl" and (lacking := without_gpu(config)):
+        kinds = " and ".join(f"roles.{kind}" for kind in lacking)
+        message = f'communicator = "nccl" goes between GPUs, and {kinds} has none (gpus = 0)'
+        yield Problem(("publication", "communicator"), message, 'give each a GPU, or set communicator = "gloo"')
+
+
+def preflight_publication(config: RLConfig) -> Iterator[Problem]:
+    """Whether the libraries are there that the carrier needs."""
+    if config.publication.carrier == "collective" and communicator_of(config) == "nccl" and find_spec("cupy") is None:
+        message = "broadcasts between GPUs go over NCCL through CuPy, which is not installed"
+        hint = 'pip install cupy-cuda13x, or the build of your CUDA; or set communicator = "gloo"'
+        yield Problem(("publication", "communicator"), message, hint)
