@@ -164,6 +164,7 @@ class GenerationService:
         self._beat_s = beat_s
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(FIRST_REQUEST)
+        self._held = ""
         self.begun = self.turned_away = self.tokens = 0
 
     def statistics(self) -> dict[str, int]:
@@ -174,6 +175,13 @@ class GenerationService:
             "tokens": self.tokens,
             "running": len(self._open),
         }
+
+    def hold(self, why: str) -> None:
+        """Make nothing for callers from now on, until it is called with an empty reason: what is under way goes back to
+        them with its tokens."""
+        self._held = why
+        for one in self._open.values():
+            one.news.set()
 
     def sift(self, chunks: list[Chunk]) -> list[Chunk]:
         """Take what is ours out of the engine's chunks; the rest is its owner's."""
@@ -232,14 +240,17 @@ class GenerationService:
             if left_s <= self._beat_s and not one.chunks:
                 # Its caller's deadline, which he knows of himself.
                 return Piece(finish_reason="abort", report=self._report())
-        if self._stopping.is_set() and not one.ended:
-            return msgspec.structs.replace(one.take(self._report()), turned_away="stopping")
+        if (self._stopping.is_set() or self._held) and not one.ended:
+            why: TurnedAway = "stopping" if self._stopping.is_set() else "full"
+            return msgspec.structs.replace(one.take(self._report()), turned_away=why)
         return one.take(self._report())
 
     def _no(self, order: Order) -> TurnedAway:
         """Why a sequence is not begun."""
         if self._stopping.is_set():
             return "stopping"
+        if self._held:
+            return "full"
         load = self._engine.load()
         self.intake.observe(time.monotonic(), load.kv_used, len(self._open))
         if not admissible(load.version, order.allowed):
@@ -257,8 +268,8 @@ class GenerationService:
             waiting=load.waiting,
             outstanding_tokens=load.outstanding_tokens,
             kv_used=load.kv_used,
-            room=self.intake.room(len(self._open)),
-            waiting_on=load.paused,
+            room=0 if self._held else self.intake.room(len(self._open)),
+            waiting_on=self._held or load.paused,
             stopping=self._stopping.is_set(),
         )
 

@@ -175,15 +175,19 @@ class Engine(Protocol):
     def load(self) -> EngineLoad:
         """What it does now."""
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, *, keep_weights: bool = True) -> None:
         """Give the memory of weights and cache back to the device.
+
+        Args:
+            keep_weights: False: they need not come back, because a version will be committed before anything is
+                submitted.
 
         Raises:
             Refused: sequences are in flight.
         """
 
     async def resume_memory(self) -> None:
-        """Take the memory again; the weights of before are back when this returns."""
+        """Take the memory again; the weights of before are back when this returns, if they were kept."""
 
     async def close(self, timeout_s: float) -> None:
         """End at the next token boundary; what is in flight is dropped without a word."""

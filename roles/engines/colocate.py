@@ -1,302 +1,206 @@
-"""Engines and a trainer on one device, in turns: engines give their memory back, the trainer works, they take it again.
+"""Whose turn it is on a device that engines share with a trainer. Pure: the time comes with each event.
 
-No role uses this yet: it is for engines and a trainer of one process group, once a run can be set up so.
+Engines have the device until the trainer wants it. Then each gives its memory back and says so; the trainer begins when
+every engine has, or is dead, or is late and therefore out. When it is done, the engines take memory again.
 
-`Turns` decides, purely; `Colocation` carries it out on engines. An engine gives memory back only while it is idle, so
-its owner drains it first (sequences in flight are ended with their tokens kept, and go on afterwards). The trainer
-never waits longer than the deadlines: an engine that does not give way is out, and its owner has to restart it; it may
-hold memory until then, so the trainer is told who it is rather than let run into an out-of-memory.
+Two rules keep both from having the device at once, whoever dies and whatever call is lost:
+
+- An engine takes memory on the trainer's word, which counts as taken from when it is given; or when the registry shows
+  that no trainer can be in its turn (`nobody_trains`).
+- The trainer begins when all engines of a list that the registry gave after the trainer wanted the device, and that has
+  the trainer's own address in it, have told *this* incarnation of the trainer that they hold nothing. Whoever enters the
+  registry later sees the address, and asks.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.engines.base import Engine
-from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
+from relax_rt.registry.api import Member
+from relax_rt.transport.errors import Refused
 
-Step = Literal["serving", "draining", "releasing", "released", "resuming", "out"]
-WORKING: tuple[Step, ...] = ("draining", "releasing", "resuming")
-LOOK_EVERY_S = 0.05
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """How long each step of an engine may take, in seconds."""
-
-    drain_s: float = 60.0
-    release_s: float = 30.0
-    resume_s: float = 60.0
-
-    def of(self, step: Step) -> float:
-        """The limit of a step under way."""
-        return {"draining": self.drain_s, "releasing": self.release_s, "resuming": self.resume_s}[step]
+Word = Literal["have", "give"]
+"""have: the engine may have memory of the device. give: it may not, and gives back what it has."""
 
 
-class Do(msgspec.Struct, frozen=True):
-    """Have an engine drained, its memory released or resumed."""
+class Report(msgspec.Struct, frozen=True):
+    """What an engine says of itself with each call.
 
-    engine: str
-    step: Step
+    Attributes:
+        slot, epoch: who it is.
+        call: number of the call, from 1. Of an earlier one than the last it acts on no answer.
+        holds: it has memory of the device.
+        trainer: epoch of the trainer whose word it had last; 0: of none.
+    """
+
+    slot: str
+    epoch: int
+    call: int
+    holds: bool
+    trainer: int
+
+
+class Told(msgspec.Struct, frozen=True):
+    """The word of a trainer, with its epoch."""
+
+    trainer: int
+    word: Word
 
 
 class Out(msgspec.Struct, frozen=True):
-    """An engine is out: it did not do its step, or failed in it."""
+    """An engine did not give way in time. It may hold memory until its process ends."""
 
-    engine: str
-    step: Step
+    slot: str
+    epoch: int
     why: str
 
 
 class Train(msgspec.Struct, frozen=True):
-    """The device is the trainer's; `without`: engines that are out, and may hold memory."""
+    """The device is the trainer's; `without`: engines that are out, and may hold memory of it."""
 
     without: tuple[str, ...]
 
 
-class Serve(msgspec.Struct, frozen=True):
-    """All engines that are not out serve again."""
-
-
-Action = Do | Out | Train | Serve
+Action = Out | Train
 
 
 @dataclass(slots=True)
 class _Engine:
-    step: Step = "serving"
-    deadline: float = 0.0
+    """`holds` is None until it has said so to this trainer."""
 
-
-@dataclass(slots=True)
-class Turns:
-    """Whose turn it is. Events are method calls with the time; each gives actions.
-
-    No engine resumes before the trainer is done, and the trainer begins only when every engine has released or is out.
-    """
-
-    limits: Limits
-    engines: dict[str, _Engine] = field(default_factory=dict)
-    turn: Literal["engines", "changing", "trainer"] = "engines"
-
-    def add(self, name: str) -> None:
-        """An engine that serves, new or restarted. Call it while it is the engines' turn.
-
-        Raises:
-            Refused: it is the trainer's turn, or about to be.
-        """
-        if self.turn != "engines":
-            raise Refused(f"engine {name} joins", why=f"it is not the engines' turn ({self.turn})")
-        self.engines[name] = _Engine()
+    epoch: int
+    call: int = 0
+    holds: bool | None = None
+    out: bool = False
 
     @property
-    def deadline(self) -> float | None:
-        """When `late` is due; None: nobody is waited for."""
-        return min((e.deadline for e in self.engines.values() if e.step in WORKING), default=None)
+    def in_the_way(self) -> bool:
+        return self.holds is not False and not self.out
 
-    def wanted(self, now: float) -> list[Action]:
-        """The trainer wants the device.
+
+class Turns:
+    """The trainer's account. Events are method calls; each that may have changed something gives actions.
+
+    Args:
+        trainer: epoch of this trainer.
+        give_way_s: how long engines may take to give way.
+    """
+
+    def __init__(self, trainer: int, give_way_s: float) -> None:
+        self.trainer, self.give_way_s = trainer, give_way_s
+        self.turn: Literal["engines", "changing", "trainer"] = "engines"
+        self.number = 0
+        """Turns that the trainer has had."""
+        self.deadline: float | None = None
+        """When `late` is due; None: nobody is waited for."""
+        self._engines: dict[str, _Engine] = {}
+        self._listed = False
+
+    @property
+    def in_the_way(self) -> list[str]:
+        """Engines that have not given way yet."""
+        return sorted(slot for slot, engine in self._engines.items() if engine.in_the_way)
+
+    def listed(self, members: Iterable[Member], now: float, *, whole: bool) -> list[Action]:
+        """What the registry says of the engines' role.
+
+        Args:
+            whole: it is the whole list, asked for since the device was wanted.
+        """
+        seen: set[str] = set()
+        for member in members:
+            slot, epoch = member.who.slot, member.who.epoch
+            seen.add(slot)
+            known = self._engines.get(slot)
+            if known is not None and known.epoch > epoch:
+                continue
+            if member.state == "gone":
+                self._engines.pop(slot, None)
+            elif known is None or known.epoch < epoch:
+                # The one before has ended, or its slot would not have been given again.
+                self._engines[slot] = _Engine(epoch)
+        if whole:
+            for slot in self._engines.keys() - seen:
+                del self._engines[slot]
+            if self.turn == "changing" and not self._listed:
+                self._listed, self.deadline = True, now + self.give_way_s
+        return self._settled()
+
+    def heard(self, report: Report) -> list[Action]:
+        """An engine has called."""
+        engine = self._engines.get(report.slot)
+        if engine is None or engine.epoch < report.epoch:
+            engine = self._engines[report.slot] = _Engine(report.epoch)
+        # Without this trainer's word it may yet go by the registry's: then it holds what it says it does not.
+        if engine.epoch == report.epoch and report.call > engine.call and report.trainer == self.trainer:
+            engine.call, engine.holds = report.call, report.holds
+            engine.out = engine.out and report.holds
+        return self._settled()
+
+    def news_for(self, report: Report) -> bool:
+        """Whether the answer to this call tells the engine anything but to stay as it is."""
+        return report.trainer != self.trainer or self._word(report) != ("have" if report.holds else "give")
+
+    def answer(self, report: Report) -> Told:
+        """The answer to a call. What it allows counts as done."""
+        word, engine = self._word(report), self._engines.get(report.slot)
+        if word == "have" and engine is not None:
+            engine.call, engine.holds = report.call, True
+        return Told(self.trainer, word)
+
+    def wanted(self) -> None:
+        """The trainer wants the device. `listed` is to follow.
 
         Raises:
             Refused: it has it, or is about to get it.
         """
-        if self.turn != "engines" or any(e.step in WORKING for e in self.engines.values()):
-            raise Refused("the device for the trainer", why="a change of turns is under way, or it has it already")
-        self.turn = "changing"
-        return [*self._begin("serving", "draining", now), *self._settled()]
+        if self.turn != "engines":
+            raise Refused("the device for the trainer", why=f"a turn is under way ({self.turn})")
+        self.turn, self._listed = "changing", False
 
-    def trained(self, now: float) -> list[Action]:
-        """The trainer has given its memory back.
-
-        Raises:
-            Refused: it was not its turn.
-        """
-        if self.turn != "trainer":
-            raise Refused("the device for the engines", why="the trainer does not have it")
-        self.turn = "engines"
-        return [*self._begin("released", "resuming", now), *self._settled()]
-
-    def done(self, name: str, step: Step, now: float) -> list[Action]:
-        """An engine has done its step. One that was given up meanwhile stays out."""
-        engine = self.engines[name]
-        if engine.step != step:
-            return []
-        if step == "draining":
-            engine.step, engine.deadline = "releasing", now + self.limits.release_s
-            return [Do(name, "releasing")]
-        engine.step = "released" if step == "releasing" else "serving"
-        return self._settled()
-
-    def failed(self, name: str, step: Step, why: str) -> list[Action]:
-        """An engine could not do its step."""
-        engine = self.engines[name]
-        if engine.step != step:
-            return []
-        engine.step = "out"
-        return [Out(name, step, why), *self._settled()]
+    def done(self) -> None:
+        """The trainer has given the device back, or wants it no more."""
+        self.turn, self.deadline = "engines", None
+        for engine in self._engines.values():
+            engine.out = False
 
     def late(self, now: float) -> list[Action]:
         """Time has passed."""
+        if self.turn != "changing" or self.deadline is None or now < self.deadline:
+            return []
         actions: list[Action] = []
-        for name, engine in self.engines.items():
-            if engine.step in WORKING and now >= engine.deadline:
-                step, engine.step = engine.step, "out"
-                actions.append(Out(name, step, f"{step} took longer than {self.limits.of(step):g} s"))
-        return [*actions, *self._settled()] if actions else []
+        for slot in self.in_the_way:
+            engine = self._engines[slot]
+            engine.out = True
+            what = "was not heard of" if engine.holds is None else "did not give its memory back"
+            actions.append(Out(slot, engine.epoch, f"it {what} within {self.give_way_s:g} s"))
+        return [*actions, *self._settled()]
 
-    def _begin(self, fro: Step, to: Step, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for name, engine in self.engines.items():
-            if engine.step == fro:
-                engine.step, engine.deadline = to, now + self.limits.of(to)
-                actions.append(Do(name, to))
-        return actions
+    def _word(self, report: Report) -> Word:
+        engine = self._engines.get(report.slot)
+        overtaken = engine is None or engine.epoch != report.epoch or engine.call > report.call
+        return "give" if overtaken or self.turn != "engines" else "have"
 
     def _settled(self) -> list[Action]:
-        if any(e.step in WORKING for e in self.engines.values()):
+        if self.turn != "changing" or not self._listed or self.in_the_way:
             return []
-        if self.turn == "changing":
-            self.turn = "trainer"
-            return [Train(tuple(n for n, e in self.engines.items() if e.step == "out"))]
-        return [Serve()] if self.turn == "engines" else []
+        self.turn, self.deadline = "trainer", None
+        self.number += 1
+        return [Train(tuple(sorted(slot for slot, engine in self._engines.items() if engine.out)))]
 
 
-Drain = Callable[[], Awaitable[None]]
-"""Ends what is in flight in an engine, tokens kept, and returns when it is idle; nothing is submitted from then on."""
-
-
-class Colocation:
-    """Engines that share a device with a trainer in this event loop's process, each with what drains it.
+def nobody_trains(member: Member | None, last: int) -> bool:
+    """Whether an engine may have memory without a word: no trainer is in its turn, nor begins one before it has asked.
 
     Args:
-        on_out: told once of each engine that is out.
+        member: the trainer's entry, as the registry has it now, in which the engine itself is entered.
+        last: epoch of the trainer whose word the engine had last; 0: of none.
     """
-
-    def __init__(
-        self,
-        engines: Mapping[str, tuple[Engine, Drain]],
-        limits: Limits | None = None,
-        on_out: Callable[[Out], None] = lambda _: None,
-    ) -> None:
-        self.turns = Turns(limits or Limits())
-        self._engines = dict(engines)
-        self._on_out = on_out
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._settled = asyncio.Event()
-        self._without: tuple[str, ...] = ()
-        for name in engines:
-            self.turns.add(name)
-
-    def join(self, name: str, engine: Engine, drain: Drain) -> None:
-        """An engine takes its part again, restarted, or for the first time.
-
-        Raises:
-            Refused: it is not the engines' turn; try again after it.
-        """
-        self.turns.add(name)
-        self._engines[name] = (engine, drain)
-
-    @asynccontextmanager
-    async def training(self) -> AsyncIterator[tuple[str, ...]]:
-        """The device is the trainer's inside the block, but for engines that are out, which it yields.
-
-        Raises:
-            Refused: another one has it.
-        """
-        await self._to_the_end(self._change(self.turns.wanted), self._back)
-        try:
-            yield self._without
-        finally:
-            await self._back()
-
-    async def _back(self) -> None:
-        await self._to_the_end(self._change(self.turns.trained), _nothing)
-
-    async def _to_the_end(self, change: Coroutine[None, None, None], undo: Callable[[], Awaitable[None]]) -> None:
-        """A change of turns is never left half-way, also when its caller is cancelled; it ends by its deadlines."""
-        task = asyncio.get_running_loop().create_task(change)
-        cancelled = await _wait_out(task)
-        if cancelled is None:
-            return task.result()
-        if task.exception() is None:
-            # Not left half-way either, however often the caller is cancelled meanwhile.
-            back = asyncio.ensure_future(undo())
-            await _wait_out(back)
-            back.result()
-        raise cancelled
-
-    async def _change(self, event: Callable[[float], list[Action]]) -> None:
-        loop = asyncio.get_running_loop()
-        actions = event(loop.time())
-        self._settled.clear()
-        self._carry_out(actions)
-        while not self._settled.is_set():
-            deadline = self.turns.deadline
-            assert deadline is not None
-            try:
-                await asyncio.wait_for(self._settled.wait(), max(deadline - loop.time(), 0.0))
-            except TimeoutError:
-                self._carry_out(self.turns.late(loop.time()))
-
-    def _carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Do):
-                self._tasks[action.engine] = asyncio.get_running_loop().create_task(self._do(action))
-            elif isinstance(action, Out):
-                if (task := self._tasks.pop(action.engine, None)) is not None:
-                    task.cancel()
-                self._on_out(action)
-            else:
-                self._without = action.without if isinstance(action, Train) else ()
-                self._settled.set()
-
-    async def _do(self, action: Do) -> None:
-        engine, drain = self._engines[action.engine]
-        try:
-            if action.step == "draining":
-                await drain()
-            elif action.step == "releasing":
-                await engine.release_memory()
-            else:
-                await engine.resume_memory()
-        except (RelaxError, OSError, RuntimeError) as error:
-            self._carry_out(self.turns.failed(action.engine, action.step, str(error)))
-            return
-        self._carry_out(self.turns.done(action.engine, action.step, asyncio.get_running_loop().time()))
-
-
-async def _wait_out(task: asyncio.Future[None]) -> asyncio.CancelledError | None:
-    """Wait for a task whatever happens; the cancellation that came meanwhile."""
-    cancelled = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    return cancelled
-
-
-async def _nothing() -> None:
-    """Nothing is to be undone."""
-
-
-async def abort_all(engine: Engine, requests: Callable[[], list[int]], timeout_s: float) -> None:
-    """End these requests with their tokens kept, and wait until the engine is idle: a drain for whoever keeps partials.
-
-    Raises:
-        DeadlineExceeded: it is not idle in time.
-    """
-    for request in requests():
-        engine.abort(request)
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while (load := engine.load()).running or load.waiting:
-        if loop.time() > deadline:
-            raise DeadlineExceeded(
-                f"engine {engine.name} becomes idle", why=f"{load.running} sequences run after {timeout_s:g} s"
-            )
-        await asyncio.sleep(LOOK_EVERY_S)
+    if member is None or member.state == "gone":
+        return True
+    # It is being set up: it asks for a list of the engines when it has its address, before its first turn.
+    return member.who.epoch > last and not member.address

@@ -104,11 +104,13 @@ class Decoder:
         self.swaps += 1
         return self._recompute() if kv == "recompute" else 0
 
-    def release(self) -> None:
-        """Let go of the cache and of the weights' second buffer."""
+    def release(self, *, keep_weights: bool = True) -> None:
+        """Let go of the cache and of the weights' second buffer, or of both their buffers."""
         self._cache.release()
         self._prefixes.clear()
-        self.weights.release()
+        self.weights.release(keep=keep_weights)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _admit(self) -> None:
         """Move waiting sequences into free rows, as many as one prefill takes."""

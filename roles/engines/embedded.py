@@ -80,7 +80,7 @@ class EmbeddedEngine:
         self._prepared: VersionRecord | None = None
         self._preparing = asyncio.Lock()
         self._paused = ""
-        self._released = False
+        self._released = self._weightless = False
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
         self._sink, self._on_failure = sink, on_failure
@@ -96,6 +96,10 @@ class EmbeddedEngine:
             raise Refused(f"{count} sequences", why=f"the engine holds at most {MAX_MEMBERS}", hint="submit fewer")
         if self._released:
             raise Refused(f"{count} sequences", why="the engine's memory is released", hint="resume_memory() first")
+        if self._weightless:
+            raise Refused(
+                f"{count} sequences", why="the engine has let go of its weights", hint="commit a version first"
+            )
         if len(set(ids)) < len(ids) or any(i in self._members for i in ids):
             raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
         for request in requests:
@@ -153,7 +157,9 @@ class EmbeddedEngine:
                 recomputed = self._decoder.swap(record.version, kv)
                 return Swap(record.version, time.monotonic() - began, recomputed)
 
-            return await self._at_boundary(f"swap to policy version {record.version}", swap, fatal=True)
+            swapped = await self._at_boundary(f"swap to policy version {record.version}", swap, fatal=True)
+            self._weightless = False
+            return swapped
 
     def load(self) -> EngineLoad:
         decoder = self._decoder
@@ -171,7 +177,7 @@ class EmbeddedEngine:
             paused=self._paused,
         )
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, *, keep_weights: bool = True) -> None:
         async with self._preparing:
             if self._members:
                 raise Refused(
@@ -180,7 +186,8 @@ class EmbeddedEngine:
                     hint="pause() does not end them: wait for them, or abort them",
                 )
             self._released, self._prepared = True, None
-            await self._at_boundary("release of memory", self._decoder.release)
+            self._weightless = self._weightless or not keep_weights
+            await self._at_boundary("release of memory", lambda: self._decoder.release(keep_weights=keep_weights))
 
     async def resume_memory(self) -> None:
         if self._released:

@@ -68,12 +68,19 @@ class FlatWeights:
     def flip(self) -> None:
         """Point the parameters at the standby buffer."""
         assert self._standby is not None
-        self._active, self._standby = self._standby, self._active
+        # Nothing is in use where the weights were let go of: then the next fetch has a buffer made for it.
+        self._active, self._standby = self._standby, self._active if self._active.numel() else None
         self._point()
 
-    def release(self) -> None:
-        """Let go of all memory on the device, and of what a fetch would fill; the weights in use stay in memory."""
+    def release(self, *, keep: bool = True) -> None:
+        """Let go of all memory on the device, and of what a fetch would fill; the weights in use stay in this process'
+        memory, unless `keep` is False: then there are none until the next flip."""
         self._standby = None
+        if not keep:
+            self._host, self._active = None, torch.empty(0, dtype=torch.uint8)
+            for parameter in self._model.parameters():
+                parameter.data = torch.empty(0, dtype=self._dtype)
+            return
         if self._device.type == "cpu":
             return
         self._host = self._active.cpu()
@@ -81,7 +88,9 @@ class FlatWeights:
         self._point()
 
     def resume(self) -> None:
-        """The weights in use are on the device again."""
+        """The weights in use, if they were kept, are on the device again."""
+        if not self._active.numel():
+            return
         self._active = self._active.to(self._device)
         self._point()
 

@@ -84,9 +84,9 @@ Action = Open | Close | Deliver | End | Probe
 class RouterCore:
     """See the module."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, *, frozen: bool = False) -> None:
         self.limits = limits or Limits()
-        self.fleet = Fleet(self.limits.patience)
+        self.fleet = Fleet(self.limits.patience, frozen=frozen)
         self.lives: dict[int, Life] = {}
         self.counts: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -115,7 +115,7 @@ class RouterCore:
                 "a request", why=f"{len(self.lives)} are at hand, the router's bound", hint="send fewer at a time"
             )
         self._numbers += 1
-        life = Life(self._numbers, wanted, now, self.limits.losses)
+        life = Life(self._numbers, wanted, now, self.limits.losses, lowest=0 if self.fleet.frozen else 1)
         life.long = self._lengths.long(life.expected)
         self.lives[life.number] = life
         self._waiting.add(life)
@@ -297,11 +297,12 @@ class RouterCore:
         if not self.fleet.engines:
             return "an engine: none has entered the registry"
         version = self.fleet.committed.version
-        if not version:
+        if not version and not self.fleet.frozen:
             return "the first committed weights"
         near = f" (or {lag} behind)" if lag else ""
         states = ", ".join(self.fleet.why_not(slot, lag) for slot in sorted(self.fleet.engines)[:8])
-        return f"an engine at version {version}{near}: {states}"
+        which = "an engine" if self.fleet.frozen else f"an engine at version {version}{near}"
+        return f"{which}: {states}"
 
     def _who_answers(self, now: float, life: Life, epoch: int) -> Place:
         """Where the request is: a new incarnation may have taken the old one's address before the stream was opened."""

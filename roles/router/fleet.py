@@ -113,10 +113,14 @@ class Engine:
 
 
 class Fleet:
-    """The engines of a run; see the module."""
+    """The engines of a run; see the module.
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
+    Args:
+        frozen: their weights are no policy version and never change: every engine is at 0, which is the right one.
+    """
+
+    def __init__(self, patience: Patience | None = None, *, frozen: bool = False) -> None:
+        self.patience, self.frozen = patience or Patience(), frozen
         self.engines: dict[str, Engine] = {}
         self.committed = VersionRecord(ROOT, ROOT, 0)
         self._records: dict[int, VersionRecord] = {}
@@ -246,6 +250,8 @@ class Fleet:
 
     def lag(self, version: int) -> float:
         """Distance of a version from the committed one; infinite if it is not known."""
+        if self.frozen:
+            return 0
         if version > self.committed.version > ROOT:
             return 0  # it knows of a commit of which we have not heard yet
         if version == ROOT or version not in self._versions:
@@ -259,6 +265,8 @@ class Fleet:
 
     def allowed(self, lag: int) -> tuple[int, ...]:
         """The versions within a lag, oldest first; the committed one is the last."""
+        if self.frozen:
+            return (ROOT,)
         near = [r.version for r in self._versions.records()[-REMEMBERED:] if self.lag(r.version) <= lag]
         return tuple(near)
 

@@ -91,8 +91,8 @@ class Place(msgspec.Struct, frozen=True):
 class Life:
     """See the module. `place`, `outcome` and the tokens are to be read, not set."""
 
-    def __init__(self, number: int, wanted: Wanted, now: float, most_losses: int) -> None:
-        self.number, self.wanted = number, wanted
+    def __init__(self, number: int, wanted: Wanted, now: float, most_losses: int, lowest: int = 1) -> None:
+        self.number, self.wanted, self._lowest = number, wanted, lowest
         self.deadline = now + wanted.timeout_s
         self.began_at = now
         self.tokens: list[int] = []
@@ -166,7 +166,7 @@ class Life:
             return f"{have + n} tokens, at most {self.wanted.max_new_tokens} were wanted"
         at = have
         for span in piece.versions:
-            if span.start != at or span.end <= at or not 1 <= span.kv_version <= span.version:
+            if span.start != at or span.end <= at or not self._lowest <= span.kv_version <= span.version:
                 return f"versions {piece.versions} of tokens {have} to {have + n}"
             at = span.end
         if at != have + n:

@@ -98,10 +98,11 @@ class Router:
         run: a connection to the run; it outlives the router.
         role: whose engines are used.
         limits: bounds and patience.
+        frozen: the engines do not follow the policy; see Fleet.
     """
 
-    def __init__(self, run: Run, role: str = "rollout", limits: Limits | None = None) -> None:
-        self.core = RouterCore(limits)
+    def __init__(self, run: Run, role: str = "rollout", limits: Limits | None = None, *, frozen: bool = False) -> None:
+        self.core = RouterCore(limits, frozen=frozen)
         self._run, self._role = run, role
         self._callers: dict[int, _Caller] = {}
         self._attempts: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -311,7 +312,7 @@ class Router:
 
     async def _versions(self, committed: VersionRecord | None) -> list[VersionRecord]:
         """The committed versions, if there is a new one: fast commits are merged into one change."""
-        if committed is None or committed.version <= self.core.fleet.committed.version:
+        if self.core.fleet.frozen or committed is None or committed.version <= self.core.fleet.committed.version:
             return []
         with contextlib.suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(VERSIONS_TIMEOUT_S):

@@ -528,8 +528,8 @@ class SglangEngine:
 
     # --- memory
 
-    async def release_memory(self) -> None:
-        """See Engine.release_memory."""
+    async def release_memory(self, *, keep_weights: bool = True) -> None:
+        """See Engine.release_memory. The weights come back anyway: from the copy, which is no memory of the device."""
         async with self._fetch:
             what, held = "the release of the engine's memory", self._held.version
             if self._running or len(self._line):

@@ -1,0 +1,80 @@
+"""What keeps engines and a trainer from having a device in turns, and what is asked for in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_rt.config.problems import Problem
+from relax_rt.nodes.api import HEAD
+from relax_rt.roles.engines.tables import SHARING
+from relax_rt.roles.sections import EngineSettings, RLConfig, RolloutSettings, ShardedSettings, TrainerSettings
+
+
+def check_mode(config: RLConfig) -> Iterator[Problem]:
+    """Everything that does not go with algorithm.mode."""
+    table = config.algorithm
+    if table.mode not in SHARING:
+        if "colocation" in config.model_fields_set:
+            message = f'[colocation] is for engines that share the trainer\'s device, and mode = "{table.mode}"'
+            yield Problem(("colocation",), message, 'leave it out, or set algorithm.mode = "colocate"', at="key")
+        return
+    place, named = ("algorithm", "max_staleness"), f"max_staleness = {table.max_staleness:g}"
+    if table.mode == "colocate" and table.max_staleness > 0:
+        message = f'mode = "colocate" with {named}: a batch is finished before the trainer has the device'
+        yield Problem(place, message, 'set max_staleness = 0, or mode = "hybrid"')
+    if table.mode == "hybrid" and table.max_staleness < 1:
+        message = f'mode = "hybrid" with {named}: nothing may be in flight when the trainer has the device'
+        yield Problem(place, message, 'set max_staleness = 1 or more, or mode = "colocate"')
+    yield from _ways(config)
+    yield from _places(config)
+
+
+def _ways(config: RLConfig) -> Iterator[Problem]:
+    mode = config.algorithm.mode
+    if config.publication.carrier == "collective":
+        message = f'carrier = "collective" with mode = "{mode}": engines have no memory when versions are published'
+        yield Problem(("publication", "carrier"), message, 'use carrier = "auto"')
+    trainer = config.roles.get("trainer")
+    limit_s = config.colocation.give_way_s
+    if isinstance(trainer, TrainerSettings) and config.algorithm.over_provision and mode == "colocate":
+        message = 'over_provision with mode = "colocate": there is nothing else to do while the longest sequences end'
+        yield Problem(("algorithm", "over_provision"), message, 'leave it out, or set mode = "hybrid"')
+    rollout = config.roles.get("rollout")
+    if (
+        isinstance(rollout, RolloutSettings)
+        and rollout.engine == "sglang"
+        and limit_s < rollout.sglang.update_timeout_s
+    ):
+        message = (
+            f"give_way_s = {limit_s:g} is below roles.rollout.sglang.update_timeout_s = "
+            f"{rollout.sglang.update_timeout_s:g}: a server that is merely slow would be given up"
+        )
+        yield Problem(("colocation", "give_way_s"), message, "raise it")
+
+
+def _places(config: RLConfig) -> Iterator[Problem]:
+    """Whether the placement puts rollouts and trainer on one device: whole GPUs are given to one slot alone."""
+    trainer, rollout = config.roles.get("trainer"), config.roles.get("rollout")
+    if not isinstance(trainer, ShardedSettings) or not isinstance(rollout, EngineSettings):
+        return
+    mode = f'mode = "{config.algorithm.mode}"'
+    if config.supervision.nodes.listen and rollout.node != HEAD:
+        message = f"{mode} needs the rollouts on the trainer's node, and they may be started on others"
+        yield Problem(("roles", "rollout", "node"), message, f'set roles.rollout.node = "{HEAD}"')
+    if not trainer.gpus and not rollout.gpus:
+        return
+    shares = trainer.gpus * trainer.count + rollout.gpus * rollout.count
+    example = f"as roles.trainer.gpus = 0.5 and roles.rollout.gpus = {0.5 / max(1, rollout.count):g}"
+    if not trainer.gpus or not rollout.gpus:
+        one, other = ("trainer", "rollouts") if trainer.gpus else ("rollouts", "trainer")
+        message = f"{mode}: the {one} would have a GPU, and the {other} none"
+        yield Problem(("roles", "rollout", "gpus"), message, f"give both shares of one, {example}")
+    elif trainer.gpus >= 1 or rollout.gpus >= 1:
+        kind = "trainer" if trainer.gpus >= 1 else "rollout"
+        message = f"{mode}: whole GPUs are nobody else's, so that engines and trainer would be on different ones"
+        yield Problem(("roles", kind, "gpus"), message, f"give shares of one GPU, {example}")
+    elif shares > 1:
+        message = (
+            f"{mode}: the shares of trainer and rollouts add up to {shares:g}, more than the one GPU they are to share"
+        )
+        yield Problem(("roles", "rollout", "gpus"), message, f"lower them, {example}")
