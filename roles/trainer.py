@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
@@ -20,20 +21,18 @@ if TYPE_CHECKING:
     from relax_rt.roles.critic.link import CriticLink
     from relax_rt.roles.publication.files import WeightFiles
     from relax_rt.roles.publication.publisher import Publisher
-    from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
     from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
     from relax_rt.roles.trainers.gang import Follower
-    from relax_rt.transport.queue.client import LeasedBatch, QueueClient
+    from relax_rt.roles.trainers.step import Batch, Collector
+    from relax_rt.transport.queue.client import QueueClient
     from relax_rt.transport.weights.stage import WeightStage
 
 T = TypeVar("T")
 
 REGISTRY_WAIT_S = 600.0
-TAKE_WAIT_S = 1.0
 FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
-"""Short, so that a request to stop is soon seen."""
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
@@ -53,6 +52,7 @@ class TrainerRole(Role):
         "transformers",
         "relax_rt.roles.trainers.torch_backend",
         "relax_rt.roles.trainers.checkpoint",
+        "relax_rt.roles.trainers.record",
         "relax_rt.roles.publication.publisher",
         "relax_rt.roles.algorithms.objective",
         "relax_rt.transport.queue.client",
@@ -71,14 +71,13 @@ class TrainerRole(Role):
         self._skipped = 0
         self._worked = False
         self._early = ""
-        self._asked = 0.0
         self._trained_before_s = 0.0
         self._started = time.monotonic()
-        self._held_s = 0.0
         self.objective: Objective
         self._follower: Follower | None = None
         self.backend: TrainerBackend
         self.queue: QueueClient
+        self.collector: Collector
         self.stage: WeightStage
         self.publisher: Publisher
         self.store: CheckpointStore
@@ -91,6 +90,7 @@ class TrainerRole(Role):
         from relax_rt.roles.algorithms.objective import Objective
         from relax_rt.roles.publication import stage_folder
         from relax_rt.roles.trainers.checkpoint import CheckpointStore
+        from relax_rt.roles.trainers.step import Collector
         from relax_rt.transport.queue.client import QueueClient
         from relax_rt.transport.weights.stage import WeightStage
 
@@ -115,6 +115,7 @@ class TrainerRole(Role):
             on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()
+        self.collector = Collector(self.queue, self.ctx.progress, groups=self.config.algorithm.prompts_per_step)
         if "values" in self.objective.needs:
             from relax_rt.roles.critic.link import CriticLink
 
@@ -197,10 +198,14 @@ class TrainerRole(Role):
         else:
             # The initial weights were published before, by an incarnation that died before its first checkpoint.
             parent = known[0].version if known else ROOT
+        await self._cold_start(found)
         version = await self._patiently(self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
         await self.queue.rollback(self.step, self.weights)
         await self.publisher.begin(self.weights)
+
+    async def _cold_start(self, found: CheckpointState | None) -> None:
+        """What comes before the first publication. `found`: the checkpoint that the trainer goes on from."""
 
     def _publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
         from relax_rt.roles.publication.publisher import Publisher
@@ -237,68 +242,41 @@ class TrainerRole(Role):
         return None
 
     async def _one_step(self) -> None:
-        from relax_rt.roles.columns import read_sample
-        from relax_rt.roles.sample import content_digest
-
+        """Go on with a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
         self.publisher.check()
-        # A wait may take many calls; between two of them a request to stop is seen.
-        self._asked = self._asked or time.monotonic()
-        lease = await self._batch()
-        if lease is None:
+        batch = await self.collector.collect()
+        if batch is None:
             return
-        asked, got, self._asked = self._asked, time.monotonic(), 0.0
-        samples = [read_sample(leased) for leased in lease.samples]
-        digests = [content_digest(sample) for sample in samples]
         if self.critic is not None:
-            await self.critic.judge(samples, self.step)
-        result = await asyncio.to_thread(self._train, samples)
-        trained = time.monotonic()
-        await self._account(lease, result)
+            await self.critic.judge(batch.samples, self.step)
+        async with self._device():
+            result = await asyncio.to_thread(self._train, batch)
+        batch.spent.on("train")
+        await self._account(batch, result)
         if self.critic is not None:
             # The engines have the new weights by now: it learns while they sample.
-            await self.critic.learn(samples, self.objective.returns(samples), self.step - 1)
-        done = time.monotonic()
-        record = {**self._record(lease, samples, result, (asked, got, trained, done)), "digests": digests}
-        self.ctx.metrics(record)
-        if not self._worked:
-            self._worked = True
-            self.ctx.event("first_work", what=f"step {self.step}")
-        shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
-        self.ctx.log.info(f"step {self.step} of {self.config.algorithm.steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {self.config.algorithm.steps}")
-        if self._saving is not None and self._saving.done():
-            # A save that failed ends the trainer now, not at the next checkpoint.
-            self._saving.result()
-        final = self.step >= self.config.algorithm.steps
-        due = final or self.step % self.config.checkpoint.every_steps == 0
-        if self._early and not due and (self._saving is None or self._saving.done()):
-            self.ctx.event("early_checkpoint", step=self.step, why=self._early)
-            due = True
-        if due:
-            await self._save(final=final)
+            await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
+        batch.spent.on("publish")
+        self._tell(batch, result)
+        await self._save_if_due()
 
-    async def _batch(self) -> LeasedBatch | None:
-        lease = await self.queue.take("train", groups=self.config.algorithm.prompts_per_step, wait_s=TAKE_WAIT_S)
-        if not lease:
-            self.ctx.progress.waiting(lease.waiting_on or "whole groups with rewards")
-            return None
-        self.ctx.progress.waiting("")
-        return lease
+    @asynccontextmanager
+    async def _device(self) -> AsyncIterator[None]:
+        """Around all that the trainer computes in a step."""
+        yield
 
-    def _train(self, samples: list[Sample]) -> StepResult:
-        if "proximal" in self.objective.needs:
-            # Of the weights that this step begins with: what an engine or an earlier step computed has lapsed.
-            for sample, values in zip(samples, self.backend.log_probabilities(samples), strict=True):
-                sample.proximal_logprobs, sample.proximal_version = values, self.weights.version
-        self.objective.advantages(samples)
-        self._held_s = 0.0
-        part = self.backend.accumulate(samples)
-        return self.backend.apply(part.count, self.step + 1, self._before_update)
+    def _train(self, batch: Batch) -> StepResult:
+        """The gradients that are not there yet, and the update. Blocks."""
+        from relax_rt.roles.trainers.step import accumulate
 
-    def _before_update(self) -> None:
-        self._held_s = self.publisher.weights_may_change()
+        accumulate(batch, self.backend, self.objective, self.weights.version)
 
-    async def _account(self, lease: LeasedBatch, result: StepResult) -> None:
+        def before_update() -> None:
+            batch.held_s = self.publisher.weights_may_change()
+
+        return self.backend.apply(batch.count, self.step + 1, before_update)
+
+    async def _account(self, batch: Batch, result: StepResult) -> None:
         """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
         if not result.applied:
             self._skipped += 1
@@ -312,9 +290,37 @@ class TrainerRole(Role):
         version = await self._patiently(self.ctx.registry.issue_version)
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
+        (lease,) = batch.leases
         advice = await self.queue.trained(lease, self.step, self.weights, skipped=not result.applied)
         await self.publisher.begin(self.weights)
         self._early = advice.checkpoint_now
+
+    def _tell(self, batch: Batch, result: StepResult) -> None:
+        """The step's record, and a line of the log."""
+        from relax_rt.roles.trainers.record import step_record
+
+        epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
+        elapsed_s = self._trained_before_s + time.monotonic() - self._started
+        record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
+        self.ctx.metrics(record)
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what=f"step {self.step}")
+        shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
+        self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
+        self.ctx.progress.advance(1, f"step {self.step} of {steps}")
+
+    async def _save_if_due(self) -> None:
+        if self._saving is not None and self._saving.done():
+            # A save that failed ends the trainer now, not at the next checkpoint.
+            self._saving.result()
+        final = self.step >= self.config.algorithm.steps
+        due = final or self.step % self.config.checkpoint.every_steps == 0
+        if self._early and not due and (self._saving is None or self._saving.done()):
+            self.ctx.event("early_checkpoint", step=self.step, why=self._early)
+            due = True
+        if due:
+            await self._save(final=final)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """A call of the registry that waits out its absence: the step that was just taken must not be lost for it."""
@@ -370,38 +376,6 @@ class TrainerRole(Role):
     def _newest_step(self) -> int:
         found = self.store.newest()
         return found[1].step if found else 0
-
-    def _record(
-        self, lease: LeasedBatch, samples: list[Sample], result: StepResult, at: tuple[float, ...]
-    ) -> dict[str, Any]:
-        import numpy as np
-
-        rewards = np.array([s.reward or 0.0 for s in samples])
-        names = sorted({name for s in samples for name in s.rewards})
-        asked, got, trained, done = at
-        return {
-            "kind": "step",
-            "step": self.step,
-            "version": self.weights.version,
-            "epoch": self.ctx.who.epoch,
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            "rewards": {n: float(np.mean([s.rewards.get(n, 0.0) for s in samples])) for n in names},
-            "staleness": [s.staleness for s in lease.samples],
-            "versions": [sorted({span.version for span in s.versions}) for s in samples],
-            "trained_version": self.weights.parent,
-            "keys": [str(s.key) for s in lease.samples],
-            "prompts": sorted({s.meta.prompt for s in samples}),
-            "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
-            "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
-            **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
-            "skipped": "" if result.applied else result.why,
-            "wait_s": got - asked,
-            "train_s": trained - got,
-            "held_s": self._held_s,
-            "publish_s": done - trained,
-            "elapsed_s": self._trained_before_s + done - self._started,
-        }
 
 
 def published_dtype(config: RLConfig) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from relax_rt.roles.trainer import TrainerRole
 
 if TYPE_CHECKING:
-    from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult
+    from relax_rt.roles.trainers.step import Batch
 
 PACE_S = 0.5
 """A step takes at least so long: engines are ahead of it as far as the bound lets them."""
@@ -26,8 +26,8 @@ class UncorrectedTrainer(TrainerRole):
         self.objective = Objective.of(table, longest=self.config.sampling.max_new_tokens)
         super()._load()
 
-    def _train(self, samples: list[Sample]) -> StepResult:
+    def _train(self, batch: Batch) -> StepResult:
         began = time.monotonic()
-        result = super()._train(samples)
+        result = super()._train(batch)
         time.sleep(max(0.0, PACE_S - (time.monotonic() - began)))
         return result

@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from relax_rt.roles import trainer
-from relax_rt.roles.trainer import TrainerRole
+from relax_rt.roles.trainers.step import Batch, Collector
 
 
-async def test_a_wait_of_many_calls_counts_from_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+class LateQueue:
+    """Answers one take after the other, each a second late: with a lease, or with what is waited for."""
+
+    def __init__(self, clock: dict[str, float], answers: list[bool]) -> None:
+        self.clock, self.answers = clock, iter(answers)
+
+    async def take(self, *_: Any, **__: Any) -> Any:
+        self.clock["now"] += 1.0
+        return Lease() if next(self.answers) else Nothing()
+
+
+class Lease:
+    samples: tuple[()] = ()
+    waiting_on = ""
+
+
+class Nothing(Lease):
+    waiting_on = "2 of 8 groups are ready"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+async def test_a_wait_of_many_calls_counts_from_the_first_of_them() -> None:
     clock = {"now": 100.0}
-    recorded: list[tuple[float, ...]] = []
-    batches = iter([None, None, "batch", None, "batch"])
-
-    async def batch() -> Any:
-        clock["now"] += 1.0
-        return SimpleNamespace(samples=[]) if next(batches) else None
-
-    async def account(*_: Any) -> None:
-        clock["now"] += 0.25
-
-    def train(_: Any) -> None:
-        clock["now"] += 5.0
-
-    def record(_lease: Any, _samples: Any, _result: Any, at: tuple[float, ...]) -> dict[str, float]:
-        recorded.append(at)
-        return dict.fromkeys(("reward_mean", "loss", "grad_norm", "wait_s", "train_s"), 0.0)
-
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
-    role = TrainerRole.__new__(TrainerRole)
-    silent = SimpleNamespace(advance=lambda *_: None)
-    vars(role).update(
-        publisher=SimpleNamespace(check=lambda: None),
-        ctx=SimpleNamespace(metrics=lambda _: None, progress=silent, log=SimpleNamespace(info=lambda *_, **__: None)),
-        config=SimpleNamespace(
-            algorithm=SimpleNamespace(steps=9), checkpoint=SimpleNamespace(every_steps=9), publication=None
-        ),
-        weights=SimpleNamespace(version=1),
-        step=1,
-        _worked=True,
-        _saving=None,
-        _early="",
-        _asked=0.0,
-        _batch=batch,
-        _train=train,
-        _account=account,
-        _record=record,
+    shown: list[str] = []
+    collector = Collector(
+        LateQueue(clock, [False, False, True, False, True]),  # type: ignore[arg-type]
+        SimpleNamespace(waiting=shown.append),  # type: ignore[arg-type]
+        groups=8,
+        clock=lambda: clock["now"],
     )
-    async with asyncio.timeout(30):
-        while len(recorded) < 2:
-            await role._one_step()
-    assert recorded == [(100.0, 103.0, 108.0, 108.25), (108.25, 110.25, 115.25, 115.5)]
+    spent: list[tuple[float, ...]] = []
+    for _ in range(5):
+        batch = await collector.collect()
+        if batch is not None:
+            spent.append(worked(batch, clock))
+    assert spent == [(3.0, 5.0, 0.25), (2.0, 5.0, 0.25)]
+    assert shown == ["2 of 8 groups are ready", "2 of 8 groups are ready", "", "2 of 8 groups are ready", ""]
+
+
+def worked(batch: Batch, clock: dict[str, float]) -> tuple[float, ...]:
+    """What the step's times are after training for 5 s and publishing for 0.25 s."""
+    clock["now"] += 5.0
+    batch.spent.on("train")
+    clock["now"] += 0.25
+    batch.spent.on("publish")
+    return tuple(batch.spent[what] for what in ("wait", "train", "publish"))
