@@ -9,7 +9,9 @@ from typing import TypeVar
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.algorithms.checks import check_algorithm
+from relax_rt.roles.engines.checks import check_mode
 from relax_rt.roles.evaluation_checks import check_evaluation
+from relax_rt.roles.genrm.checks import check_judge
 from relax_rt.roles.publication_checks import check_publication
 from relax_rt.roles.sections import (
     EvaluatorSettings,
@@ -38,7 +40,17 @@ def settings(config: RLConfig, kind: str, type_: type[S]) -> S:
 
 def check(config: RLConfig) -> list[Problem]:
     """Everything that is wrong with an RL config, as far as it shows without model, data or user code."""
-    cheap = (_data, _sampling, _algorithm, _roles, check_evaluation, check_publication, _capacity)
+    cheap = (
+        _data,
+        _sampling,
+        _algorithm,
+        check_mode,
+        _roles,
+        check_judge,
+        check_evaluation,
+        check_publication,
+        _capacity,
+    )
     return [problem for check in cheap for problem in check(config)]
 
 

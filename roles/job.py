@@ -12,6 +12,7 @@ from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.roles.sections import (
     CriticSettings,
     EvaluatorSettings,
+    GenrmSettings,
     ReferenceSettings,
     RewardSettings,
     RLConfig,
@@ -37,6 +38,7 @@ class RLJob:
     }
     Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {
         "critic": CriticSettings,
+        "genrm": GenrmSettings,
         "reference": ReferenceSettings,
         "writer": WriterSettings,
     }

@@ -14,6 +14,7 @@ from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.evaluation_checks import preflight_evaluation
 from relax_rt.roles.models.cache import say
+from relax_rt.roles.genrm.checks import preflight_judge
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
@@ -24,7 +25,7 @@ from relax_rt.roles.sections import RLConfig, ShardedSettings
 from relax_rt.transport.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
-BUSY = ("rollout", "trainer", "reference")
+BUSY = ("rollout", "trainer", "reference", "genrm")
 """Roles that hold a core for each of their threads. Rewards and evaluations are short."""
 NEEDED = ("torch", "transformers", "safetensors")
 
@@ -54,6 +55,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
         *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
+        *preflight_judge(config, config_dir, source.train),
     ]
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
-from relax_rt.roles.sections import RewardSettings, RLConfig
+from relax_rt.roles.sections import GenrmSettings, RewardSettings, RLConfig
 from relax_rt.transport.errors import ProtocolError, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.gym import GymTask
     from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.judge import Judge, Judging
     from relax_rt.roles.rewards.scoring import Failed, Request, Score, Scorer
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
 
@@ -43,6 +46,8 @@ class RewardRole(Role):
         "relax_rt.roles.models.tokenizer",
         "relax_rt.roles.rewards.loader",
         "relax_rt.roles.rewards.scoring",
+        "relax_rt.roles.rewards.judge",
+        "relax_rt.roles.router",
         "relax_rt.roles.data.gym",
         "reasoning_gym",
         "relax_rt.transport.queue.client",
@@ -57,6 +62,8 @@ class RewardRole(Role):
         self.scorer: Scorer
         self.queue: QueueClient
         self.task: GymTask | None = None
+        self.judging: Judging | None = None
+        self.judge: Judge | None = None
         self._failures_in_a_row = 0
         self._worked = False
         self._tally = Tally(time.monotonic())
@@ -90,14 +97,34 @@ class RewardRole(Role):
         self.scorer = Scorer(load_reward(table.function, config_dir(self.ctx)), table.timeout_s)
         if data.task is not None:
             self.task = GymTask(data.task, data.options, data.size)
+        if table.judge is not None:
+            from relax_rt.roles.genrm.checks import judging_of
+
+            self.judging = judging_of(self.config, config_dir(self.ctx))
 
     async def run(self) -> None:
         from relax_rt.roles.consume import consume
 
         try:
-            await consume(self.ctx, self.queue, TASK, self.settings.batch, self._score, "completions to score")
+            async with self._with_judge():
+                await consume(self.ctx, self.queue, TASK, self.settings.batch, self._score, "completions to score")
         finally:
             self._report(last=True)
+
+    @asynccontextmanager
+    async def _with_judge(self) -> AsyncIterator[None]:
+        """With a way to the judge's engines, where there is a judge."""
+        if self.judging is None:
+            yield
+            return
+        from relax_rt.roles.rewards.judge import Judge
+        from relax_rt.roles.router import Router
+
+        table = self.config.roles["genrm"]
+        follows = isinstance(table, GenrmSettings) and table.follow
+        async with Router(self.ctx, "genrm", frozen=not follows) as router:
+            self.judge = Judge(self.judging, router.generate)
+            yield
 
     async def teardown(self) -> None:
         if hasattr(self, "scorer"):
@@ -109,7 +136,7 @@ class RewardRole(Role):
 
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
-        results = await self.scorer.score(requests, lambda: self.ctx.progress.advance(1, "scoring"))
+        results = await self._results(requests)
         columns, failures = {}, []
         for sample, result in zip(batch.samples, results, strict=True):
             if isinstance(result, Failed):
@@ -123,6 +150,22 @@ class RewardRole(Role):
         self._tally.add(results, time.monotonic() - began)
         self._report()
         self._judge(results)
+
+    async def _results(self, requests: list[Request]) -> list[Score | Failed]:
+        """Scores in order; a sample without a verdict fails before the function is called."""
+        from relax_rt.roles.rewards.judge import Verdict, with_verdict
+
+        def advance() -> None:
+            self.ctx.progress.advance(1, "scoring")
+
+        if self.judge is None:
+            return await self.scorer.score(requests, advance)
+        self.ctx.progress.waiting("verdicts of the judge")
+        verdicts = await self.judge.verdicts(requests, advance)
+        self.ctx.progress.waiting("")
+        found = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
+        scores = iter(await self.scorer.score(found, advance))
+        return [next(scores) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
 
     def _request(self, sample: LeasedSample) -> Request:
         from relax_rt.roles.rewards.dry_run import offered
@@ -151,11 +194,14 @@ class RewardRole(Role):
 
     def _judge(self, results: list[Score | Failed]) -> None:
         """End the process when the function, and not a sample, is at fault."""
+        from relax_rt.roles.rewards.judge import Late
         from relax_rt.roles.rewards.scoring import Failed
 
         for result in results:
+            if isinstance(result, Late):
+                continue
             self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
-        failed = [result for result in results if isinstance(result, Failed)]
+        failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, Late)]
         for result in failed:
             if result.stuck:
                 raise RelaxError(

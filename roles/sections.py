@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from relax_rt.config.schema import RoleSettings, RunConfig, Seconds, Table
 from relax_rt.roles.algorithms.presets import PRESETS, Name
 
+from relax_rt.roles.engines.tables import ColocationTable, Mode
+from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.roles.trainers.torch.settings import LoraTable
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -52,10 +55,13 @@ class RewardTable(Table):
 
     function: str
     """`file.py:function` (relative to the config file) or `package.module:function`; sync or async. It is called as
-    f(completion: str, answer: str, **info) and returns a float or a dict of components (summed, or `total`)."""
+    f(completion: str, answer: str, **info) and returns a float or a dict of components (summed, or `total`). `genrm`:
+    the judge's verdict."""
     timeout_s: Seconds = 10.0
     """A call that takes longer marks its sample failed."""
 
+    judge: JudgeTable | None = None
+    """The generative judge; its verdict, 0 to 1, is what a reward function gets that takes `verdict`."""
 
 class SamplingTable(Table):
     """How completions are sampled. Truncating samplers are refused: their tokens have no behaviour log-probability."""
@@ -104,6 +110,10 @@ class AlgorithmTable(Table):
     """Unfinished samples that the next update would make over-stale: wait for them (straggler_wait_s), make them again
     at once, or let them finish and train only on their tokens within the bound."""
     straggler_wait_s: Seconds = 120.0
+    mode: Mode = "asynchronous"
+    """Who has the devices. asynchronous: engines and trainer have their own. colocate: they share, in turns; a batch is
+    finished first (max_staleness = 0). hybrid: the same, but what is in flight when a batch is there waits for the
+    trainer and goes on afterwards (max_staleness of 1 or more)."""
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
     over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences."""
@@ -353,8 +363,21 @@ class TrainerSettings(TrainedSettings):
     """The trainer."""
 
     count: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Ranks of the gang: tensor x pipeline x context parallel, times the replicas that work on data in parallel."""
+    """Ranks of the gang. megatron: tensor x pipeline x context parallel, times the replicas that work on data in
+    parallel. torch: each has its share of every tensor and of every batch (FSDP2)."""
+    lora: LoraTable | None = None
+    """Train adapters and leave the model's own weights as they are: { rank = 16, alpha = 32 } (torch). The weights that
+    are published have the adapters merged."""
     hang_after_s: Seconds = 300.0
+class GenrmSettings(EngineSettings):
+    """The generative judge: engines that answer what [reward.judge] asks. Its slots are a pool."""
+
+    model: str | None = None
+    """A model folder or package, as in model.path. Unset: the policy before its first step."""
+    follow: bool = False
+    """Judge with the policy's newest weights instead of frozen ones."""
+
+
 
 
 class CriticSettings(TrainedSettings):
@@ -410,3 +433,4 @@ class RLConfig(RunConfig):
     publication: PublicationTable = PublicationTable()
     checkpoint: CheckpointTable = CheckpointTable()
     evaluation: EvaluationTable = EvaluationTable()
+    colocation: ColocationTable = ColocationTable()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
+from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
@@ -19,6 +20,7 @@ from relax_rt.transport.versions import ROOT, VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.algorithms.objective import Objective
     from relax_rt.roles.critic.link import CriticLink
+    from relax_rt.roles.engines.turns import TrainerTurns
     from relax_rt.roles.publication.files import WeightFiles
     from relax_rt.roles.publication.publisher import Publisher
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
@@ -61,6 +63,7 @@ class TrainerRole(Role):
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
     critic: CriticLink | None = None
 
+    turns: TrainerTurns | None = None
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
         assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
@@ -104,6 +107,11 @@ class TrainerRole(Role):
         if self._follower is not None:
             return
         self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
+        if self.config.algorithm.mode in SHARING:
+            from relax_rt.roles.engines.turns import TrainerTurns, TurnsApi
+
+            self.turns = TrainerTurns(self.ctx, self.config.colocation.give_way_s)
+            self.ctx.serve(TurnsApi, self.turns)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.queue = QueueClient(
             await self.ctx.queue(),
@@ -251,8 +259,8 @@ class TrainerRole(Role):
             await self.critic.judge(batch.samples, self.step)
         async with self._device():
             result = await asyncio.to_thread(self._train, batch)
-        batch.spent.on("train")
-        await self._account(batch, result)
+            batch.spent.on("train")
+            await self._account(batch, result)
         if self.critic is not None:
             # The engines have the new weights by now: it learns while they sample.
             await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
@@ -262,8 +270,14 @@ class TrainerRole(Role):
 
     @asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:
-        """Around all that the trainer computes in a step."""
-        yield
+        """Around all that the trainer computes in a step: engines that share its device give way."""
+        if self.turns is None:
+            yield
+            return
+        async with self.turns.training():
+            yield
+            # They come back to the new weights, not to the old ones first.
+            await self.publisher.through()
 
     def _train(self, batch: Batch) -> StepResult:
         """The gradients that are not there yet, and the update. Blocks."""

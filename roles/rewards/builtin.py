@@ -29,3 +29,8 @@ def exact(completion: str, answer: str) -> float:
 def verifier(completion: str, answer: str, score: Callable[[str], float]) -> float:
     """The reasoning-gym task's own verdict, 0 to 1."""
     return score(completion.strip())
+
+
+def judged(completion: str, answer: str, verdict: float) -> dict[str, float]:
+    """The verdict of the generative judge, 0 to 1: what `reward.function = "genrm"` means."""
+    return {"verdict": verdict}

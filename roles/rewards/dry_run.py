@@ -52,6 +52,7 @@ def dry_run(
                 "finish_reason": "stop",
                 "truncated": False,
                 "tokens": max(1, len(text)),
+                **({"verdict": 0.5} if table.judge is not None else {}),
             }
             requests.append(Request(text, item.answer, offered(item.question, item.metadata, verify, **about)))
     try:

@@ -14,6 +14,8 @@ from relax_rt.config.target import TargetError, load_target
 from relax_rt.transport.errors import RelaxError
 
 SETTING = "reward.function"
+ALIASES = {"genrm": "relax_rt.roles.rewards.builtin:judged"}
+"""Short names of functions."""
 OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).parent.resolve().parent / "roles"))
 """Files of the runtime: a traceback is told from the user's side."""
 
@@ -83,7 +85,7 @@ def load_reward(target: str, config_dir: Path) -> RewardFunction:
         RelaxError: it is not there, cannot be imported (with the user's line), or cannot be called as a reward.
     """
     try:
-        return RewardFunction(load_target(target, config_dir), target)
+        return RewardFunction(load_target(ALIASES.get(target, target), config_dir), target)
     except TargetError as error:
         where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
         why = error.what + (f": {error.why}" if error.why else "") + where

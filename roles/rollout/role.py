@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
+from relax_rt.roles.engines.tables import SHARING
+from relax_rt.roles.engines.turns import Gate
 from relax_rt.roles.locations import MODEL_CODE
+from relax_rt.roles.rollout.sharing import SharedDevice
 from relax_rt.roles.sections import RLConfig, RolloutSettings
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
@@ -75,6 +79,8 @@ class RolloutRole(Role):
         self._doubtful = False
         """The engine failed, or may sample from weights that are not whole: nothing more of it is kept."""
         self._measured = (0, time.monotonic())
+        self.gate = Gate()
+        self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
         self.engine: Engine
         self.intake: Intake | None = None
         self.work: Work
@@ -91,6 +97,8 @@ class RolloutRole(Role):
         from relax_rt.roles.publication import EngineFailure, WeightFollower
         from relax_rt.transport.queue.client import QueueClient
 
+        if self.device is not None:
+            await self.device.turns.enter()
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
         await asyncio.to_thread(self._load)
         self.queue = QueueClient(
@@ -156,6 +164,8 @@ class RolloutRole(Role):
             asyncio.create_task(job)
             for job in (self._follow(), self._deliver(), self._journal(), self._report(), self.failure.wait())
         ]
+        if self.device is not None:
+            jobs.append(asyncio.create_task(self.device.turns.follow()))
         stop = asyncio.create_task(self.ctx.stopping.wait())
         over: list[asyncio.Task[None]] = []
         try:
@@ -198,14 +208,26 @@ class RolloutRole(Role):
 
         self.ctx.progress.waiting("the first committed weights")
         async for record in committed_versions(self.ctx):
-            try:
-                whole = await self.follower.follow(record)
-            except Exception:
-                self._doubtful = True
-                raise
-            if whole:
-                self._complete = record.step >= self.config.algorithm.steps
-                self._room.set()
+            async with self.gate.inside():
+                # On its way back from the trainer's turn the engine may have got it already.
+                if record.version > self.follower.record.version:
+                    await self.follow(record)
+
+    async def follow(self, record: VersionRecord, *, again: bool = False) -> bool:
+        """Bring the engine to a version. False when a newer one took its place.
+
+        Args:
+            again: the engine has let go of its weights.
+        """
+        try:
+            whole = await (self.follower.again(record) if again else self.follower.follow(record))
+        except Exception:
+            self._doubtful = True
+            raise
+        if whole:
+            self._complete = record.step >= self.config.algorithm.steps
+            self._room.set()
+        return whole
 
     def _engine_failed(self, error: BaseException) -> None:
         self._doubtful = True
@@ -217,15 +239,20 @@ class RolloutRole(Role):
         """Keep as many members in hand as `groups_in_flight` groups have."""
         while True:
             await self._wait_for_room()
+            async with self.gate.inside():
+                if not self._complete:
+                    await self._admit()
+
+    async def _admit(self) -> None:
+        if not self.work.jobs:
+            self.ctx.progress.waiting("admission by the staleness bound")
+        answer = await self.queue.admit(self.follower.record.version, self._free(), wait_s=ADMIT_WAIT_S)
+        if not answer.tickets:
             if not self.work.jobs:
-                self.ctx.progress.waiting("admission by the staleness bound")
-            answer = await self.queue.admit(self.follower.record.version, self._free(), wait_s=ADMIT_WAIT_S)
-            if not answer.tickets:
-                if not self.work.jobs:
-                    self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
-                continue
-            self.ctx.progress.waiting("")
-            await self._begin(answer.tickets)
+                self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
+            return
+        self.ctx.progress.waiting("")
+        await self._begin(answer.tickets)
 
     def _free(self) -> int:
         """Groups that may be begun now.
@@ -282,7 +309,7 @@ class RolloutRole(Role):
             return
         self.work.arrive(self.generation.sift(chunks))
         for job in self.work.interrupted():
-            self._give_up([job], "the engine stopped it")
+            self.give_up([job], "the engine stopped it")
         self._news.set()
         self._changed.set()
 
@@ -335,7 +362,8 @@ class RolloutRole(Role):
 
     # --- the end
 
-    def _give_up(self, jobs: Sequence[Job], why: str) -> None:
+    def give_up(self, jobs: Sequence[Job], why: str) -> None:
+        """Have these stopped at the next token boundary, and given back to the queue with their tokens."""
         for number in self.work.hand_over([job.number for job in jobs], why):
             self.engine.abort(number)
         self._changed.set()
@@ -344,7 +372,7 @@ class RolloutRole(Role):
         """Stop at the next token boundary; what is not finished goes to others, with its tokens."""
         handed = list(self.work.jobs.values())
         self.ctx.progress.extend(HAND_OVER_S, "handing sequences over")
-        self._give_up(handed, "the rollout stops")
+        self.give_up(handed, "the rollout stops")
         with suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_S):
                 while self.work.jobs:

@@ -1,0 +1,194 @@
+"""A generative judge's verdicts: what it is asked, how its words are read, and the asking."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import string
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+
+from relax_rt.roles.rewards.scoring import Failed, Request
+from relax_rt.roles.rewards.tables import JudgeTable
+
+if TYPE_CHECKING:
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.router import Outcome, Wanted
+
+FILLED_IN = ("question", "completion", "answer")
+SHOWN = 200
+AT_A_TIME = 256
+"""Questions of one batch that are at the judge together."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A prompt of the judge, and the seed of its answer: the same question has the same seeds in every run."""
+
+    prompt: tuple[int, ...]
+    seed: int
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A completion's verdict, 0 to 1, and what the judge said, one text a sample."""
+
+    value: float
+    words: list[str]
+
+
+def fields_of(template: str) -> list[str]:
+    """The names that a template fills in.
+
+    Raises:
+        ValueError: it is no format string, or asks for more of a field than its text.
+    """
+    found = []
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is None:
+            continue
+        if not name.isidentifier() or form or conversion:
+            raise ValueError(f"{{{name}}} is not a plain field, as {{completion}}")
+        found.append(name)
+    return found
+
+
+def known_fields(request: Request) -> dict[str, Any]:
+    """What a prompt of this request may fill in."""
+    metadata: Mapping[str, Any] = request.info.get("metadata", {})
+    own = {"question": request.info.get("question", ""), "completion": request.completion, "answer": request.answer}
+    return {**metadata, **own}
+
+
+class Judging:
+    """What a judge is asked and how it is understood. Pure.
+
+    Args:
+        tokenizer: of the judge's model.
+    """
+
+    def __init__(self, table: JudgeTable, tokenizer: ChatTokenizer) -> None:
+        self.table, self.tokenizer = table, tokenizer
+        self._pattern = re.compile(table.pattern, re.IGNORECASE if table.words else 0)
+        self._words = {word.casefold(): value for word, value in table.words.items()}
+
+    def questions(self, request: Request) -> list[Question]:
+        """One for each sample of the verdict.
+
+        Raises:
+            ValueError: the prompt names a field that the item does not have.
+        """
+        fields = known_fields(request)
+        if lacking := [name for name in fields_of(self.table.prompt) if name not in fields]:
+            raise ValueError(
+                f"reward.judge.prompt names {{{lacking[0]}}}, and the item has {', '.join(sorted(fields))}"
+            )
+        text = self.table.prompt.format_map({name: str(value) for name, value in fields.items()})
+        system = [{"role": "system", "content": self.table.system}] if self.table.system else []
+        prompt = tuple(self.tokenizer.render([*system, {"role": "user", "content": text}]))
+        content = repr(prompt).encode()
+        numbers = range(self.table.samples)
+        return [Question(prompt, xxhash.xxh3_64_intdigest(content, seed=number) >> 1) for number in numbers]
+
+    def read(self, words: str) -> float | None:
+        """The verdict in the judge's words, 0 to 1; None if there is none."""
+        matches = list(self._pattern.finditer(words))
+        if not matches:
+            return self.table.otherwise
+        found = matches[-1]
+        said = found.group(1) if found.re.groups else found.group()
+        if self._words:
+            value = self._words.get((said or "").casefold())
+            return self.table.otherwise if value is None else min(1.0, max(0.0, value))
+        try:
+            number = float(said)
+        except (TypeError, ValueError):
+            return self.table.otherwise
+        low, high = self.table.lowest, self.table.highest
+        return min(1.0, max(0.0, (number - low) / (high - low)))
+
+    def verdict(self, answers: Sequence[Sequence[int]]) -> Verdict | Failed:
+        """The verdict of one completion.
+
+        Args:
+            answers: token ids of the judge's answer to each of its questions.
+        """
+        words = [self.tokenizer.decode(tokens) for tokens in answers]
+        values = [self.read(text) for text in words]
+        if None in values:
+            text = words[values.index(None)]
+            return Failed(f"the judge's words hold no verdict (reward.judge.pattern): {text[-SHOWN:]!r}")
+        numbers = [value for value in values if value is not None]
+        return Verdict(sum(numbers) / len(numbers), words)
+
+
+Generate = Callable[["Wanted"], Awaitable["Outcome"]]
+"""A router's `generate`."""
+
+
+class Late(Failed, frozen=True):
+    """A verdict did not come: no judge was there, or none in time. Neither the sample nor the judge's words are why."""
+
+
+class Judge:
+    """Asks the engines of [roles.genrm] for verdicts.
+
+    Args:
+        generate: has one answer made, within the time that it is given.
+    """
+
+    def __init__(self, judging: Judging, generate: Generate) -> None:
+        self._judging, self._generate = judging, generate
+        self._room = asyncio.Semaphore(AT_A_TIME)
+
+    async def verdicts(
+        self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
+    ) -> list[Verdict | Failed]:
+        """Verdicts in order; `after_each` is called for each one that is there. What goes wrong fails its sample."""
+
+        async def one(request: Request) -> Verdict | Failed:
+            verdict = await self._verdict(request)
+            after_each()
+            return verdict
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(request)) for request in requests]
+        return [task.result() for task in tasks]
+
+    async def _verdict(self, request: Request) -> Verdict | Failed:
+        from relax_rt.roles.router import NotGenerated
+        from relax_rt.transport.errors import RelaxError
+
+        try:
+            questions = self._judging.questions(request)
+            answers = [await self._answer(question) for question in questions]
+        except NotGenerated as error:
+            failed = f"the judge did not answer: {error}"
+            return Late(failed) if error.outcome.kind == "late" else Failed(failed)
+        except (RelaxError, ValueError) as error:
+            return Failed(f"the judge cannot be asked: {error}")
+        return self._judging.verdict(answers)
+
+    async def _answer(self, question: Question) -> list[int]:
+        from relax_rt.roles.router import Wanted
+
+        table = self._judging.table
+        async with self._room:
+            outcome = await self._generate(
+                Wanted(
+                    prompt=question.prompt,
+                    seed=question.seed,
+                    temperature=table.temperature,
+                    max_new_tokens=table.max_new_tokens,
+                    stop_ids=self._judging.tokenizer.stop_ids,
+                    timeout_s=table.timeout_s,
+                    prefix=True,
+                )
+            )
+        return outcome.tokens
+
+
+def with_verdict(request: Request, verdict: Verdict) -> Request:
+    """The request, with the verdict among what a reward function may ask for."""
+    return msgspec.structs.replace(request, info={**request.info, "verdict": verdict.value})
