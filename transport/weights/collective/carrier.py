@@ -21,8 +21,8 @@ from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, bucket_d
 from relax_rt.transport.weights.stage import copy_verified, pinned, verify
 
 LayOut = Callable[[Path, Manifest], AbstractContextManager[tuple[Memory, str]]]
-"""Has a staged version in memory that a root can send from, for the length of a block, with the digest that memory of its
-kind has of it."""
+"""Has a staged version in memory that a root can send from, for the length of a block, with the digest that memory of
+its kind has of it."""
 
 
 @contextmanager
