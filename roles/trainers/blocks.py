@@ -9,6 +9,7 @@ read as well.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
 
 
 class Block(NamedTuple):
@@ -35,6 +36,8 @@ Read = Callable[[Block], torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 STEPS = "steps"
+FILES_WAIT_S = 600.0
+"""For the other ranks' files of a checkpoint."""
 
 
 def key_of(kind: str, block: Block) -> str:
@@ -172,3 +175,23 @@ class TensorFiles:
     def __call__(self, block: Block) -> torch.Tensor:
         """The block's values [rows, columns], in the file's dtype. What is read must have been checked."""
         return read_block(self._where[block.name], block)
+
+
+def await_files(folder: Path, world: int) -> None:
+    """Wait until all ranks have written their parts of a checkpoint.
+
+    Raises:
+        RelaxError: a rank could not. DeadlineExceeded: one does not come.
+    """
+    deadline = time.monotonic() + FILES_WAIT_S
+    while lacking := [r for r in range(world) if not file_of(folder, r, world).exists()]:
+        for rank in lacking:
+            if (failure := failure_of(folder, rank)).exists():
+                raise RelaxError(f"checkpoint {folder}", why=f"rank {rank}: {failure.read_text()}")
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"checkpoint {folder}",
+                why=f"rank {lacking[0]} of {world} has not written its part within {FILES_WAIT_S:g} s",
+                hint="all ranks must see the run directory: on several nodes it lies on a shared file system",
+            )
+        time.sleep(0.02)

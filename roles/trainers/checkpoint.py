@@ -14,6 +14,15 @@ from relax_rt.transport.errors import Corrupt, Refused, StaleEpoch
 STATE_FILE = "relax_rt.json"
 PREFIX = "step-"
 PARTIAL = ".partial-"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+)
+"""Of a model folder: a checkpoint has them as well."""
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
@@ -76,7 +85,7 @@ class CheckpointStore:
         try:
             write(partial)
             (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-            for path in partial.iterdir():
+            for path in partial.rglob("*"):
                 _sync(path)
             _sync(partial)
         except FileNotFoundError:

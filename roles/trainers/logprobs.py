@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
-from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
+from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, micro_batches, shared_rows
 
 
 def hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
@@ -47,6 +47,9 @@ def at_trained_tokens(
     samples: Sequence[Sample],
     budget: int,
     on_progress: Callable[[int], object],
+    *,
+    before: Callable[[Sequence[Row]], object] = lambda _: None,
+    after: Callable[[int], object] = lambda _: None,
 ) -> list[NDArray[np.float32]]:
     """What `compute` finds for each trained token of a micro-batch, [m], at the tokens' places; float32 [T] each.
 
@@ -54,16 +57,20 @@ def at_trained_tokens(
 
     Args:
         budget: tokens of a micro-batch. on_progress: told of as many as went through the model.
+        before: told of the rows of each micro-batch. after: told at the end how many micro-batches there were.
     """
     found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
     trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
     rows = shared_rows([sample for _, sample in trained], budget)
     with denormals_flushed(), torch.no_grad():
-        for chosen in micro_batches(rows, budget):
+        batches = micro_batches(rows, budget)
+        for chosen in batches:
+            before(chosen)
             batch = collate(chosen)
             values = compute(batch)
             for own in {index for row in chosen for index, _ in row.members}:
                 mine = batch.sample == own
                 found[trained[own][0]][batch.token[mine].numpy()] = values[mine].numpy()
             on_progress(sum(row.length for row in chosen))
+        after(len(batches))
     return found

@@ -1,52 +1,55 @@
-"""Trainer backend for transformers models on one device with torch."""
+"""Trainer backend for transformers models with torch: in one process, or sharded over the ranks of a gang (FSDP2)."""
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
-from relax_rt.roles.engines.weights import model_layout
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
-from relax_rt.roles.sample import Sample
+from relax_rt.roles.sample import Sample, SampleMeta
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
-from relax_rt.roles.trainers.logprobs import at_trained_tokens, predicted
-from relax_rt.roles.trainers.memory import give_back
+from relax_rt.roles.trainers.logprobs import at_trained_tokens
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.trainers.torch.adapters import add_adapters
+from relax_rt.roles.trainers.torch.budget import Budget, out_of_memory
+from relax_rt.roles.trainers.torch.pieces import Scored, shard
+from relax_rt.roles.trainers.torch.ranks import TorchRanks
+from relax_rt.roles.trainers.torch.settings import LoraTable
+from relax_rt.roles.trainers.torch.snapshot import Snapshots
+from relax_rt.roles.trainers.torch.weights import Weights
+from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.weights.manifest import Layout
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-)
+T = TypeVar("T")
 
 
 class TorchBackend:
     """float32 master weights, optional bfloat16 autocast, AdamW.
 
     Gradients are accumulated as sums weighted by the aggregation and divided once by the batch's count, so that the
-    result does not depend on how the batch was cut into micro-batches.
+    result does not depend on how the batch was cut into micro-batches, nor over how many ranks. With ranks, all of
+    them make the same calls, and the same number of passes through the model: those with fewer micro-batches than
+    others make up for it with passes that count for nothing.
 
     Args:
+        tokens_per_micro_batch: a number, or a `Budget` that remembers and tells when it had to be lowered.
         objective: unless given, that of the algorithm.
+        ranks: the gang that shares the model; None: this process has all of it.
+        lora: train adapters instead of the weights. seed: of their first values.
+
+    Raises:
+        Refused: the model or the settings ask for what this backend cannot do.
     """
 
     def __init__(
@@ -56,30 +59,55 @@ class TorchBackend:
         *,
         dtype: str,
         threads: int,
-        tokens_per_micro_batch: int,
+        tokens_per_micro_batch: int | Budget,
         temperature: float,
         on_progress: Callable[[int], None],
         objective: Objective | None = None,
+        ranks: TorchRanks | None = None,
+        lora: LoraTable | None = None,
+        seed: int = 0,
     ) -> None:
         torch.set_num_threads(threads)
         self.objective = objective if objective is not None else Objective.of(algorithm)
-        self._source = model_dir
-        self._algorithm, self._budget, self._on_progress = algorithm, tokens_per_micro_batch, on_progress
-        self._temperature = temperature
+        budget = tokens_per_micro_batch
+        self._budget = budget if isinstance(budget, Budget) else Budget(budget)
+        self._algorithm, self._temperature, self._on_progress = algorithm, temperature, on_progress
         self._autocast = dtype == "bfloat16"
+        self._ranks = ranks
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
         check_plain(self._model, model_dir)
-        self._model.train()
+        # Without dropout: log-probabilities are the policy's, and nothing here draws random numbers.
+        self._model.eval()
+        if lora is not None:
+            add_adapters(self._model, lora, seed=seed)
+        self._scored = Scored(self._model)
+        if ranks is not None:
+            shard(self._scored, ranks)
+        self.weights = Weights(self._model, ranks)
+        self._trained = [piece for piece in self.weights.trained if piece.rows]
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
+            [piece.values for piece in self._trained],
             lr=algorithm.learning_rate,
             betas=algorithm.adam_betas,
             weight_decay=algorithm.weight_decay,
             fused=True,
         )
-        self._snapshot: dict[str, dict[str, torch.Tensor]] | None = None
-        self._sums: Metrics = {}
-        self._bad = ""
+        self._snapshots = Snapshots(self._model, self.weights, model_dir, lora)
+        self._parts: list[Sequence[Sample]] = []
+        self._halved = 0
+        self._begin()
+
+    @property
+    def ranks(self) -> TorchRanks:
+        """The gang that this is a rank of."""
+        assert self._ranks is not None
+        return self._ranks
+
+    def together(self, samples: Sequence[Sample]) -> bool:
+        """Whether the samples of a group go to one rank: where the loss compares them, and where there are groups for
+        all ranks, for samples of one group share their prompt."""
+        groups = len({sample.meta.group for sample in samples})
+        return "pairs" in self.objective.needs or groups >= self.ranks.world
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
         """See `TrainerBackend.use`."""
@@ -89,7 +117,9 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["betas"], group["weight_decay"] = table.adam_betas, table.weight_decay
         # Its buffers hold moments that are no more.
-        self._snapshot = None
+        self._snapshots.forget()
+
+    # Passes.
 
     def step(
         self, samples: Sequence[Sample], number: int, before_update: Callable[[], None] = lambda: None
@@ -98,38 +128,128 @@ class TorchBackend:
         return self.apply(self.accumulate(samples).count, number, before_update)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        return at_trained_tokens(lambda batch: self._predicted(batch)[0], samples, self._budget, self._on_progress)
+        """See `TrainerBackend.log_probabilities`."""
+
+        def computed(batch: MicroBatch) -> torch.Tensor:
+            return self._predicted(batch, entropy=False)[0]
+
+        def work() -> list[NDArray[np.float32]]:
+            budget, progress = self._budget, self._on_progress
+            return at_trained_tokens(
+                computed, samples, budget.tokens, progress, before=budget.trying, after=self._keep_step
+            )
+
+        found = self._fitting(work)
+        if self._ranks is not None:
+            # What the last pass left gathered would outlive the next change of the weights.
+            scored: Any = self._scored
+            scored.reshard()
+        return found
 
     def accumulate(self, samples: Sequence[Sample]) -> Partial:
-        if not self._sums:
-            self._optimizer.zero_grad(set_to_none=False)
-        added = Partial(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
-        merge(self._sums, {"trained": float(added.tokens)})
-        rows = shared_rows([s for s in samples if not self.objective.idle(s)], self._budget)
+        """See `TrainerBackend.accumulate`."""
+        first = len(self._parts)
+        self._parts.append(samples)
+
+        def work() -> None:
+            nonlocal first
+            # A pass that failed may have left half of its gradients: then the step begins anew.
+            begin, first = first, 0
+            if begin == 0:
+                self._begin()
+            for part in self._parts[begin:]:
+                self._add(part)
+
+        self._fitting(work, divisible="pairs" not in self.objective.needs)
+        return Partial(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
+
+    def _begin(self) -> None:
+        """No gradients, and nothing measured."""
+        self._sums: Metrics = {}
+        self._bad = ""
+        for piece in self._trained:
+            if piece.parameter.grad is not None:
+                piece.parameter.grad.zero_()
+
+    def _add(self, samples: Sequence[Sample]) -> None:
+        """Add the gradients of these samples."""
+        merge(self._sums, {"trained": float(sum(int(s.loss_mask.sum()) for s in samples))})
+        rows = shared_rows([s for s in samples if not self.objective.idle(s)], self._budget.tokens)
+        batches = self._batches(rows)
         with denormals_flushed():
-            for chosen in self._batches(rows):
+            for chosen in batches:
                 if not self._bad:
                     self._micro_batch(chosen)
-        return added
+                elif self._ranks is not None:
+                    self._pass_for_nothing()
+            self._keep_step(len(batches))
 
     def _batches(self, rows: list[Row]) -> list[list[Row]]:
-        return group_batches(rows) if "pairs" in self.objective.needs else micro_batches(rows, self._budget)
+        pairs = "pairs" in self.objective.needs
+        return group_batches(rows) if pairs else micro_batches(rows, self._budget.tokens)
 
     def _micro_batch(self, rows: list[Row]) -> None:
         """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
+        self._budget.trying(rows)
         batch = collate(rows)
-        logprobs, entropy = self._predicted(batch)
+        logprobs, entropy = self._predicted(batch, entropy="entropy" in self.objective.needs)
         loss, metrics = self.objective.loss(tokens_of(batch, logprobs, entropy))
         if not bool(torch.isfinite(loss)):
             self._bad = f"loss is {loss.item()}"
-            return
+            if self._ranks is None:
+                return
         torch.autograd.backward(loss)
         computed = sum(row.length for row in rows)
         merge(self._sums, {**metrics, "loss": loss.item(), "computed": float(computed)})
         self._on_progress(computed)
 
+    def _keep_step(self, passes: int) -> None:
+        """Make as many passes as the rank that makes most."""
+        if self._ranks is not None:
+            for _ in range(max(self._ranks.gather(passes)) - passes):
+                self._pass_for_nothing()
+
+    def _pass_for_nothing(self) -> None:
+        """A pass whose gradients are 0."""
+        logprobs, _ = self._predicted(collate([_NOTHING]), entropy=False)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(0.0 * logprobs.sum())
+
+    def _predicted(self, batch: MicroBatch, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found: tuple[torch.Tensor, torch.Tensor | None]
+        found = self._scored(batch, self._temperature, self._autocast, entropy)
+        return found
+
+    def _fitting(self, work: Callable[[], T], *, divisible: bool = True) -> T:
+        """Do it, with smaller micro-batches each time that memory runs out.
+
+        Raises:
+            RelaxError: they cannot be smaller; or this is one rank of several, which are in the middle of a pass: the
+                gang has to begin again, with what it has learnt of its memory.
+        """
+        while True:
+            try:
+                return work()
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                why = (str(error) or type(error).__name__).splitlines()[0]
+            # Only here are the frames gone that held what the pass had made.
+            self._budget.halve(why, divisible=divisible)
+            if self._ranks is not None:
+                raise RelaxError(
+                    f"memory ran out on rank {self._ranks.rank} of the trainer",
+                    why=why,
+                    hint=f"begun again, it makes micro-batches of {self._budget.tokens} tokens",
+                )
+            self._halved += 1
+
+    # The step.
+
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        sums, self._sums, bad, self._bad = self._sums, {}, self._bad, ""
+        """See `TrainerBackend.apply`. All ranks return the same."""
+        sums, bad = self._found()
+        self._parts, self._sums, self._bad = [], {}, ""
         rate, count, norm = self._learning_rate(number), count if count > 0 else 1.0, 0.0
         with denormals_flushed():
             if sums.get("tokens") and not bad:
@@ -145,80 +265,64 @@ class TorchBackend:
         self.objective.after_step(sums)
         return step_result(sums, count=count, grad_norm=norm, learning_rate=rate)
 
+    def _found(self) -> tuple[Metrics, str]:
+        """What all ranks measured in this step, and what was wrong with it."""
+        if self._halved:
+            self._sums["micro_batches_halved"] = float(self._halved)
+            self._halved = 0
+        if self._ranks is None:
+            return self._sums, self._bad
+        sums: Metrics = {}
+        for part in self._ranks.gather(self._sums):
+            merge(sums, part)
+        return sums, next((bad for bad in self._ranks.gather(self._bad) if bad), "")
+
     def _divide(self, count: float) -> float:
-        """Divide the gradients by the count and clip them, in one go; their norm before the clip."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / count
-        if math.isfinite(norm):
+        """Divide the gradients by the count and clip them, in one go; their norm before the clip, over all ranks."""
+        gradients = []
+        for piece in self._trained:
+            if (gradient := piece.gradient()) is not None:
+                gradients.append(gradient)
+                if piece.values is not piece.parameter:
+                    piece.values.grad = gradient
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if self._ranks is not None:
+            norm = math.sqrt(self._ranks.total(norm * norm))
+        norm /= count
+        if math.isfinite(norm) and gradients:
             torch._foreach_mul_(gradients, min(self._algorithm.max_grad_norm / (norm + 1e-6), 1.0) / count)
         return norm
-
-    def _predicted(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        entropy = "entropy" in self.objective.needs
-        return predicted(self._model, batch, temperature=self._temperature, autocast=self._autocast, entropy=entropy)
 
     def _learning_rate(self, number: int) -> float:
         warmup = self._algorithm.warmup_steps
         return self._algorithm.learning_rate * (min(1.0, number / warmup) if warmup else 1.0)
 
-    def layout(self, dtype: str) -> Layout:
-        return model_layout(self._model, getattr(torch, dtype))
+    # Weights and checkpoints.
 
-    def export(self, into: memoryview, dtype: str) -> None:
-        flat = torch.frombuffer(into, dtype=torch.uint8)
-        target: torch.dtype = getattr(torch, dtype)
-        with torch.no_grad():
-            for entry, parameter in zip(self.layout(dtype).entries, self._model.parameters(), strict=True):
-                raw = flat[entry.offset : entry.offset + entry.nbytes]
-                raw.view(target).view(entry.shape).copy_(parameter)
+    def layout(self, dtype: str) -> Layout:
+        """See `TrainerBackend.layout`."""
+        return self.weights.layout(dtype)
+
+    def export(self, into: memoryview | None, dtype: str) -> None:
+        """Write the weights of all ranks, adapters merged, into rank 0's buffer; the other ranks give None."""
+        self.weights.export(into, dtype)
 
     def snapshot(self) -> None:
-        state = self._optimizer.state
-        names = {id(p): n for n, p in self._model.named_parameters()}
-        optimizer: dict[str, torch.Tensor] = {}
-        for parameter, values in state.items():
-            for key, value in values.items():
-                optimizer[f"{names[id(parameter)]}|{key}"] = value.detach()
-        model = {n: p.detach() for n, p in self._model.named_parameters()}
-        if self._snapshot is None:
-            self._snapshot = {"model": {}, "optimizer": {}}
-        for part, tensors in (("model", model), ("optimizer", optimizer)):
-            kept = self._snapshot[part]
-            for name, tensor in tensors.items():
-                # Copied into the buffers of the last snapshot: fresh pages cost more than the copy.
-                if name in kept:
-                    kept[name].copy_(tensor)
-                else:
-                    kept[name] = tensor.clone()
-        give_back()
+        """See `TrainerBackend.snapshot`."""
+        self._snapshots.take(self._optimizer)
 
     def write(self, folder: Path) -> None:
-        if self._snapshot is None:
-            raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
-        save_file(self._snapshot["model"], folder / "model.safetensors", metadata={"format": "pt"})
-        save_file(self._snapshot["optimizer"], folder / OPTIMIZER_FILE)
-        self._model.config.save_pretrained(folder)
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(folder)
-        for pattern in TOKENIZER_FILES:
-            for path in self._source.glob(pattern):
-                shutil.copyfile(path, folder / path.name)
+        """See `TrainerBackend.write`."""
+        self._snapshots.write(folder)
 
     def restore(self, folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        optimizer = load_file(folder / OPTIMIZER_FILE)
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                if name not in tensors or tensors[name].shape != parameter.shape:
-                    raise Refused(f"checkpoint {folder}", why=f"it does not hold {name} {tuple(parameter.shape)}")
-                parameter.copy_(tensors[name])
-                state: dict[str, Any] = {}
-                for key in ("step", "exp_avg", "exp_avg_sq"):
-                    value = optimizer.get(f"{name}|{key}")
-                    if value is not None:
-                        state[key] = value
-                if state:
-                    self._optimizer.state[parameter] = state
+        """Take model and optimizer state from a checkpoint folder, however many ranks wrote it.
+
+        Raises:
+            Refused: it is of another model or training. SafetensorError, OSError: a file cannot be read.
+        """
+        self._snapshots.restore(folder, self._optimizer)
+        self._parts = []
 
     def close(self) -> None:
         """Nothing of it outlives the process."""
@@ -237,3 +341,28 @@ def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor |
         group=batch.group,
         entropy=entropy,
     )
+
+
+_META = SampleMeta(
+    group=0,
+    member=0,
+    prompt=0,
+    attempt=0,
+    item="",
+    split="",
+    finish_reason="stop",
+    truncated=False,
+    sampling={},
+    tokenizer_digest="",
+    template_digest="",
+    turns=[],
+)
+_NOBODY = Sample(
+    meta=_META,
+    tokens=np.zeros(2, np.int32),
+    loss_mask=np.array([0, 1], np.uint8),
+    behaviour_logprobs=np.zeros(2, np.float32),
+    versions=[],
+)
+_NOTHING = Row(1, [(0, _NOBODY)])
+"""A row of two tokens that stands for no sample."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
-from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, failure_of, file_of, write
+from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, await_files, file_of, write
+from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
     build,
@@ -41,11 +41,9 @@ from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
 from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
 from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
-from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
 
-FILES_WAIT_S = 600.0
-"""For the other ranks' files of a checkpoint."""
 MODEL_FILES = ("config.json", "generation_config.json")
 
 
@@ -333,21 +331,7 @@ class MegatronBackend:
         for pattern in (*MODEL_FILES, *TOKENIZER_FILES):
             for path in self._source.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
-        self._await(folder)
-
-    def _await(self, folder: Path) -> None:
-        world, deadline = self.ranks.sizes.world, time.monotonic() + FILES_WAIT_S
-        while lacking := [r for r in range(world) if not file_of(folder, r, world).exists()]:
-            for rank in lacking:
-                if (failure := failure_of(folder, rank)).exists():
-                    raise RelaxError(f"checkpoint {folder}", why=f"rank {rank}: {failure.read_text()}")
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"checkpoint {folder}",
-                    why=f"rank {lacking[0]} of {world} has not written its part within {FILES_WAIT_S:g} s",
-                    hint="all ranks must see the run directory: on several nodes it lies on a shared file system",
-                )
-            time.sleep(0.02)
+        await_files(folder, ranks.sizes.world)
 
     def restore(self, folder: Path) -> None:
         """Take model and optimizer state from a checkpoint folder, however the ranks that wrote it were divided.
@@ -360,16 +344,6 @@ class MegatronBackend:
         self._state.take(self._held, state)
         self._snapshot = None
         self._begin()
-
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-)
 
 
 def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:

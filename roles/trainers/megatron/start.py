@@ -9,8 +9,8 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
 from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
-from relax_rt.roles.trainers.megatron.backend import MegatronBackend
 from relax_rt.roles.trainers.gang import Follower, Leader
+from relax_rt.roles.trainers.megatron.backend import MegatronBackend
 from relax_rt.roles.trainers.megatron.model import sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 

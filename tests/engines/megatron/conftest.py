@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("megatron_parts")
+pytest.register_assert_rewrite("megatron_parts", "gang_harness")
 for folder in (HERE, HERE.parents[1] / "integration"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # runs that are watched and harmed from outside are made there
@@ -27,13 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Callable[[int], object]]:
     """A gang of so many ranks, started once."""
-    from megatron_parts import Gang
+    from gang_harness import Gang
 
     started: dict[int, Gang] = {}
 
     def of(world: int) -> Gang:
         if world not in started:
-            started[world] = Gang(world)
+            started[world] = Gang(world, HERE / "work.py")
         return started[world]
 
     yield of

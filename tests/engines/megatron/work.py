@@ -1,46 +1,32 @@
-"""What the ranks of a gang do for a test. Each function runs on every rank at the same time."""
+"""What the ranks of a Megatron gang do for a test."""
 
 from __future__ import annotations
 
-import gc
-import threading
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from gang_work import Here, export, logprobs, mine, orders, restore, save, step, write
 
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.model import sizes_of
-from relax_rt.roles.trainers.sharing import share
 from relax_rt.roles.trainers.megatron.ranks import Ranks
-from relax_rt.transport.errors import Refused
 
-
-class Here:
-    """This rank; its groups are made anew for each division."""
-
-    def __init__(self, rank: int, world: int, folder: Path) -> None:
-        self.rank, self.world = rank, world
-        self.store = dist.FileStore(str(folder / "store"), world)
-        self.ranks: Ranks | None = None
-        self.backend: MegatronBackend
-        self._joined = 0
-
-    def leave(self) -> None:
-        """Leave the groups of the division before, with all that holds on to them."""
-        if self.ranks is not None:
-            self.ranks.close()
-            self.ranks = None
-            del self.backend
-            gc.collect()
-
-    def next_store(self) -> dist.Store:
-        """Where the ranks meet for the next division."""
-        self._joined += 1
-        return dist.PrefixStore(f"{self._joined}/", self.store)
+__all__ = [
+    "Here",
+    "build",
+    "export",
+    "grads",
+    "logprobs",
+    "mine",
+    "orders",
+    "restore",
+    "save",
+    "step",
+    "steps",
+    "write",
+]
 
 
 def build(
@@ -60,51 +46,10 @@ def build(
     )
 
 
-def mine(here: Here, samples: list[Sample]) -> tuple[list[int], list[Sample]]:
-    """This replica's share of a batch."""
-    assert here.ranks is not None
-    pairs = "pairs" in here.backend.objective.needs
-    found = share(samples, here.ranks.at["data"], here.ranks.sizes.data, whole_groups=pairs)
-    return [index for index, _ in found], [sample for _, sample in found]
-
-
-def logprobs(here: Here, samples: list[Sample]) -> dict[int, Any]:
-    """By index in the batch, of this replica's share."""
-    indices, part = mine(here, samples)
-    return dict(zip(indices, here.backend.log_probabilities(part), strict=True))
-
-
-def step(here: Here, batches: list[list[Sample]], count: float, number: int = 1) -> Any:
-    """One optimizer step over batches that arrive one after the other."""
-    for batch in batches:
-        here.backend.accumulate(mine(here, batch)[1])
-    return here.backend.apply(count, number)
-
-
-def export(here: Here, dtype: str = "float32") -> tuple[Any, bytes] | None:
-    """Layout and bytes of the whole model, from rank 0."""
-    layout = here.backend.layout(dtype)
-    into = bytearray(layout.nbytes) if here.rank == 0 else None
-    here.backend.export(memoryview(into) if into is not None else None, dtype)
-    return None if into is None else (layout, bytes(into))
-
-
-def save(here: Here, folder: Path) -> None:
-    here.backend.snapshot()
-    here.backend.write(folder)
-
-
-def write(here: Here, folder: Path) -> None:
-    here.backend.write(folder)
-
-
 def steps(here: Here) -> int:
     """Updates that the moments have seen."""
-    return here.backend._state.steps
-
-
-def restore(here: Here, folder: Path) -> None:
-    here.backend.restore(folder)
+    found: int = here.backend._state.steps
+    return found
 
 
 def grads(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
@@ -113,40 +58,4 @@ def grads(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
         here.backend.accumulate(mine(here, batch)[1])
     found = {name: value.numpy() for name, value in here.backend.gradients().items()}
     here.backend._begin()
-    return found
-
-
-def orders(here: Here, batch: list[Sample], count: float, folder: Path, damaged: Path) -> dict[str, Any]:
-    """A gang driven by its rank 0, as the trainer role drives it; the others follow."""
-    done: list[str] = []
-    if here.rank != 0:
-        Follower(here.backend, done.append).run()
-        return {"orders": [name for name in done if name]}
-    leader = Leader(here.backend)
-    found: dict[str, Any] = {"logprobs": leader.log_probabilities(batch)}
-    into = bytearray(leader.layout("float32").nbytes)
-    # A publication from a thread of its own, while the next step's gradients are under way.
-    copied = threading.Event()
-
-    def publish() -> None:
-        leader.export(memoryview(into), "float32")
-        copied.set()
-
-    thread = threading.Thread(target=publish)
-    leader.accumulate(batch[:3])
-    thread.start()
-    leader.accumulate(batch[3:])
-    found["result"] = leader.apply(count, 1, before_update=copied.wait)
-    thread.join()
-    found["exported"] = bytes(into)
-    leader.snapshot()
-    leader.write(folder)
-    try:
-        leader.restore(damaged)
-    except Refused as error:
-        found["refused"] = str(error)
-    leader.restore(folder)
-    leader.export(memoryview(into), "float32")
-    found["restored"] = bytes(into)
-    leader.close()
     return found

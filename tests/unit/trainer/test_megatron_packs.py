@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.sample import Sample, SampleMeta
-from relax_rt.roles.trainers.orders import received, sent
 from relax_rt.roles.trainers.megatron.packs import column, fill, pack
+from relax_rt.roles.trainers.orders import received, sent
 from relax_rt.roles.trainers.sharing import share
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=12)

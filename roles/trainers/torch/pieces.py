@@ -1,0 +1,154 @@
+"""What a rank holds of a model's tensors: all of each in one process, rows of each where ranks share the model.
+
+FSDP2 (Zhao et al. 2023, arXiv 2304.11277; torch's `fully_shard`) cuts every parameter along its first dimension, as
+`torch.chunk` does: the first ranks have equally many rows, the last ones fewer or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from relax_rt.roles.trainers.blocks import Block
+from relax_rt.roles.trainers.logprobs import predicted
+from relax_rt.roles.trainers.packing import MicroBatch
+from relax_rt.roles.trainers.torch.ranks import TorchRanks
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.weights.manifest import BUCKET_BYTES
+
+
+class Scored(torch.nn.Module):
+    """A model whose forward pass is all that the backend asks of it: sharded parameters are whole only within it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, batch: MicroBatch, temperature: float, autocast: bool, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `predicted`."""
+        return predicted(self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy)
+
+
+def shard(scored: Scored, ranks: TorchRanks) -> None:
+    """Cut the model over the ranks: each layer is gathered when it is computed, forward and backward, and let go of
+    after it. Gradients are added up over the ranks, divided by nothing.
+
+    Raises:
+        Refused: the model has no list of layers.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in (*layers_of(scored.model), scored):
+        fully_shard(module, mesh=ranks.mesh)
+    for module in scored.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo only adds.
+            module.set_force_sum_reduction_for_comms(True)
+            # An expert that no token of this rank chose has no gradient here, and may have one elsewhere.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def layers_of(model: Any) -> Sequence[torch.nn.Module]:
+    """The decoder layers of a transformers model."""
+    count = int(model.config.get_text_config().num_hidden_layers)
+    for module in model.base_model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise Refused(f"the model {type(model).__name__}", why=f"it has no list of {count} layers to cut it by")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [row, row + rows) of a tensor.
+
+    Attributes:
+        name: of the tensor. shape: of all of it.
+        parameter: as the model has it. values: float32 [rows, ...], of this rank; shares the parameter's memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: torch.nn.Parameter
+    values: torch.nn.Parameter
+    row: int
+    rows: int
+
+    @property
+    def block(self) -> Block:
+        """Where it lies in the tensor as a matrix."""
+        return Block(self.name, self.row, self.rows, 0, math.prod(self.shape[1:]))
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """Its values as the block, [rows, columns]."""
+        return self.values.detach().view(self.block.rows, self.block.columns)
+
+    def gradient(self) -> torch.Tensor | None:
+        """Of this rank's rows."""
+        if self.values is self.parameter:
+            return self.parameter.grad
+        sharded: Any = self.parameter.grad
+        with torch.no_grad():
+            return None if sharded is None else cast(torch.Tensor, sharded.to_local())
+
+
+def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """The first of a rank's rows, and how many it has."""
+    each = -(-rows // world)
+    first = min(rank * each, rows)
+    return first, min(each, rows - first)
+
+
+def piece_of(name: str, parameter: torch.nn.Parameter, ranks: TorchRanks | None) -> Piece:
+    """What this rank holds of a parameter.
+
+    Raises:
+        Refused: it is cut in another way than along its first dimension in equal parts.
+    """
+    shape = tuple(parameter.shape)
+    if ranks is None:
+        return Piece(name, shape, parameter, parameter, 0, shape[0] if shape else 1)
+    sharded: Any = parameter
+    with torch.no_grad():
+        local = torch.nn.Parameter(sharded.to_local(), requires_grad=parameter.requires_grad)
+    row, rows = rows_of(shape[0], ranks.rank, ranks.world)
+    if local.shape[0] != rows:
+        raise Refused(f"parameter {name}", why=f"rank {ranks.rank} holds {local.shape[0]} of its rows, not {rows}")
+    return Piece(name, shape, parameter, local, row, rows)
+
+
+def to_rank_0(values: torch.Tensor, shape: Sequence[int], into: torch.Tensor | None, ranks: TorchRanks | None) -> None:
+    """A tensor of all ranks' rows into rank 0's memory, in messages of bounded size and without a further copy there.
+
+    Args:
+        values: this rank's rows, contiguous, in the dtype wanted.
+        shape: of the whole. into: uint8 [bytes of the whole], on rank 0.
+    """
+    mine = values.reshape(-1).view(torch.uint8)
+    if ranks is None or ranks.rank == 0:
+        assert into is not None
+        into[: len(mine)].copy_(mine)
+    if ranks is None:
+        return
+    row_bytes = math.prod(shape[1:]) * values.element_size()
+    for rank in range(1, ranks.world):
+        first, rows = rows_of(shape[0], rank, ranks.world)
+        for at, end in _messages(rows * row_bytes):
+            if ranks.rank == 0:
+                assert into is not None
+                dist.recv(into[first * row_bytes + at : first * row_bytes + end], rank, group=ranks.control)
+            elif ranks.rank == rank:
+                dist.send(mine[at:end], 0, group=ranks.control)
+
+
+def _messages(nbytes: int) -> Iterator[tuple[int, int]]:
+    for at in range(0, nbytes, BUCKET_BYTES):
+        yield at, min(at + BUCKET_BYTES, nbytes)

@@ -1,0 +1,168 @@
+"""Checkpoints of the torch backend: a Hugging Face folder, the adapters, and each rank's part of the optimizer's state.
+
+The moments are blocks of Hugging Face tensors (`relax_rt.roles.trainers.blocks`), so that any number of ranks, and the
+Megatron backend, can go on from them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from relax_rt.roles.trainers.blocks import (
+    MASTER,
+    MOMENTS,
+    OptimizerFiles,
+    Read,
+    TensorFiles,
+    await_files,
+    file_of,
+    key_of,
+    write,
+)
+from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
+from relax_rt.roles.trainers.memory import give_back
+from relax_rt.roles.trainers.torch import adapters
+from relax_rt.roles.trainers.torch.pieces import Piece
+from relax_rt.roles.trainers.torch.settings import LoraTable
+from relax_rt.roles.trainers.torch.weights import Weights
+from relax_rt.transport.errors import Refused
+
+DTYPE = "float32"
+"""Of the weights in a checkpoint: what the optimizer goes on from."""
+
+
+class Snapshots:
+    """Copies of a backend's state, and what is made of them.
+
+    Args:
+        source: the folder that the model was loaded from; its tokenizer goes along.
+        lora: of the adapters, if only those are trained.
+    """
+
+    def __init__(self, model: Any, weights: Weights, source: Path, lora: LoraTable | None) -> None:
+        self._model, self._weights, self._source, self._lora = model, weights, source, lora
+        self._rank, self._world = (0, 1) if weights.ranks is None else (weights.ranks.rank, weights.ranks.world)
+        self.forget()
+
+    def forget(self) -> None:
+        """There is no snapshot, and no memory is kept for one."""
+        self._moments: dict[str, torch.Tensor] = {}
+        self._adapters: dict[str, torch.Tensor] = {}
+        self._merged = bytearray()
+        self._steps = -1
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state aside: on rank 0 the whole model, on each rank its own moments. All ranks at the same time."""
+        steps = 0
+        for piece in self._weights.trained:
+            state = optimizer.state.get(piece.values, {})
+            steps = max(steps, int(state.get("step", 0)))
+            for kind in MOMENTS:
+                if kind in state:
+                    block = piece.block
+                    _keep(self._moments, key_of(kind, block), state[kind].view(block.rows, block.columns))
+        for adapter in self._weights.adapters.values():
+            for piece in (adapter.a, adapter.b):
+                _keep(self._adapters, adapters.PREFIX + piece.name, self._weights.whole(piece))
+        if self._rank == 0 and not self._merged:
+            self._merged = bytearray(self._weights.layout(DTYPE).nbytes)
+        self._weights.export(memoryview(self._merged) if self._rank == 0 else None, DTYPE)
+        self._steps = steps
+        give_back()
+
+    def write(self, folder: Path) -> None:
+        """Write the last snapshot: each rank its moments, rank 0 the rest; it returns when all files are there. No
+        collectives: training may go on.
+
+        Raises:
+            Refused: no snapshot was taken. DeadlineExceeded: another rank's file does not come.
+        """
+        if self._steps < 0:
+            raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
+        write(file_of(folder, self._rank, self._world), self._moments, self._steps)
+        if self._rank != 0:
+            return
+        flat = torch.frombuffer(self._merged, dtype=torch.uint8)
+        entries = self._weights.layout(DTYPE).entries
+        tensors = {e.name: flat[e.offset : e.offset + e.nbytes].view(torch.float32).view(e.shape) for e in entries}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        self._model.config.save_pretrained(folder)
+        if self._model.generation_config is not None:
+            self._model.generation_config.save_pretrained(folder)
+        for pattern in TOKENIZER_FILES:
+            for path in self._source.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+        if self._lora is not None:
+            inner = folder / adapters.FOLDER
+            inner.mkdir()
+            save_file(self._adapters, inner / adapters.WEIGHTS_FILE, metadata={"format": "pt"})
+            adapters.write_config(inner, self._lora, self._source)
+        await_files(folder, self._world)
+
+    def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Take weights and moments from a checkpoint, however many ranks wrote it. Nothing is changed before all of it
+        was found good.
+
+        Raises:
+            Refused: it is of another model, or lacks something. SafetensorError, OSError: a file cannot be read.
+        """
+        weights, state = self._weights, OptimizerFiles(folder)
+        model = _checked(TensorFiles(folder), weights.published, "")
+        read: Read = model
+        pieces, prefix = list(weights.published), ""
+        if self._lora is not None:
+            if not (folder / adapters.FOLDER).is_dir():
+                raise Refused(f"checkpoint {folder}", why="it has no adapters: it is of a training of all weights")
+            pieces, prefix = weights.trained, adapters.PREFIX
+            read = _checked(TensorFiles(folder / adapters.FOLDER, adapters.WEIGHTS_FILE), pieces, prefix)
+        elif (folder / adapters.FOLDER).is_dir():
+            raise Refused(f"checkpoint {folder}", why="it is of adapters, whose moments fit no other training")
+        elif state.has(MASTER):
+            read = state.reader(MASTER)
+        moments = self._moments_of(state)
+        with torch.no_grad():
+            for piece in pieces:
+                if piece.rows:
+                    block = piece.block._replace(name=prefix + piece.name)
+                    piece.matrix.copy_(read(block))
+        optimizer.state.clear()
+        for piece in weights.trained:
+            if piece.name in moments:
+                optimizer.state[piece.values] = {**moments[piece.name], "step": torch.tensor(float(state.steps))}
+
+    def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
+        """Of this rank's rows, by the name of the tensor; none where no step was taken yet."""
+        if not all(files.has(kind) for kind in MOMENTS):
+            return {}
+        return {
+            piece.name: {kind: files.reader(kind)(piece.block).view(piece.values.shape) for kind in MOMENTS}
+            for piece in self._weights.trained
+            if piece.rows
+        }
+
+
+def _keep(kept: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
+    if name in kept:
+        kept[name].copy_(values)
+    else:
+        kept[name] = values.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _checked(files: TensorFiles, pieces: list[Piece], prefix: str) -> TensorFiles:
+    """Files that hold every one of these tensors.
+
+    Raises:
+        Refused: one is missing or of another shape; it is named.
+    """
+    for piece in pieces:
+        found = files.shape(prefix + piece.name)
+        if found != piece.shape:
+            what = "is missing" if found is None else f"has the shape {list(found)}, not {list(piece.shape)}"
+            raise Refused(f"checkpoint {files.folder}", why=f"{prefix}{piece.name} {what}")
+    return files

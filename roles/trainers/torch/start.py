@@ -1,0 +1,62 @@
+"""The torch backend from a run's config: in one process, or a rank of a gang that shares the model."""
+
+from __future__ import annotations
+
+import os
+
+from relax_rt.gang import Gang
+from relax_rt.role import RoleContext
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.locations import model_folder
+from relax_rt.roles.sections import RLConfig, TrainerSettings
+from relax_rt.roles.trainers.gang import Follower, Leader
+from relax_rt.roles.trainers.torch.budget import Budget
+from relax_rt.roles.trainers.torch.ranks import TorchRanks
+from relax_rt.roles.trainers.torch_backend import TorchBackend
+
+BUDGET_FILE = "micro_batch.json"
+"""In the run's folder: what a micro-batch may have since one did not fit into memory."""
+
+
+def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader | Follower:
+    """Load the model, with count above 1 in the gang that the supervisor has started.
+
+    Raises:
+        Refused: the model or the settings ask for what this backend cannot do.
+    """
+    assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
+    table, ranks = ctx.settings, _join() if ctx.settings.count > 1 else None
+
+    def smaller(before: int, after: int, why: str) -> None:
+        ctx.event("micro_batch_halved", tokens=before, from_now_on=after, why=why)
+
+    backend = TorchBackend(
+        model_folder(ctx),
+        ctx.config.algorithm,
+        dtype=table.dtype,
+        threads=table.threads,
+        tokens_per_micro_batch=Budget(table.tokens_per_micro_batch, ctx.run_dir / BUDGET_FILE, smaller),
+        temperature=ctx.config.sampling.temperature,
+        on_progress=ctx.progress.advance,
+        objective=objective,
+        ranks=ranks,
+        lora=table.lora,
+        seed=ctx.config.run.seed,
+    )
+    if ranks is None:
+        return backend
+    if ranks.rank == 0:
+        return Leader(backend)
+
+    def doing(order: str) -> None:
+        ctx.progress.waiting("" if order else "orders of rank 0")
+
+    return Follower(backend, doing)
+
+
+def _join() -> TorchRanks:
+    gang = Gang.here()
+    if gang.local_world_size == gang.world_size:
+        # Nobody outside this machine has to reach the ranks.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return TorchRanks(gang.store(), gang.rank, gang.world_size)

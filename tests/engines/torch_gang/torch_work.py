@@ -1,0 +1,95 @@
+"""What the ranks of a torch gang do for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gang_work import Here, export, logprobs, mine, orders, restore, save, step, write
+
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.roles.trainers.torch.budget import Budget
+from relax_rt.roles.trainers.torch.ranks import TorchRanks
+from relax_rt.roles.trainers.torch.settings import LoraTable
+from relax_rt.roles.trainers.torch_backend import TorchBackend
+
+__all__ = [
+    "Here",
+    "build",
+    "export",
+    "held",
+    "logprobs",
+    "mine",
+    "moved",
+    "orders",
+    "poor",
+    "restore",
+    "save",
+    "step",
+    "use",
+    "write",
+]
+
+
+def build(
+    here: Here,
+    model: Path,
+    algorithm: dict[str, Any],
+    budget: int = 4096,
+    lora: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    kept: Path | None = None,
+) -> None:
+    """A backend over all ranks; one alone shares with none."""
+    here.leave()
+    here.ranks = TorchRanks(here.next_store(), here.rank, here.world) if here.world > 1 else None
+    here.backend = TorchBackend(
+        model,
+        AlgorithmTable(**algorithm),
+        dtype=dtype,
+        threads=1,
+        tokens_per_micro_batch=Budget(budget, kept),
+        temperature=0.9,
+        on_progress=lambda _: None,
+        ranks=here.ranks,
+        lora=LoraTable(**lora) if lora is not None else None,
+        seed=3,
+    )
+
+
+def use(here: Here, algorithm: dict[str, Any]) -> None:
+    table = AlgorithmTable(**algorithm)
+    here.backend.use(Objective.of(table), table)
+
+
+def held(here: Here) -> dict[str, int]:
+    """Elements of each tensor that this rank keeps between passes, with its gradient's and its moments'."""
+    found = {}
+    for piece in here.backend.weights:
+        state = here.backend._optimizer.state.get(piece.values, {})
+        moments = sum(value.numel() for key, value in state.items() if key != "step")
+        gradient = piece.gradient()
+        found[piece.name] = piece.values.numel() + moments + (gradient.numel() if gradient is not None else 0)
+    return found
+
+
+def moved(here: Here) -> list[str]:
+    """Names of what the optimizer updates."""
+    return [piece.name for piece in here.backend.weights.trained]
+
+
+def poor(here: Here, rank: int, calls: int) -> None:
+    """From now on memory runs out on one rank in the pass after so many."""
+    if here.rank != rank:
+        return
+    predicted, left = here.backend._predicted, [calls]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return predicted(*arguments, **options)
+
+    here.backend._predicted = failing
