@@ -87,7 +87,7 @@ class TrainerRole(Role):
 
     @classmethod
     def is_gang(cls, settings: RoleSettings) -> bool:
-        return isinstance(settings, TrainerSettings) and settings.backend == "megatron"
+        return isinstance(settings, TrainerSettings) and (settings.backend == "megatron" or settings.count > 1)
 
     async def setup(self) -> None:
         from relax_rt.roles.algorithms.objective import Objective
@@ -130,33 +130,22 @@ class TrainerRole(Role):
             self.critic = CriticLink(self.ctx)
 
     def _load(self) -> None:
-        from relax_rt.roles.locations import model_folder
-        from relax_rt.roles.trainers.torch_backend import TorchBackend
-
-        if self.settings.backend == "megatron":
-            self._load_rank()
-            return
-        self.backend = TorchBackend(
-            model_folder(self.ctx),
-            self.config.algorithm,
-            dtype=self.settings.dtype,
-            threads=self.settings.threads,
-            tokens_per_micro_batch=self.settings.tokens_per_micro_batch,
-            temperature=self.config.sampling.temperature,
-            on_progress=self.ctx.progress.advance,
-            objective=self.objective,
-        )
-
-    def _load_rank(self) -> None:
-        """Rank 0 does all that a trainer does, for the whole gang; the others do as it tells them."""
+        """Of a gang, rank 0 does all that a trainer does; the others do as it tells them."""
         from relax_rt.roles.trainers.gang import Follower
-        from relax_rt.roles.trainers.megatron.start import open_rank
 
-        rank = open_rank(self.ctx, self.objective)
-        if isinstance(rank, Follower):
-            self._follower = rank
+        opened: TrainerBackend | Follower
+        if self.settings.backend == "megatron":
+            from relax_rt.roles.trainers.megatron.start import open_rank
+
+            opened = open_rank(self.ctx, self.objective)
         else:
-            self.backend = rank
+            from relax_rt.roles.trainers.torch.start import open_torch
+
+            opened = open_torch(self.ctx, self.objective)
+        if isinstance(opened, Follower):
+            self._follower = opened
+        else:
+            self.backend = opened
 
     async def run(self) -> None:
         if self._follower is not None:
