@@ -62,7 +62,10 @@ def _role(kind: str, table: ShardedSettings | EngineSettings) -> Iterator[Proble
         return
     if isinstance(table, ShardedSettings):
         own, here = "backend", "torch"
-        if isinstance(table, TrainedSettings) and table.count != 1:
+        if isinstance(table, TrainerSettings) and table.lora is not None and find_spec("peft") is None:
+            message = "adapters need peft, and it is not installed"
+            yield Problem((*path, "lora"), message, "pip install relax-rt[lora]", at="key")
+        if isinstance(table, TrainedSettings) and not isinstance(table, TrainerSettings) and table.count != 1:
             message = f"{kind}.count = {table.count}: this version trains in one process"
             yield Problem((*path, "count"), message, f"set count = 1; {HINT}")
     else:
@@ -83,6 +86,9 @@ def _megatron(path: KeyPath, table: ShardedSettings) -> Iterator[Problem]:
     if table.python is None and find_spec("megatron") is None:
         message = 'backend = "megatron", and megatron-core is not installed'
         yield Problem((*path, "backend"), message, "pip install relax-rt[megatron]")
+    if isinstance(table, TrainerSettings) and table.lora is not None:
+        message = "adapters are trained by the torch backend alone"
+        yield Problem((*path, "lora"), message, 'leave it out, or set backend = "torch"', at="key")
     for key, why in unsupported(table):
         yield Problem((*path, key), f"{key} = {getattr(table, key)}: {why} in this version", f"leave it out; {HINT}")
 
