@@ -403,7 +403,7 @@ class Rank(Role):
             yield from self.work(rng.uniform(0.1, 0.4))
             record = yield from self._new_version(record.version, step + 1, changed=True)
             world.checker.stepped_on.update(seen.values())
-            yield from self.call(ev.Trained(batch.lease, step + 1, record), may_refuse=True)
+            yield from self.call(ev.Trained([batch.lease], step + 1, record), may_refuse=True)
             self.held.discard(batch.lease)
             step += 1
             path[step] = [Trained(i.key, i.prompt, seen[i.key]) for i in batch.samples]

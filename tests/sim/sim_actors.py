@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sim_broker import Client
 from sim_checker import FOREIGN, UNEXPECTED, Trained
 from sim_kernel import Exit, Silence, Steps, Thread
@@ -167,6 +168,7 @@ def engine(p: Process) -> Steps:
         if p.world.hangs(p):
             raise Silence
         for ticket in answer.tickets:
+            p.world.checker.is_of(ticket.prompt, ticket.item)
             if rng.random() < 0.03:
                 yield from p.call(ev.GiveBack([ticket.group], "no wish"))
             else:
@@ -389,16 +391,18 @@ def _train_from_checkpoint(p: Process) -> Steps:
     world.published.append(version)
     world.path, committed, misses = path, step, 0
     while True:
-        groups = world.policy.prompts_per_step if misses < 8 else 1
-        batch = yield from p.call(ev.Take("train", Want(groups=groups)))
-        if isinstance(batch, Refused) or not batch.samples:
+        yield from _sample_on(p)
+        parts = yield from _collect(p, version, world.policy.prompts_per_step if misses < 8 else 1)
+        if parts is None:
+            return
+        if not parts:
             misses += 1
             if misses == 8 and step > committed:
                 committed = yield from _checkpoint(p, step, version, path)
             yield rng.uniform(0.2, 0.5)
             continue
         misses = 0
-        record = yield from _step(p, batch, step + 1, version, record, path)
+        record = yield from _step(p, parts, step + 1, version, record, path)
         if record is None:
             return
         step, version = step + 1, record.version
@@ -406,30 +410,90 @@ def _train_from_checkpoint(p: Process) -> Steps:
             committed = yield from _checkpoint(p, step, version, path)
 
 
+def _sample_on(p: Process) -> Steps:
+    """Now and then more groups are wanted, and the next prompts chosen."""
+    rng = p.world.kernel.random
+    if rng.random() < 0.1:
+        yield from p.call(ev.Ask(rng.randint(0, 2)))
+    if rng.random() < 0.2:
+        answer = yield from p.call(ev.Choose({}))
+        if not isinstance(answer, Refused):
+            places = range(max(0, answer.next_index - 1), answer.next_index + 3)
+            yield from p.call(ev.Choose({place: rng.randrange(1000) for place in places}))
+
+
+def _collect(p: Process, weights: int, groups: int) -> Steps:
+    """Batches of one step: one, or parts of which groups are left out. None: it does not count."""
+    world, rng = p.world, p.world.kernel.random
+    part, misses, parts = int(rng.random() < 0.5), 0, []
+    while groups and misses < 8:
+        batch = yield from p.call(ev.Take("train", Want(groups=groups, at_least=part)))
+        if isinstance(batch, Refused) or not batch.samples:
+            if not parts:
+                break
+            misses += 1
+            yield rng.uniform(0.2, 0.5)
+            continue
+        p.held.add(batch.lease)
+        seen = p.read(batch)
+        for info in batch.samples:
+            world.checker.consumed(p.who, weights, seen[info.key], info.masked)
+        if part and rng.random() < 0.15:
+            batch = yield from _leave_out(p, batch)
+            if batch is None:
+                return None
+        groups -= len({info.key.group for info in batch.samples})
+        if batch.samples:
+            parts.append(batch)
+    world.happened["in parts"] += len(parts) > 1
+    return parts
+
+
+def _leave_out(p: Process, batch: Batch) -> Steps:
+    """The first group of a batch is not trained on: what is left, or None if the lease is not there any more."""
+    world, pinned = p.world, p.world.kernel.random.random() < 0.3
+    first = batch.samples[0]
+    world.checker.leaves_out(first.prompt)
+    event = ev.Filtered(batch.lease, [first.key.group], "rule: why", pinned)
+    answer = yield from p.call(event, may_refuse=True)
+    if isinstance(answer, Refused):
+        return None
+    world.checker.left_out(first.prompt)
+    world.happened["filtered"] += 1
+    samples = [info for info in batch.samples if info.key.group != first.key.group]
+    if not samples:
+        p.held.discard(batch.lease)
+        if pinned:
+            p.read(batch)
+            yield from p.call(ev.Unpin([batch.lease]))
+    return msgspec.structs.replace(batch, samples=samples, blobs=batch.blobs if pinned else [])
+
+
 def _step(
-    p: Process, batch: Batch, step: int, version: int, record: VersionRecord, path: dict[int, list[Trained]]
+    p: Process, parts: list[Batch], step: int, version: int, record: VersionRecord, path: dict[int, list[Trained]]
 ) -> Steps:
     """The record of the weights after the step; None if it does not count."""
     world, rng = p.world, p.world.kernel.random
-    p.held.add(batch.lease)
-    seen = p.read(batch)
-    prompt = {info.key: info.prompt for info in batch.samples}
-    for info in batch.samples:
-        world.checker.consumed(p.who, version, seen[info.key], info.masked)
+    seen = {key: digest for batch in parts for key, digest in p.read(batch).items()}
+    prompt = {info.key: info.prompt for batch in parts for info in batch.samples}
     yield rng.uniform(0.1, 0.6)
-    p.read(batch, seen)
+    for batch in parts:
+        p.read(batch, seen)
     skipped = rng.random() < 0.04
     if not skipped:
         version, record = world.new_version(p.who.epoch, version, step, changed=True)
     world.checker.stepped_on.update(seen.values())
-    pinned = rng.random() < 0.3
-    answer = yield from p.call(ev.Trained(batch.lease, step, record, skipped, pinned), may_refuse=True)
-    p.held.discard(batch.lease)
-    if pinned or isinstance(answer, Refused):
-        yield rng.uniform(0.0, 0.3)
-        p.read(batch, seen)
-        yield from p.call(ev.Unpin([batch.lease]))
-    if isinstance(answer, Refused):
+    leases = [batch.lease for batch in parts]
+    pinned = [lease for lease in leases if rng.random() < 0.3]
+    answer = yield from p.call(ev.Trained(leases, step, record, skipped, pinned), may_refuse=True)
+    p.held.difference_update(leases)
+    refused = isinstance(answer, Refused)
+    for batch in parts:
+        if refused or batch.lease in pinned:
+            yield rng.uniform(0.0, 0.3)
+            p.read(batch, seen)
+            yield from p.call(ev.Abandon(batch.lease, "it does not count") if refused else ev.Unpin([batch.lease]))
+    if refused:
         return None
     path[step] = [Trained(key, prompt[key], digest) for key, digest in seen.items()]
     if not skipped:

@@ -21,6 +21,8 @@ FENCED = "a fenced incarnation was heard"
 DOUBLED = "applied twice"
 STANDSTILL = "stands still after the faults"
 UNEXPECTED = "unexpected"
+LEFT_OUT = "trained though it was left out"
+CHANGED = "a prompt became another one"
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -60,6 +62,10 @@ class Checker:
         self.tokens: dict[int, Token] = {}
         self.marked: dict[SampleKey, tuple[int, int]] = {}
         """Issue of the newest ticket under which tokens of an unfinished member were acknowledged, and how many."""
+        self.leaving: set[int] = set()
+        self.gone: set[int] = set()
+        """Prompts that a trainer wants to leave out, and those of which the queue has said that they are."""
+        self.items: dict[int, int | None] = {}
         self.reads = 0
 
     def found(self, kind: str, detail: str) -> None:
@@ -156,6 +162,20 @@ class Checker:
         if lag > self.max_staleness:
             self.found(STALE, f"{who} at version {weights} got {digest} of {made}, {lag} updates old")
 
+    def leaves_out(self, prompt: int) -> None:
+        """A trainer is about to say so."""
+        self.leaving.add(prompt)
+
+    def left_out(self, prompt: int) -> None:
+        """The queue has heard it."""
+        self.gone.add(prompt)
+
+    def is_of(self, prompt: int, item: int | None) -> None:
+        """What a ticket says that the prompt is of."""
+        first = self.items.setdefault(prompt, item)
+        if first != item:
+            self.found(CHANGED, f"prompt {prompt} was of item {first} and is of {item}")
+
     # --- the end
 
     def judge_path(self, path: dict[int, list[Trained]], prompts: int, retired: set[int]) -> None:
@@ -169,6 +189,9 @@ class Checker:
             for value, times in Counter(values).items():
                 if times > 1:
                     self.found(TWICE, f"{what} {value}: {times} times")
+        again = {one.prompt for one in trained} & self.gone
+        if again:
+            self.found(LEFT_OUT, f"prompts {sorted(again)}")
         missing = set(range(prompts)) - {one.prompt for one in trained} - retired
         if missing:
             self.found(SKIPPED, f"prompts {sorted(missing)}")

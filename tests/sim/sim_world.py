@@ -237,6 +237,11 @@ class World:
     def notices(self) -> list[tuple[str, dict[str, object]]]:
         return [notice for n in sorted(self.broker.notices) for notice in self.broker.notices[n]]
 
+    def filtered(self) -> set[int]:
+        """Prompts that the queue has told of that a trainer left out."""
+        ended = [fields for kind, fields in self.notices() if kind == "group_ended"]
+        return {fields["prompt"] for fields in ended if fields["state"] == "dropped(filter)"}  # type: ignore[misc]
+
     def retired(self) -> set[int]:
         """Prompts that somebody was told of that they will not be tried again."""
         return {
@@ -283,6 +288,8 @@ def training(seed: int, *, prompts: int = 60) -> World:
         if theirs != {step: sorted({one.key.group for one in trained}) for step, trained in world.path.items()}:
             world.checker.found(UNEXPECTED, f"the ledger's path {theirs} is not that of the trainer")
     world.checker.judge_path(world.path, prompts, world.retired())
+    if not world.filtered() <= world.checker.leaving:
+        world.checker.found(UNEXPECTED, f"prompts {sorted(world.filtered())} were left out, and nobody asked for it")
     world.checker.judge_samples(world.notices(), world.checker.stepped_on)
     return world
 

@@ -11,7 +11,10 @@ from sim_world import World, streaming, training
 from relax_rt.transport.queue.api import SampleKey
 
 SEEDS = range(100, 110)
-ALL_FAULTS = {"killed", "paused", "hung", "node died", "broker died", "spilled", "marked", "gone on with"}
+ALL_FAULTS = {"killed", "paused", "hung", "node died", "broker died", "spilled", "marked", "gone on with"} | {
+    "filtered",
+    "in parts",
+}
 
 
 def findings(world: World) -> list[str]:

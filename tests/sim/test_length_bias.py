@@ -133,7 +133,7 @@ class FrozenPolicyRun:
     def stepped(self, lease: int, keys: list[SampleKey]) -> None:
         self.training, self.step = False, self.step + 1
         self.trained += [self.length[key] for key in keys]
-        self.publish(ev.Trained(lease, self.step, VersionRecord(self.version + 1, self.version, self.step)))
+        self.publish(ev.Trained([lease], self.step, VersionRecord(self.version + 1, self.version, self.step)))
         self.apply(ev.Committed(self.step, "x"), TRAINER)
         self.go_on()
 

@@ -53,6 +53,7 @@ def account(core: Core) -> dict[str, int]:
         "prompts_returned": state.prompts.returned,
         "prompts_waiting": len(state.prompts.waiting),
         "prompts_retired": len(state.prompts.retired),
+        "prompts_filtered": state.prompts.filtered,
         "trained_twice": sum(size[group] * (times - 1) for group, times in groups.items()),
         "prompts_trained_twice": sum(times - 1 for times in prompts.values()),
     }
@@ -124,9 +125,11 @@ def _audit_prompts(core: Core) -> list[str]:
     places += [prompt.index for prompt in on_path if prompt is not None]
     double = sorted(index for index, times in Counter(places).items() if times > 1)
     folded = state.folded.get("groups", 0) if core.policy.group_size else 0
-    if double or len(places) + folded != state.prompts.cursor:
+    filtered = state.prompts.filtered
+    if double or len(places) + folded + filtered != state.prompts.cursor:
         missing = sorted(set(range(state.prompts.cursor)) - set(places))
-        return [f"prompts skipped: {missing} ({folded} are in folded steps); in two places: {double}"]
+        known = f"{folded} are in folded steps, {filtered} filtered"
+        return [f"prompts skipped: {missing} ({known}); in two places: {double}"]
     return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, repeat
 
 from relax_rt.transport.errors import Refused
@@ -31,7 +32,20 @@ def bound(core: Core, engine_version: int) -> float:
 
 def surplus(core: Core) -> int:
     """Samples that may be under way beyond the bound."""
-    return core.policy.over_provision * core.policy.group_size
+    return max(core.policy.over_provision, core.state.asked) * core.policy.group_size
+
+
+def beyond(core: Core) -> int:
+    """Groups that are under way beyond the bound of the freshest engine."""
+    policy = core.policy
+    over = outstanding(core) - (policy.max_staleness + 1) * policy.batch_samples if policy.group_size else 0
+    return math.ceil(over / policy.group_size) if over > 0 else 0
+
+
+def keep_what_was_asked(core: Core) -> None:
+    """What was asked for is over with the step; only groups that are under way beyond the bound stay allowed there."""
+    if core.state.asked:
+        core.state.asked = min(core.state.asked, beyond(core))
 
 
 def crowded(core: Core, more: int = 1) -> str:
@@ -111,7 +125,8 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
     core.changed = True
     assert group.prompt is not None
     prompt = group.prompt
-    return Ticket(group.id, prompt.index, prompt.attempt, size, group.version, state.limits.lease_s, issue=1)
+    lease_s = state.limits.lease_s
+    return Ticket(group.id, prompt.index, prompt.attempt, size, group.version, lease_s, issue=1, item=prompt.choice)
 
 
 def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
@@ -133,6 +148,7 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
         list(group.making),
         group.issue,
         marks.lengths(group),
+        group.prompt.choice,
     )
 
 

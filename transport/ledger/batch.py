@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from relax_rt.transport.ledger.admission import bound, outstanding
+from relax_rt.transport.ledger.admission import bound, outstanding, surplus
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.recycle import keep_within, recycle
 from relax_rt.transport.ledger.state import Group
 
 
-def refuse_stale(core: Core, surplus: int = 0) -> None:
+def refuse_stale(core: Core, beyond: int = 0) -> None:
     """End every group over the staleness bound that is not on lease to the trainer; its prompt returns.
 
-    surplus: samples that may have been there beyond the bound: the newest so many end as that, or are recycled, less
+    beyond: samples that may have been there beyond the bound: the newest so many end as that, or are recycled, less
         what was recycled before and still goes on.
     """
     if core.state.trainer_version is None or core.policy.max_staleness == float("inf"):
@@ -24,8 +24,8 @@ def refuse_stale(core: Core, surplus: int = 0) -> None:
     core.changed = core.changed or bool(stale)
     for group in stale:
         if group.recycled and not keep_within(core, group):
-            core.end(group, "dropped(surplus)" if surplus else "refused(stale)")
-    left = surplus - _going_on(core) if surplus else 0
+            core.end(group, "dropped(surplus)" if beyond else "refused(stale)")
+    left = beyond - _going_on(core) if beyond else 0
     for group in stale:
         if group.recycled:
             continue
@@ -59,11 +59,15 @@ def stragglers(core: Core) -> list[Group]:
     ]
 
 
-def hold_for_stragglers(core: Core) -> str:
-    """Why the batch that could be granted must wait; empty when it need not. Late stragglers are revoked."""
+def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
+    """Why the batch that could be granted must wait; empty when it need not. Late stragglers are revoked.
+
+    ends_step: the update comes next, so that surplus is of no use any more. A trainer that takes parts may still leave
+        some of them out, and then needs it; the update itself ends what is left of it.
+    """
     late = stragglers(core)
     beyond = _beyond_bound(core, late)
-    for group in beyond:
+    for group in beyond if ends_step else ():
         if not recycle(core, group):
             core.end(group, "dropped(surplus)")
         core.changed = True
@@ -84,11 +88,11 @@ def hold_for_stragglers(core: Core) -> str:
 
 
 def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
-    """The newest stragglers, as many as were over-provisioned, less what goes on already: the batch does not wait."""
+    """The newest stragglers, as many as are surplus, less what goes on already: the batch does not wait for them."""
     over = outstanding(core) - bound(core, core.state.trainer_version or 0) - _going_on(core)
     found: list[Group] = []
     for group in reversed(late):
-        if not core.policy.over_provision or over <= 0:
+        if not surplus(core) or over <= 0:
             break
         over -= group.size
         found.append(group)

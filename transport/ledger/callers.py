@@ -8,7 +8,7 @@ import msgspec
 
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.queue.api import Admission, Advice, Extent, Marked, Offered
+from relax_rt.transport.queue.api import Admission, Advice, Chosen, Extent, Marked, Offered
 from relax_rt.transport.slab_names import is_spilled, owner_key
 
 ANSWERS_KEPT = 128
@@ -29,6 +29,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     rows: list[tuple[int, int]] = []
     pin: int = 0
     marked: Marked | None = None
+    chosen: Chosen | None = None
 
 
 class Home(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
+import msgspec
+
+from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger.batch import blocked, hold_for_stragglers, refuse_stale, urgent
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.state import Group
@@ -101,23 +104,31 @@ def _unit(core: Core, group: Group, keys: tuple[SampleKey, ...], order: int) -> 
     )
 
 
-def settle(core: Core, want: Want) -> str:
-    """What comes before the choice of a step's batch; answers with the reason why none can be granted yet.
+def settle(core: Core, who: Incarnation, want: Want) -> tuple[Want | None, str]:
+    """What comes before the choice of a step's batch: what may be granted of it now, or nothing, and why.
 
-    Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing.
+    Refuses what is over-stale and revokes late stragglers. A replay does it again, without choosing. A part of a step
+    is granted beside others of its holder, as one update ends them all; the last one waits for stragglers.
     """
     state = core.state
     if state.trainer_version is None:
-        return "the trainer has not announced its weights yet"
+        return None, "the trainer has not announced its weights yet"
     refuse_stale(core)
     for lease in state.leases.values():
-        if lease.task == core.policy.step_task:
+        alone = want.at_least and not lease.stream and lease.holders == [who]
+        if lease.task == core.policy.step_task and not alone:
             holder = (lease.holders or lease.finished)[0]
-            return f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
-    if len(core.step_ready) < want.groups:
+            return None, f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
+    ready, least = len(core.step_ready), want.at_least or want.groups
+    if ready < want.groups:
         blocked(core, None)
-        return f"{len(core.step_ready)} of {want.groups} groups are ready for training"
-    return hold_for_stragglers(core)
+        granted, waiting_on = ready, f"{ready} of {want.groups} groups are ready for training"
+    else:
+        waiting_on = hold_for_stragglers(core, ends_step=not want.at_least)
+        granted = want.groups - bool(waiting_on)
+    if granted < least or granted < 1:
+        return None, waiting_on
+    return msgspec.structs.replace(want, groups=granted), ""
 
 
 def _for_step(core: Core, sampler: Sampler | None, want: Want) -> tuple[list[SampleKey], str]:

@@ -35,10 +35,10 @@ def take(core: Core, who: Incarnation, event: Take, samplers: Samplers) -> tuple
         shared = _shared(core, who, task, want)
         if shared is not None:
             return shared, []
-    waiting_on = settle(core, want) if task == core.policy.step_task else ""
+    settled, waiting_on = settle(core, who, want) if task == core.policy.step_task else (want, "")
     keys = event.keys
     if keys is None:
-        keys, waiting_on = ([], waiting_on) if waiting_on else _choose(core, samplers, task, want)
+        keys, waiting_on = _choose(core, samplers, task, settled) if settled is not None else ([], waiting_on)
     if not keys:
         return Batch(0, [], waiting_on=waiting_on), []
     groups = core.state.groups
@@ -85,6 +85,9 @@ def _check_take(core: Core, who: Incarnation, task: str, want: Want) -> None:
         raise Refused(what, why="neither samples nor groups nor tokens were asked for")
     if task == core.policy.step_task and (want.groups < 1 or want.tokens):
         raise Refused(what, why="training takes whole groups: say how many", hint="bound micro-batches by tokens")
+    if want.at_least and (task != core.policy.step_task or want.stream or want.at_least > want.groups):
+        why = f"at least {want.at_least} of {want.groups} groups are asked for"
+        raise Refused(what, why=why, hint="at_least is for training, by one caller alone, and up to `groups`")
     if want.samples > MAX_SAMPLES or want.groups > MAX_SAMPLES:
         raise Refused(what, why=f"{max(want.samples, want.groups)} are asked for, {MAX_SAMPLES} may be at once")
     if not 1 <= want.readers <= MAX_READERS or want.index < 0 or want.tokens < 0:

@@ -300,10 +300,19 @@ class Core:
         for part in gone:
             self.blocks.drop_row(part.block, self.state.callers.alive)
 
-    def end(self, group: Group, state: str, *, marked: dict[int, str] | None = None, fate: str = "return") -> None:
+    def end(
+        self,
+        group: Group,
+        state: str,
+        *,
+        marked: dict[int, str] | None = None,
+        fate: str = "return",
+        **why: str,
+    ) -> None:
         """The group ends before it was trained, its samples in `state` (or their own in `marked`).
 
-        fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`.
+        fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`, or
+        `filter` (retired, of which only the number is kept). why: more for the event log.
         """
         self.leave(group)
         for member, sample in enumerate(group.samples):
@@ -322,7 +331,10 @@ class Core:
         else:
             if fate == "failed" and group.prompt.failures + 1 >= self.policy.failures_per_prompt:
                 fate = "retire"
-            if fate == "retire":
+            if fate == "filter":
+                self.state.prompts.filtered += 1
+                fate = "retire"
+            elif fate == "retire":
                 self.state.prompts.retire(group.prompt)
             else:
                 self.state.prompts.give_back(group.prompt, failed=fate == "failed")
@@ -332,6 +344,7 @@ class Core:
             prompt=group.prompt.index if group.prompt is not None else None,
             state=state,
             prompt_fate=fate,
+            **why,
         )
 
     def finish_if_done(self, group: Group) -> None:

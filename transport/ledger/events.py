@@ -95,11 +95,28 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
-    lease: int
+    leases: list[int]
     step: int
     weights: VersionRecord
     skipped: bool = False
+    pinned: list[int] = []
+
+
+class Filtered(msgspec.Struct, frozen=True, tag="filtered"):
+    lease: int
+    groups: list[int]
+    reason: str
     pinned: bool = False
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    groups: int
+
+
+class Choose(msgspec.Struct, frozen=True, tag="choose"):
+    """items: data item by place in the prompt order."""
+
+    items: dict[int, int]
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -152,6 +169,9 @@ Event = (
     | Unpin
     | Abandon
     | Trained
+    | Filtered
+    | Ask
+    | Choose
     | Committed
     | Rollback
     | Gone

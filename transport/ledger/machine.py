@@ -8,7 +8,7 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import account, admission, consume, failures, keyed, marks, spill, training
+from relax_rt.transport.ledger import account, admission, consume, failures, keyed, marks, sampling, spill, training
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
@@ -16,12 +16,12 @@ from relax_rt.transport.ledger.configure import configure
 from relax_rt.transport.ledger.core import ROOM, Core, Notice
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import State
-from relax_rt.transport.queue.api import Admission, Advice, Batch, Extent, Marked, Offered
+from relax_rt.transport.queue.api import Admission, Advice, Batch, Chosen, Extent, Marked, Offered
 from relax_rt.transport.samplers import load_sampler
 from relax_rt.transport.slab_names import owner_key, owner_of, unfit_slot
 from relax_rt.transport.store.api import Fetched, Found, Stored
 
-Answer = Admission | Offered | Batch | Advice | Marked | list[Extent] | keyed.Answer | None
+Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | keyed.Answer | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -185,6 +185,8 @@ class Ledger:
                 return consume.complete(core, who, event)
             case ev.Trained():
                 return training.trained(core, who, event)
+            case ev.Choose():
+                return sampling.choose(core, who, event)
             case ev.Unpin(leases):
                 consume.unpin(core, who, leases)
                 return self._collect(who)
@@ -196,6 +198,10 @@ class Ledger:
                 admission.give_back(core, who, event)
             case ev.Abandon():
                 consume.abandon(core, who, event)
+            case ev.Filtered():
+                sampling.filtered(core, who, event)
+            case ev.Ask():
+                sampling.ask(core, who, event)
             case ev.Committed():
                 training.committed(core, who, event)
             case ev.Rollback():
@@ -227,6 +233,8 @@ class Ledger:
                 kept = Kept(advice=answer)
             case Marked():
                 kept = Kept(marked=answer)
+            case Chosen():
+                kept = Kept(chosen=answer)
             case list():
                 kept = Kept(freed=answer)
             case Stored() | Found() | Fetched():
@@ -245,6 +253,8 @@ class Ledger:
                 return kept.advice
             case ev.MarkTokens():
                 return kept.marked
+            case ev.Choose():
+                return kept.chosen
             case ev.PutColumns() | ev.Complete() | ev.Unpin():
                 return kept.freed
             case ev.StoreCall(called):

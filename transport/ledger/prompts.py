@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 
 import msgspec
 
+USUAL = -1
+"""The data item of a place is that of the run's order."""
+
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One place in the prompt order, and how often it was given out before (`attempt`) and failed (`failures`)."""
+    """One place in the prompt order.
+
+    Attributes:
+        attempt: how often it was given out before. failures: how often it failed.
+        item: the data item that was chosen for it, or USUAL.
+    """
 
     index: int
     attempt: int = 0
     failures: int = 0
+    item: int = USUAL
 
     def again(self, *, failed: bool = False) -> Prompt:
-        """The same place, given out once more."""
-        return Prompt(self.index, self.attempt + 1, self.failures + failed)
+        """The same place with the same item, given out once more."""
+        return Prompt(self.index, self.attempt + 1, self.failures + failed, self.item)
+
+    @property
+    def choice(self) -> int | None:
+        """The item that was chosen for it; None: the one of the run's order."""
+        return None if self.item == USUAL else self.item
 
 
 class PromptPool(msgspec.Struct):
-    """Cursor over the prompt order, and the returned prompts, which go first (lowest index first)."""
+    """Cursor over the prompt order, and the returned prompts, which go first (lowest index first).
+
+    Attributes:
+        issued, returned: counts. retired: places that are not tried again. filtered: how many others were left out.
+        chosen: the items of places not yet given out.
+    """
 
     cursor: int = 0
     waiting: list[Prompt] = []
     issued: int = 0
     returned: int = 0
     retired: list[int] = []
+    filtered: int = 0
+    chosen: dict[int, int] = {}
 
     def available(self, limit: int | None) -> bool:
         """Whether a prompt can be given out; `limit` is the length of the prompt order, if it has one."""
@@ -38,7 +60,14 @@ class PromptPool(msgspec.Struct):
         if self.waiting:
             return heapq.heappop(self.waiting)
         self.cursor += 1
-        return Prompt(self.cursor - 1)
+        return Prompt(self.cursor - 1, item=self.chosen.pop(self.cursor - 1, USUAL))
+
+    def choose(self, items: Mapping[int, int]) -> bool:
+        """Items of places; those that were given out keep what they had. Whether anything changed."""
+        new = {index: item for index, item in items.items() if index >= self.cursor}
+        changed = any(self.chosen.get(index) != item for index, item in new.items())
+        self.chosen.update(new)
+        return changed
 
     def give_back(self, prompt: Prompt, *, failed: bool = False) -> None:
         """The prompt will be given out again, with its index and the next attempt."""

@@ -197,6 +197,7 @@ class State(msgspec.Struct):
         ended: samples by terminal state. issued: samples that were ever reserved or offered.
         tallies: counts of other events, for the account.
         marks_bytes: of the marks of unfinished members.
+        asked: groups that may be under way beyond the bound until the next step, as over_provision.
     """
 
     policy: LedgerPolicy | None = None
@@ -229,3 +230,4 @@ class State(msgspec.Struct):
     issued: int = 0
     tallies: dict[str, int] = {}
     marks_bytes: int = 0
+    asked: int = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import marks
-from relax_rt.transport.ledger.admission import outstanding, reopen, surplus
+from relax_rt.transport.ledger.admission import keep_what_was_asked, outstanding, reopen, surplus
 from relax_rt.transport.ledger.batch import refuse_stale
 from relax_rt.transport.ledger.consume import lapse
 from relax_rt.transport.ledger.core import ROOM, Core
@@ -15,44 +17,78 @@ from relax_rt.transport.queue.api import Advice
 
 
 def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
-    """The step over the lease's groups is done; the trainer's weights are now `weights`."""
+    """The step over the groups of the leases is done; the trainer's weights are now `weights`."""
     state = core.state
-    lease = state.leases.get(event.lease)
     what = f"step {event.step} of {who}"
-    mine = lease is not None and (who in lease.holders or who in lease.finished)
-    if lease is None or not mine or lease.task != core.policy.step_task:
-        raise Refused(
-            what,
-            why=f"train lease {event.lease} is not the caller's: it lapsed, and its samples were offered again",
-            hint="the step does not count; return to the last checkpoint and call rollback",
-        )
+    leases = [step_lease(core, who, id_, what) for id_ in dict.fromkeys(event.leases)]
+    if not leases:
+        raise Refused(what, why="it names no lease", hint="a step without samples is none; take others first")
     if event.step <= state.step:
         raise Refused(what, why=f"step {state.step} is done already")
     if event.skipped and event.weights.version != state.trainer_version and event.weights.changed:
         raise Refused(what, why="a skipped step leaves the weights as they are", hint="publish them unchanged")
     before = state.trainer_version
     core.move_weights(event.weights)
+    _offer_others_again(core, event.leases)
+    for lease in leases:
+        _train(core, lease, event)
+        end_for(core, lease, who, pinned=lease.id in event.pinned)
+    if event.weights.version != before:
+        state.since_update = 0
+    elif not event.skipped:
+        state.since_update += sum(len(lease.keys) for lease in leases)
+    state.step = event.step
+    core.changed = True
+    refuse_stale(core, surplus(core))
+    keep_what_was_asked(core)
+    return Advice(early_checkpoint(core))
+
+
+def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
+    """A lease of the step task that the caller holds.
+
+    Raises:
+        Refused: it is not the caller's (any more).
+    """
+    lease = core.state.leases.get(id_)
+    mine = lease is not None and (who in lease.holders or who in lease.finished)
+    if lease is None or not mine or lease.task != core.policy.step_task:
+        raise Refused(
+            what,
+            why=f"train lease {id_} is not the caller's: it lapsed, and its samples were offered again",
+            hint="the step does not count; return to the last checkpoint and call rollback",
+        )
+    return lease
+
+
+def _offer_others_again(core: Core, ids: Collection[int] = ()) -> None:
+    """Other leases of the step task end: what they were taken for was made before the weights that are there now."""
+    for lease in [lease for lease in core.state.leases.values() if lease.task == core.policy.step_task]:
+        if lease.id in ids:
+            continue
+        groups = core.groups_of(lease)
+        # The holder lives, and may still look at what it had taken.
+        lapse(core, lease, ended=set(), blame=False)
+        for group in groups:
+            if group.id in core.state.groups:
+                core.lapse_columns(group)
+
+
+def _train(core: Core, lease: Lease, event: Trained) -> None:
+    path = core.state.path.setdefault(event.step, [])
     for group in core.groups_of(lease):
         core.leave(group)
-        state.path.setdefault(event.step, []).append(TrainedGroup(group.id, group.prompt, group.size, event.skipped))
+        path.append(TrainedGroup(group.id, group.prompt, group.size, event.skipped))
         if event.skipped:
             _skip(core, group)
             continue
-        state.trained[group.id] = group
+        core.state.trained[group.id] = group
+        group.lease = 0
         for _, sample in group.members():
             sample.deaths = 0
             # Who still works on it finishes without effect, also if the step is undone.
             sample.leases.clear()
             core.losses.used(sample.length)
-    _close(core, lease, who, pinned=event.pinned)
-    if event.weights.version != before:
-        state.since_update = 0
-    elif not event.skipped:
-        state.since_update += len(lease.keys)
-    state.step = event.step
-    core.changed = True
-    refuse_stale(core, surplus(core))
-    return Advice(early_checkpoint(core))
 
 
 def _skip(core: Core, group: Group) -> None:
@@ -63,14 +99,12 @@ def _skip(core: Core, group: Group) -> None:
         core.drop_parts(sample)
 
 
-def _close(core: Core, lease: Lease, who: Incarnation, *, pinned: bool) -> None:
+def end_for(core: Core, lease: Lease, who: Incarnation, *, pinned: bool) -> None:
+    """The caller is done with the lease, whose memory it may still read."""
     lease.holders = [holder for holder in lease.holders if holder != who]
     if pinned and who not in lease.reading:
         lease.reading.append(who)
     core.close(lease)
-    for group_id in lease.groups():
-        if group_id in core.state.trained:
-            core.state.trained[group_id].lease = 0
 
 
 def early_checkpoint(core: Core) -> str:
@@ -137,13 +171,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
         )
     core.move_weights(event.weights)
     core.changed = True
-    for lease in [lease for lease in state.leases.values() if lease.task == core.policy.step_task]:
-        groups = core.groups_of(lease)
-        # The caller lives, and may still look at what it had taken.
-        lapse(core, lease, ended=set(), blame=False)
-        for group in groups:
-            if group.id in state.groups:
-                core.lapse_columns(group)
+    _offer_others_again(core)
     _commit(core, min(event.step, state.step))
     undone = [record for step in sorted(state.path) if step > event.step for record in state.path[step]]
     state.path = {step: records for step, records in state.path.items() if step <= event.step}
@@ -152,6 +180,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     refuse_stale(core)
     core.note("rolled_back", step=event.step, version=event.weights.version, groups_undone=len(undone))
     _offer_again(core, undone)
+    keep_what_was_asked(core)
     core.touched.add(ROOM)
 
 

@@ -11,6 +11,9 @@ from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.interface import idempotent
 from relax_rt.transport.versions import VersionRecord
 
+WHY = 500
+"""Characters of a reason."""
+
 # Checked by the decoder: what is outside never comes to the ledger, whose sums of these stay within 64 bits.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 CountOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
@@ -21,6 +24,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Inline = Annotated[bytes, msgspec.Meta(max_length=4096)]
 MarkBytes = Annotated[bytes, msgspec.Meta(max_length=4 << 20)]
 Origin = Annotated[bytes, msgspec.Meta(max_length=16)]
+Why = Annotated[str, msgspec.Meta(max_length=WHY)]
 
 
 class SampleKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
@@ -120,6 +124,7 @@ class Ticket(msgspec.Struct, frozen=True):
         members: those to generate, when others of the group are there already; empty: all.
         issue: counts how often the group was given out, so that what was sampled under an earlier ticket is known.
         partials: tokens that are kept of members that somebody else began, by member; `QueueApi.partials` has them.
+        item: data item that was chosen for the prompt; None: the one that the run's order has at its index.
     """
 
     group: int
@@ -131,6 +136,7 @@ class Ticket(msgspec.Struct, frozen=True):
     members: list[int] = []
     issue: int = 0
     partials: dict[int, int] = {}
+    item: int | None = None
 
     def wanted(self) -> list[int]:
         """The members to generate."""
@@ -187,6 +193,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         samples: up to this many samples.
         groups: exactly this many whole groups (samples is not looked at then).
+        at_least: for training by one caller alone: fewer groups will do, but not fewer than this; 0: exactly `groups`.
+            `groups` is what the step still lacks then, and several leases may be held until `trained` ends them all.
         tokens: no more than this many tokens in all (0: no limit; one sample always goes).
         stream: name of a sequence of batches that several ranks read in step; empty: none.
         index: place in the stream: the batch of an index is granted once, and every rank of `readers` gets the same.
@@ -199,6 +207,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stream: str = ""
     index: Count = 0
     readers: Count = 1
+    at_least: Count = 0
 
 
 class SampleInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -282,6 +291,12 @@ class Advice(msgspec.Struct, frozen=True):
     """What the ledger asks of the trainer after a step; checkpoint_now says why it should commit one early."""
 
     checkpoint_now: str = ""
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The answer to a choice of prompts: places in the prompt order from next_index on were not yet given out."""
+
+    next_index: int
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -405,13 +420,29 @@ class QueueApi(Protocol):
 
     @idempotent
     async def trained(
-        self, seq: Count, lease: Count, step: Count, weights: VersionRecord, skipped: bool, pinned: bool = False
+        self, seq: Count, leases: list[Count], step: Count, weights: VersionRecord, skipped: bool, pinned: list[Count]
     ) -> Advice:
-        """The optimizer step over the lease's samples is done; the trainer's weights are now `weights`.
+        """The optimizer step over the samples of these leases is done; the trainer's weights are now `weights`.
 
+        Other leases of the step task end: their groups are offered again.
         skipped: the step was thrown away (not a number): its samples end as `skipped`, the weights are the old ones.
-        pinned: see complete.
+        pinned: leases whose memory the caller still reads; it says `unpin` when it does not any more.
         """
+
+    @idempotent
+    async def filtered(self, seq: Count, lease: Count, groups: list[Count], reason: Why, pinned: bool) -> None:
+        """These groups of a train lease are not trained on: they end as dropped(filter), and their prompts are retired.
+
+        The lease keeps the others; without any it ends. pinned: the caller still reads the groups' memory.
+        """
+
+    @idempotent
+    async def ask(self, seq: Count, groups: Count) -> None:
+        """Until the next `trained` so many groups may be under way beyond the bound; over_provision, if it is more."""
+
+    @idempotent
+    async def choose(self, seq: Count, items: dict[Count, Count]) -> Chosen:
+        """The data items of places in the prompt order; places that were given out keep what they had."""
 
     @idempotent
     async def committed(self, seq: Count, step: Count, checkpoint: str) -> None:

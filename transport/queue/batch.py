@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -100,6 +101,7 @@ class LeasedMemory:
 
     def __init__(self, batch: Batch, open_block: OpenBlock, on_drop: OnDrop | None) -> None:
         self._finished = False
+        self._let_go: set[int] = set()
         self._on_drop = on_drop if batch.lease else None
         self._lease, self._remote = batch.lease, batch.remote
         self.refs = batch.blocks
@@ -122,6 +124,8 @@ class LeasedMemory:
             raise Refused(
                 f"columns of lease {self._lease}", why="it is finished", hint="take what you need before `done`"
             )
+        if index in self._let_go:
+            raise Refused(f"columns of lease {self._lease}", why="their group was left out of the step")
         found = self._blocks.get(index)
         if found is None:
             found = self._blocks[index] = self._open(self.refs[index], self._blobs)
@@ -130,17 +134,28 @@ class LeasedMemory:
     def finish(self) -> list[weakref.ref[Any]]:
         """See LeasedBatch.finish."""
         self._finished = True
-        # What was fetched from another node is a copy of our own.
-        blocks = [
-            block
-            for index, block in self._blocks.items()
-            if (extent := self.refs[index].extent) is not None and owner_of(extent.slab) not in self._remote
-        ]
+        self._forget(list(self._blocks))
+        return self._roots
+
+    def let_go(self, indices: Iterable[int]) -> bool:
+        """Forget these blocks for good. True if views of them, or of earlier ones, are still referred to."""
+        gone = set(indices)
+        self._let_go |= gone
+        self._forget([index for index in self._blocks if index in gone])
+        return bool(self._roots)
+
+    def _forget(self, indices: list[int]) -> None:
+        blocks = [self._blocks.pop(index) for index in indices if self._is_shared(index)]
+        for index in indices:
+            self._blocks.pop(index, None)
         self._roots += [weakref.ref(root) for block in blocks for root in block.roots()]
-        self._blocks.clear()
         del blocks
         self._roots = [root for root in self._roots if root() is not None]
-        return self._roots
+
+    def _is_shared(self, index: int) -> bool:
+        """What was fetched from another node is a copy of our own."""
+        extent = self.refs[index].extent
+        return extent is not None and owner_of(extent.slab) not in self._remote
 
     def reopen(self) -> None:
         """See LeasedBatch.reopen."""
@@ -265,6 +280,18 @@ class LeasedBatch:
             at = at[first : first + len(self) + 1]
             return flat[at[0] : at[-1]], at - at[0]
         return self._concatenated(name)
+
+    def without(self, groups: Collection[int]) -> LeasedBatch:
+        """What is left of it without these groups, over the same memory."""
+        rest = copy.copy(self)
+        rest._infos = [info for info in self._infos if info.key.group not in groups]
+        rest._samples, rest._length = None, len(rest._infos)
+        return rest
+
+    def let_go(self, rest: LeasedBatch) -> bool:
+        """Let go of memory that only the others of its samples lie in. True if views of it are still referred to."""
+        needed = {block for info in rest._infos for block, _ in info.parts}
+        return self._memory.let_go(set(range(len(self.refs))) - needed)
 
     def _check_some(self, name: str) -> None:
         if not self:

@@ -27,6 +27,7 @@ from relax_rt.transport.queue.api import (
     Admission,
     Advice,
     Batch,
+    Chosen,
     Extent,
     Failure,
     Mark,
@@ -393,11 +394,24 @@ class Broker:
         self._apply(ev.Abandon(lease, reason, pinned), self._identify(), seq)
 
     async def trained(
-        self, seq: int, lease: int, step: int, weights: VersionRecord, skipped: bool, pinned: bool = False
+        self, seq: int, leases: list[int], step: int, weights: VersionRecord, skipped: bool, pinned: list[int]
     ) -> Advice:
         """See QueueApi."""
         who = self._identify()
-        return _expected(Advice, self._apply(ev.Trained(lease, step, weights, skipped, pinned), who, seq), who, seq)
+        return _expected(Advice, self._apply(ev.Trained(leases, step, weights, skipped, pinned), who, seq), who, seq)
+
+    async def filtered(self, seq: int, lease: int, groups: list[int], reason: str, pinned: bool) -> None:
+        """See QueueApi."""
+        self._apply(ev.Filtered(lease, groups, reason, pinned), self._identify(), seq)
+
+    async def ask(self, seq: int, groups: int) -> None:
+        """See QueueApi."""
+        self._apply(ev.Ask(groups), self._identify(), seq)
+
+    async def choose(self, seq: int, items: dict[int, int]) -> Chosen:
+        """See QueueApi."""
+        who = self._identify()
+        return _expected(Chosen, self._apply(ev.Choose(items), who, seq), who, seq)
 
     async def committed(self, seq: int, step: int, checkpoint: str) -> None:
         """See QueueApi."""

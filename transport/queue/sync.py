@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_rt.transport.errors import DeadlineExceeded, Refused
-from relax_rt.transport.queue.api import Admission, Advice, Failure, SampleKey, Want
+from relax_rt.transport.queue.api import Admission, Advice, Chosen, Failure, SampleKey, Want
 from relax_rt.transport.queue.client import LeasedBatch, NewSample, QueueClient
 from relax_rt.transport.versions import VersionRecord
 
@@ -80,11 +80,19 @@ class SyncQueue:
         self._run(self._client.give_back(groups, reason))
 
     def take(
-        self, task: str, *, samples: int = 0, groups: int = 0, tokens: int = 0, wait_s: float, want: Want | None = None
+        self,
+        task: str,
+        *,
+        samples: int = 0,
+        groups: int = 0,
+        tokens: int = 0,
+        at_least: int = 0,
+        wait_s: float,
+        want: Want | None = None,
     ) -> LeasedBatch:
         """See QueueClient.take."""
-        work = self._client.take(task, samples=samples, groups=groups, tokens=tokens, wait_s=wait_s, want=want)
-        return self._run(work, wait_s)
+        asked = want or Want(samples, groups, tokens, at_least=at_least)
+        return self._run(self._client.take(task, wait_s=wait_s, want=asked), wait_s)
 
     def complete(
         self,
@@ -100,9 +108,28 @@ class SyncQueue:
         """See QueueClient.abandon."""
         self._run(self._client.abandon(batch, reason))
 
-    def trained(self, batch: LeasedBatch, step: int, weights: VersionRecord, *, skipped: bool = False) -> Advice:
+    def trained(
+        self,
+        batch: LeasedBatch | Sequence[LeasedBatch],
+        step: int,
+        weights: VersionRecord,
+        *,
+        skipped: bool = False,
+    ) -> Advice:
         """See QueueClient.trained."""
         return self._run(self._client.trained(batch, step, weights, skipped=skipped))
+
+    def filtered(self, batch: LeasedBatch, groups: Sequence[int], reason: str) -> LeasedBatch:
+        """See QueueClient.filtered."""
+        return self._run(self._client.filtered(batch, groups, reason))
+
+    def ask(self, groups: int) -> None:
+        """See QueueClient.ask."""
+        self._run(self._client.ask(groups))
+
+    def choose(self, items: Mapping[int, int]) -> Chosen:
+        """See QueueClient.choose."""
+        return self._run(self._client.choose(items))
 
     def committed(self, step: int, checkpoint: str) -> None:
         """See QueueClient.committed."""

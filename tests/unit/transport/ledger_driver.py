@@ -130,9 +130,11 @@ class Driver:
             return {}
         found: dict[str, set[object]] = {task: set(ready) for task, ready in core.ready.items()}
         step_task, at_work = core.policy.step_task, {lease.task for lease in core.state.leases.values()}
-        if step_task and core.state.trainer_version is not None and step_task not in at_work:
+        if step_task and core.state.trainer_version is not None:
             held = core.state.blocked_since is None or stragglers(core)
             found[step_task] = {*core.step_ready, *(["unheld"] if not held else [])}
+            # Parts are granted beside others, whole batches are not.
+            found[step_task] |= {("whole", id_) for id_ in core.step_ready if step_task not in at_work}
         announced = core.state.trainer_version
         may_admit = core.policy.group_size and announced is not None and not obstacle(core, announced)
         room = may_admit if core.policy.group_size else not crowded(core)
@@ -280,13 +282,13 @@ class Driver:
 
     def trained(self, who: Incarnation, batch: Batch, step: int, parent: int) -> int:
         version = next(self.versions)
-        answer = self.call(who, ev.Trained(batch.lease, step, VersionRecord(version, parent, step)))
+        answer = self.call(who, ev.Trained([batch.lease], step, VersionRecord(version, parent, step)))
         assert isinstance(answer, Advice)
         return version
 
     def skip(self, who: Incarnation, batch: Batch, step: int, weights: VersionRecord) -> None:
         """The step came to nothing; the weights are the ones of before."""
-        self.call(who, ev.Trained(batch.lease, step, weights, skipped=True))
+        self.call(who, ev.Trained([batch.lease], step, weights, skipped=True))
 
     def weights(self) -> VersionRecord:
         """The trainer's weights."""

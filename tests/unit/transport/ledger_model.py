@@ -7,112 +7,19 @@ memory, not the indices of ready work.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from ledger_model_parts import Block, Group, Lease, Part, Sample
+from ledger_model_holdings import Holdings
+from ledger_model_parts import Group, Lease, Part, Sample
 
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.queue.api import Extent, Put, SampleKey, Ticket
 
 TRAIN = "train"
 
 
-class Model:
-    def __init__(self, policy: LedgerPolicy, limits: QueueLimits) -> None:
-        self.policy, self.limits = policy, limits
-        self.parents: dict[int, tuple[int, bool]] = {}
-        self.trainer: int | None = None
-        self.groups: dict[int, Group] = {}
-        self.trained: dict[int, Group] = {}
-        self.reopened: list[int] = []
-        self.leases: dict[int, Lease] = {}
-        self.lapsed: dict[int, Lease] = {}
-        self.next_index = 0
-        self.homes: dict[bytes, Extent] = {}
-        self.waiting: dict[int, tuple[int, int]] = {}
-        self.cursor = 0
-        self.retired: list[int] = []
-        self.path: dict[int, list[tuple[Group, bool]]] = {}
-        """Groups of each step, and whether it was skipped."""
-        self.step = self.committed = self.since_update = self.issued = 0
-        self.blocked: float | None = None
-        self.ended: Counter[str] = Counter()
-        self.lost_payloads: set[int] = set()
-
-    # --- versions
-
-    def ancestry(self, version: int) -> set[int]:
-        found: set[int] = set()
-        while version:
-            found.add(version)
-            version = self.parents[version][0]
-        return found
-
-    def distance(self, a: int, b: int) -> int:
-        return sum(self.parents[version][1] for version in self.ancestry(a) ^ self.ancestry(b))
-
-    def lag(self, version: int) -> int:
-        assert self.trainer is not None
-        return self.distance(self.trainer, version)
-
-    def staleness(self, group: Group) -> int:
-        if self.trainer is None:
-            return 0
-        members = [sample for _, sample in group.alive()]
-        if self.policy.on_straggler == "mask" or group.recycled:
-            return max((self.unmasked(sample) for sample in members if sample.versions), default=0)
-        versions = {version for sample in members for version in sample.versions}
-        versions |= {version for sample in members for _, version in sample.mark}
-        if not all(sample.versions for sample in members):
-            versions.add(group.base)
-        return max(self.lag(version) for version in versions)
-
-    def unmasked(self, sample: Sample) -> int:
-        lags = [self.lag(version) for version in sample.versions]
-        return max([lag for lag in lags if lag <= self.policy.max_staleness] or [min(lags)])
-
-    # --- memory
-
-    def all_samples(self) -> Iterable[Sample]:
-        for group in [*self.groups.values(), *self.trained.values()]:
-            yield from group.samples
-
-    def blocks(self) -> set[Block]:
-        """Blocks that somebody needs."""
-        found = {part.block for sample in self.all_samples() for part in sample.parts}
-        return found | {part.block for lease in self.leases.values() for _, part in lease.pending}
-
-    def references(self) -> Counter[Extent]:
-        blocks = self.blocks()
-        named = {digest for block in blocks for digest in block.digests}
-        found = Counter(block.extent for block in blocks if block.extent is not None)
-        found.update(self.homes[digest] for digest in named)
-        for lease in [*self.leases.values(), *self.lapsed.values()]:
-            found.update(lease.pins)
-        return found
-
-    def marks_bytes(self) -> int:
-        return sum(sample.mark_bytes() for sample in self.all_samples())
-
-    def payload_bytes(self) -> int:
-        return sum(extent.nbytes for extent in self.references() if not extent.slab.startswith("spill"))
-
-    def new_block(self, put: Put) -> Block:
-        named = {digest for block in self.blocks() for digest in block.digests}
-        for blob in put.blobs:
-            if blob.digest not in named:
-                self.homes[blob.digest] = blob.extent
-        return Block(put.block.extent, put.block.fields, [blob.digest for blob in put.blobs])
-
+class Model(Holdings):
     # --- admission and puts
-
-    def outstanding(self) -> int:
-        return sum(len(group.alive()) for group in self.groups.values()) + self.since_update
-
-    def bound(self, engine_version: int) -> float:
-        return (self.policy.max_staleness + 1 - self.lag(engine_version)) * self.policy.batch_samples
 
     def admit(self, who: Incarnation, engine_version: int, groups: int, tickets: list[Ticket]) -> None:
         again = [ticket for ticket in tickets if ticket.group in self.groups]
@@ -129,17 +36,19 @@ class Model:
             marked = {n: len(group.samples[n].mark) for n in group.making if group.samples[n].mark}
             assert (ticket.issue, ticket.partials) == (group.issue, marked)
             assert (ticket.prompt, ticket.attempt, set(ticket.members)) == (group.prompt, group.attempt, group.making)
+            assert ticket.item == (group.item if group.item >= 0 else None)
         size = self.policy.group_size
-        surplus = self.policy.over_provision * size
+        surplus = self.surplus()
         for ticket in tickets[len(again) :]:
             assert self._room(size, engine_version, surplus)
             index = min(self.waiting, default=self.cursor)
             self.cursor += index == self.cursor
-            attempt, failures = self.waiting.pop(index, (0, 0))
+            attempt, failures, item = self.waiting.pop(index, (0, 0, self.chosen.pop(index, -1)))
+            assert ticket.item == (item if item >= 0 else None)
             assert (ticket.prompt, ticket.attempt, ticket.wanted()) == (index, attempt, list(range(size)))
             samples = [Sample() for _ in range(size)]
             self.groups[ticket.group] = Group(
-                ticket.group, index, attempt, failures, engine_version, samples, who, set(range(size))
+                ticket.group, index, attempt, failures, engine_version, samples, who, set(range(size)), item=item
             )
             self.issued += size
         assert len(tickets) == groups or not self._room(size, engine_version, surplus)
@@ -213,8 +122,10 @@ class Model:
         failures = group.failures + (fate == "failed")
         if fate == "retire" or (fate == "failed" and failures >= self.policy.failures_per_prompt):
             self.retired.append(group.prompt)
+        elif fate == "filter":
+            self.filtered.append(group.prompt)
         else:
-            self.waiting[group.prompt] = (group.attempt + 1, failures)
+            self.waiting[group.prompt] = (group.attempt + 1, failures, group.item)
 
     def give_up(self, of: Callable[[Group], bool], state: str) -> None:
         """Whoever makes these groups makes them no more."""
@@ -285,11 +196,8 @@ class Model:
     def grant(
         self, who: Incarnation, id_: int, task: str, keys: list[SampleKey], index: int = -1, readers: int = 1
     ) -> None:
-        pins: dict[Extent, None] = {}
+        pins = self.extents_of(keys)
         for key in keys:
-            for part in self.sample(key).parts:
-                pins.update(dict.fromkeys([part.block.extent] if part.block.extent is not None else []))
-                pins.update(dict.fromkeys(self.homes[digest] for digest in part.block.digests))
             if task == TRAIN:
                 self.groups[key.group].lease = id_
             else:
@@ -297,6 +205,14 @@ class Model:
         self.leases[id_] = Lease(id_, task, keys, list(pins), {who}, index, readers)
         if index >= 0:
             self.next_index = index + 1
+
+    def extents_of(self, keys: list[SampleKey]) -> dict[Extent, None]:
+        """Where the columns of these samples lie."""
+        found: dict[Extent, None] = {}
+        for part in [part for key in keys for part in self.sample(key).parts]:
+            found.update(dict.fromkeys([part.block.extent] if part.block.extent is not None else []))
+            found.update(dict.fromkeys(self.homes[digest] for digest in part.block.digests))
+        return found
 
     def held(self, lease: Lease) -> dict[SampleKey, Sample]:
         return {
@@ -409,34 +325,47 @@ class Model:
 
     # --- steps
 
-    def may_train(self, groups: int, now: float) -> list[SampleKey]:
-        """What the trainer gets, after the ledger has made its mind up about stragglers."""
+    def may_train(self, who: Incarnation, groups: int, now: float, *, part: bool = False) -> list[SampleKey]:
+        """What the trainer gets, after the ledger has made its mind up about stragglers.
+
+        part: fewer groups will do, beside what the trainer holds.
+        """
         if self.trainer is None:
             return []
         self.refuse_stale(0)
-        if any(lease.task == TRAIN for lease in self.leases.values()):
+        at_work = [lease for lease in self.leases.values() if lease.task == TRAIN]
+        if any(not part or lease.holders != {who} for lease in at_work):
             return []
         ready = self.step_ready()
+        granted = min(groups, len(ready))
         if len(ready) < groups:
             self.blocked = None
+        elif self._held(ready, now, part=part):
+            granted -= 1
+        if granted < (1 if part else groups):
             return []
+        ready.sort(key=lambda group: (-self.staleness(group), group.id))
+        return [SampleKey(group.id, n) for group in ready[:granted] for n, _ in group.alive()]
+
+    def _held(self, ready: list[Group], now: float, *, part: bool) -> bool:
+        """Whether the batch waits for stragglers. Those beyond the bound end, unless more parts may be taken."""
+        assert self.trainer is not None
         late = self._stragglers(ready)
-        if late and self.policy.over_provision:
+        if late and self.surplus():
             over = self.outstanding() - self.bound(self.trainer) - self.going_on()
             while late and over > 0:
                 over -= len(late[-1].alive())
-                if not self.recycle(group := late.pop()):
+                group = late.pop()
+                if not part and not self.recycle(group):
                     self.end(group, "dropped(surplus)")
-        if late:
-            since = now if self.blocked is None else self.blocked
-            if self.policy.on_straggler == "wait" and now - since < self.policy.straggler_wait_s:
-                self.blocked = since
-                return []
-            for group in late:
-                self.end(group, "dropped(straggler)")
+        since = now if self.blocked is None else self.blocked
+        if late and self.policy.on_straggler == "wait" and now - since < self.policy.straggler_wait_s:
+            self.blocked = since
+            return True
+        for group in late:
+            self.end(group, "dropped(straggler)")
         self.blocked = None
-        ready.sort(key=lambda group: (-self.staleness(group), group.id))
-        return [SampleKey(group.id, n) for group in ready[:groups] for n, _ in group.alive()]
+        return False
 
     def _stragglers(self, ready: list[Group]) -> list[Group]:
         if self.policy.on_straggler == "mask":
@@ -504,11 +433,24 @@ class Model:
             for task in [task for task in sample.leases if lost & set(self.policy.tasks[task])]:
                 del sample.leases[task]
 
-    def step_done(self, who: Incarnation, id_: int, step: int, version: int, *, skipped: bool) -> None:
-        lease = self.leases[id_]
+    def step_done(self, who: Incarnation, ids: list[int], step: int, version: int, *, skipped: bool) -> None:
         before = self.trainer
+        for lease in [lease for lease in self.leases.values() if lease.task == TRAIN and lease.id not in ids]:
+            self.lapse(lease, set(), blame=False)
         self.move_weights(version)
-        for group in [group for group in self.groups.values() if group.lease == id_]:
+        for id_ in ids:
+            self._train(who, self.leases[id_], step, skipped=skipped)
+            if version == before and not skipped:
+                self.since_update += len(self.leases[id_].keys)
+            self.close(self.leases[id_])
+        if version != before:
+            self.since_update = 0
+        self.step = step
+        self.refuse_stale(self.surplus())
+        self.asked = min(self.asked, self.beyond())
+
+    def _train(self, who: Incarnation, lease: Lease, step: int, *, skipped: bool) -> None:
+        for group in [group for group in self.groups.values() if group.lease == lease.id]:
             del self.groups[group.id]
             self.path.setdefault(step, []).append((group, skipped))
             for sample in group.samples:
@@ -521,13 +463,26 @@ class Model:
                 self.trained[group.id] = group
                 group.lease = 0
         lease.holders.discard(who)
-        self.close(lease)
-        if version != before:
-            self.since_update = 0
-        elif not skipped:
-            self.since_update += len(lease.keys)
-        self.step = step
-        self.refuse_stale(self.policy.over_provision * self.policy.group_size)
+
+    def filter(self, who: Incarnation, id_: int, groups: list[int], *, pinned: bool) -> None:
+        """These groups of a train lease are left out of the step."""
+        lease = self.leases[id_]
+        for group in groups:
+            self.end(self.groups[group], "dropped(filter)", fate="filter")
+        lease.keys = [key for key in lease.keys if key.group not in groups]
+        if not lease.keys:
+            lease.holders.discard(who)
+            lease.reading |= {who} if pinned else set()
+            self.close(lease)
+        elif not pinned:
+            needed = self.extents_of(lease.keys)
+            lease.pins = [extent for extent in lease.pins if extent in needed]
+
+    def ask(self, groups: int) -> None:
+        self.asked = max(groups, min(self.asked, self.beyond()))
+
+    def choose(self, items: dict[int, int]) -> None:
+        self.chosen.update({index: item for index, item in items.items() if index >= self.cursor})
 
     def commit(self, step: int) -> None:
         for done in [done for done in self.path if self.committed < done <= step]:
@@ -550,7 +505,7 @@ class Model:
             if self.trained.pop(group.id, None) is None:
                 self.ended["skipped" if skipped else "freed"] -= len(group.alive())
                 self.ended["lost"] += len(group.alive())
-                self.waiting[group.prompt] = (group.attempt + 1, group.failures)
+                self.waiting[group.prompt] = (group.attempt + 1, group.failures, group.item)
             elif group.id in self.lost_payloads:
                 self.end(group, "lost")
             elif self.staleness(group) > self.policy.max_staleness:
@@ -565,6 +520,7 @@ class Model:
             else:
                 self.groups[group.id] = group
                 self.lapse_columns(group)
+        self.asked = min(self.asked, self.beyond())
 
     # --- disk, node
 

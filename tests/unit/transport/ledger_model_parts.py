@@ -59,6 +59,7 @@ class Group:
     issue: int = 1
     idle: int = 0
     recycled: bool = False
+    item: int = -1
 
     def alive(self) -> list[tuple[int, Sample]]:
         return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]

@@ -29,8 +29,10 @@ def of_ledger(state: State) -> dict[str, Any]:
         "payload_bytes": table.payload_bytes,
         "marks_bytes": state.marks_bytes,
         "blobs": {digest: _at(blob.extent) for digest, blob in table.blobs.items()},
-        "waiting": {prompt.index: (prompt.attempt, prompt.failures) for prompt in state.prompts.waiting},
-        "prompts": (state.prompts.cursor, sorted(state.prompts.retired)),
+        "waiting": {p.index: (p.attempt, p.failures, p.item) for p in state.prompts.waiting},
+        "prompts": (state.prompts.cursor, sorted(state.prompts.retired), state.prompts.filtered),
+        "chosen": state.prompts.chosen,
+        "asked": state.asked,
         "path": {
             step: sorted((r.group, r.prompt.index if r.prompt else -1, r.size, r.skipped) for r in records)
             for step, records in state.path.items()
@@ -56,7 +58,9 @@ def of_model(model: Model) -> dict[str, Any]:
         "marks_bytes": model.marks_bytes(),
         "blobs": {digest: _at(extent) for digest, extent in model.homes.items() if digest in named},
         "waiting": model.waiting,
-        "prompts": (model.cursor, sorted(model.retired)),
+        "prompts": (model.cursor, sorted(model.retired), len(model.filtered)),
+        "chosen": model.chosen,
+        "asked": model.asked,
         "path": {
             step: sorted((group.id, group.prompt, len(group.alive()), skipped) for group, skipped in records)
             for step, records in model.path.items()
@@ -92,7 +96,7 @@ def _group(state: State, group: Group) -> tuple[Any, ...]:
         )
         for sample in group.samples
     ]
-    place = (prompt.index, prompt.attempt, prompt.failures, group.issue, group.idle, group.recycled)
+    place = (prompt.index, prompt.attempt, prompt.failures, prompt.item, group.issue, group.idle, group.recycled)
     return (*place, group.holder, sorted(group.making), group.lease, samples)
 
 
@@ -111,7 +115,7 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
         )
         for sample in group.samples
     ]
-    place = (group.prompt, group.attempt, group.failures, group.issue, group.idle, group.recycled)
+    place = (group.prompt, group.attempt, group.failures, group.item, group.issue, group.idle, group.recycled)
     return (*place, group.holder, sorted(group.making), group.lease, samples)
 
 

@@ -8,8 +8,9 @@ from itertools import count
 import ledger_views as views
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_driver import INLINE, Driver, a_mark, policy, spans
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from ledger_consumers import PICK, Consumers
+from ledger_driver import Driver, a_mark, policy, spans
 from ledger_model import TRAIN, Model
 from msgspec import structs
 
@@ -22,7 +23,7 @@ from relax_rt.transport.ledger.marks import partials
 from relax_rt.transport.queue.api import (
     Admission,
     Batch,
-    BlockRef,
+    Chosen,
     Extent,
     Marked,
     Offered,
@@ -35,8 +36,6 @@ from relax_rt.transport.queue.marking import begun
 from relax_rt.transport.slab_names import owner_key
 from relax_rt.transport.versions import VersionRecord
 
-OUTCOMES = ("done", "done", "done", "done", "pinned", "failed", "abandoned")
-PICK = st.integers(0, 999)
 TASKS = {"reward": ("tokens",), "values": ("tokens",), TRAIN: ("tokens", "reward", "values")}
 SPILLED = "spill-1-1.slab"
 CHOICES = st.fixed_dictionaries(
@@ -53,7 +52,7 @@ CHOICES = st.fixed_dictionaries(
 )
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class LedgerMachine(Consumers):
     """Each rule is a call; the model is told what came of it, and must then look as the ledger does."""
 
     @initialize(choices=CHOICES)
@@ -113,7 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.resume_from(max(self.checkpoints))
 
     def resume_from(self, step: int) -> None:
-        self.batch: Batch | None = None
+        self.batches: list[Batch] = []
         parent = self.checkpoints[step]
         self.version = next(self.d.versions)
         self.m.parents[self.version] = (parent, parent == 0)
@@ -123,16 +122,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.checkpoints = {s: v for s, v in self.checkpoints.items() if s <= step}
         self.checkpoints[step] = self.version
 
-    @precondition(lambda self: self.batch is None)
-    @rule(groups=st.integers(1, 2))
-    def take_batch(self, groups: int) -> None:
-        batch = self.d.take(self.trainer, TRAIN, groups=groups)
-        keys = self.m.may_train(groups, self.d.now)
+    @precondition(lambda self: len(self.batches) < 3)
+    @rule(groups=st.integers(1, 3), part=st.sampled_from([0, 0, 1]))
+    def take_batch(self, groups: int, part: int) -> None:
+        batch = self.d.take(self.trainer, TRAIN, groups=groups, at_least=part)
+        keys = self.m.may_train(self.trainer, groups, self.d.now, part=bool(part))
         assert [info.key for info in batch.samples] == keys
         if not batch.samples:
             assert batch.waiting_on
             return
-        self.batch = batch
+        self.batches.append(batch)
         bound = self.policy.max_staleness
         for info in batch.samples:
             lags = {span: self.m.lag(span.version) for span in info.versions}
@@ -142,36 +141,59 @@ class LedgerMachine(RuleBasedStateMachine):
         self.m.grant(self.trainer, batch.lease, TRAIN, keys)
         self.sees_its_columns(batch)
 
-    def sees_its_columns(self, batch: Batch) -> None:
-        pins = self.m.leases[batch.lease].pins
-        assert {block.extent for block in batch.blocks if block.extent} <= set(pins)
-        assert {blob.extent for blob in batch.blobs} <= set(pins)
-        for info in batch.samples:
-            shown = {(batch.blocks[block].extent, row) for block, row in info.parts}
-            assert shown == {(part.block.extent, part.row) for part in self.m.sample(info.key).parts}
-
-    @precondition(lambda self: self.batch is not None)
-    @rule(skipped=st.sampled_from([False, False, False, True]))
-    def train(self, skipped: bool) -> None:
-        assert self.batch is not None
-        batch, self.batch = self.batch, None
+    @precondition(lambda self: self.batches)
+    @rule(skipped=st.sampled_from([False, False, False, True]), left=st.sampled_from([0, 0, 0, 1]))
+    def train(self, skipped: bool, left: int) -> None:
+        """A step over all that was taken for it; now and then one batch is forgotten."""
+        batches, self.batches = self.batches[: len(self.batches) - left] or self.batches, []
+        ids = [batch.lease for batch in batches]
         version = self.version if skipped else next(self.d.versions)
         record = self.d.weights() if skipped else VersionRecord(version, self.version, self.step + 1)
         try:
-            self.d.call(self.trainer, ev.Trained(batch.lease, self.step + 1, record, skipped))
+            self.d.call(self.trainer, ev.Trained(ids, self.step + 1, record, skipped))
         except Refused:
-            assert batch.lease not in self.m.leases
+            assert not self.m.leases.keys() >= set(ids)
             self.resume_from(max(self.checkpoints))
             return
         if not skipped:
             self.m.parents[version] = (self.version, True)
         self.step, self.version = self.step + 1, version
-        self.m.step_done(self.trainer, batch.lease, self.step, version, skipped=skipped)
+        self.m.step_done(self.trainer, ids, self.step, version, skipped=skipped)
+
+    @precondition(lambda self: self.batches)
+    @rule(pick=PICK, whole=st.booleans(), pinned=st.booleans())
+    def filter_groups(self, pick: int, whole: bool, pinned: bool) -> None:
+        """A group of a batch is left out of the step, or all of them."""
+        batch = self.batches[pick % len(self.batches)]
+        groups = sorted({info.key.group for info in batch.samples})[: None if whole else 1]
+        try:
+            self.d.call(self.trainer, ev.Filtered(batch.lease, groups, "rule: why", pinned))
+        except Refused:
+            assert batch.lease not in self.m.leases
+            return
+        self.m.filter(self.trainer, batch.lease, groups, pinned=pinned)
+        rest = structs.replace(batch, samples=[info for info in batch.samples if info.key.group not in groups])
+        self.batches = [rest if one is batch else one for one in self.batches if one is not batch or rest.samples]
+        if pinned and not rest.samples:
+            self.reads.append((self.trainer, batch.lease))
+
+    @rule(groups=st.integers(0, 2))
+    def ask(self, groups: int) -> None:
+        self.d.call(self.trainer, ev.Ask(groups))
+        self.m.ask(groups)
+
+    @rule(items=st.dictionaries(st.integers(0, 8), st.integers(0, 50), max_size=3))
+    def choose(self, items: dict[int, int]) -> None:
+        """The items of places around the first that was not given out."""
+        places = {max(0, self.m.cursor - 2 + place): item for place, item in items.items()}
+        answer = self.d.call(self.trainer, ev.Choose(places))
+        self.m.choose(places)
+        assert answer == Chosen(self.m.cursor)
 
     @rule(i=st.integers(0, 1), groups=st.integers(1, 2), update=st.booleans(), rounds=st.integers(1, 2))
     def whole_step(self, i: int, groups: int, update: bool, rounds: int) -> None:
         """Everything from prompt to step, so that random runs get anywhere."""
-        if self.batch is None:
+        if not self.batches:
             for _ in range(rounds):
                 if update:
                     self.update_engine(i)
@@ -179,9 +201,9 @@ class LedgerMachine(RuleBasedStateMachine):
             for id_ in [id_ for id_, (engine, _, _) in self.tickets.items() if engine == self.engines[i]]:
                 self.put(sorted(self.tickets).index(id_), 9, interrupted=False, blob="cat", with_next=False)
             self.consume_all()
-            self.take_batch(groups)
-        if self.batch is not None:
-            self.train(False)
+            self.take_batch(groups, 0)
+        if self.batches:
+            self.train(False, 0)
 
     def consume_all(self) -> None:
         for _ in range(8):
@@ -195,11 +217,10 @@ class LedgerMachine(RuleBasedStateMachine):
             if not self.m.ready("reward") | self.m.ready("values"):
                 break
 
-    @precondition(lambda self: self.batch is not None)
+    @precondition(lambda self: self.batches)
     @rule(fail=st.booleans())
     def give_batch_up(self, fail: bool) -> None:
-        assert self.batch is not None
-        batch, self.batch = self.batch, None
+        batch = self.batches.pop(0)
         if not fail:
             self.d.call(self.trainer, ev.Abandon(batch.lease, "test"))
             self.m.abandon(self.trainer, batch.lease)
@@ -336,120 +357,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.dead.append(self.engines[i])
         self.engines[i] = self.fresh(f"rollout/{i}")
 
-    # --- reward workers
-
-    @rule(i=st.integers(0, 1), samples=st.integers(1, 4), whole=st.booleans())
-    def take_reward(self, i: int, samples: int, whole: bool) -> None:
-        batch = self.d.take(self.judges[i], "reward", samples, groups=1 if whole else 0)
-        keys = [info.key for info in batch.samples]
-        if whole:
-            may = self.m.whole("reward")
-            assert set(keys) == may[keys[0].group] if keys else not may
-        else:
-            self.chosen(keys, samples, self.m.ready("reward"))
-        if keys:
-            self.m.grant(self.judges[i], batch.lease, "reward", keys)
-            self.sees_its_columns(batch)
-            self.work.append((self.judges[i], batch))
-
-    def chosen(self, keys: list[SampleKey], samples: int, ready: set[SampleKey]) -> None:
-        """As many as were wanted, or one that is suspected to kill its consumers."""
-        alone = len(keys) == 1 and self.m.sample(keys[0]).deaths >= self.m.limits.quarantine_after - 1
-        assert set(keys) <= ready and (alone or len(keys) == min(samples, len(ready)))
-
-    def columns(self, who: Incarnation, field: str, keys: list[SampleKey], version: int = -1) -> list[Put]:
-        rows = [RowPut(key, row) for row, key in enumerate(keys)]
-        if not rows:
-            return []
-        if len(rows) % 2:
-            return [Put(BlockRef(None, len(rows), (field,), INLINE), rows, version=version)]
-        return [self.d.rows(who, rows, field, version=version)]
-
-    def complete(self, who: Incarnation, task: str, batch: Batch, outcome: str, puts: list[Put]) -> None:
-        failed = {batch.samples[0].key} if outcome == "failed" and batch.samples else set()
-        try:
-            if outcome == "abandoned":
-                self.d.call(who, ev.Abandon(batch.lease, "test"))
-                self.m.abandon(who, batch.lease)
-                return
-            pinned = outcome == "pinned"
-            freed = self.d.complete(who, task, batch, *puts, failed=sorted(failed), pinned=pinned)
-        except StaleEpoch:
-            assert who in self.dead
-            return
-        self.m.complete(who, batch.lease, puts, failed, pinned)
-        self.got(who, freed, puts)
-        if pinned:
-            self.reads.append((who, batch.lease))
-
-    @precondition(lambda self: self.work)
-    @rule(pick=PICK, outcome=st.sampled_from(OUTCOMES))
-    def finish_reward(self, pick: int, outcome: str) -> None:
-        who, batch = self.work.pop(pick % len(self.work))
-        keys = [info.key for info in batch.samples][outcome == "failed" :]
-        self.complete(who, "reward", batch, outcome, self.columns(who, "reward", keys))
-
-    @precondition(lambda self: self.reads)
-    @rule(pick=PICK)
-    def read_no_more(self, pick: int) -> None:
-        who, lease = self.reads.pop(pick % len(self.reads))
-        if who not in self.dead:
-            freed = self.d.unpin(who, lease)
-            self.m.unpin(who, lease)
-            self.got(who, freed)
-
-    @rule(i=st.integers(0, 1))
-    def kill_judge(self, i: int) -> None:
-        self.gone(self.judges[i])
-        self.judges[i] = self.fresh(f"reward/{i}")
-
-    # --- the ranks that compute values together
-
-    @rule(i=st.integers(0, 1), samples=st.integers(1, 4))
-    def take_values(self, i: int, samples: int) -> None:
-        if self.shared[i] is not None:
-            return
-        who, index, live = self.ranks[i], self.index[i], {lease.index: lease for lease in self.m.leases.values()}
-        try:
-            batch = self.d.take(who, "values", samples, stream="s", index=index, readers=2)
-        except Refused:
-            done = index in live and (who in live[index].finished or len(live[index].finished) > 0)
-            assert done or (index < self.m.next_index and index not in live)
-            self.index[i] = self.m.next_index if index not in live else index + 1
-            return
-        keys = [info.key for info in batch.samples]
-        if index in live:
-            assert (batch.lease, keys) == (live[index].id, live[index].keys)
-            live[index].holders.add(who)
-        elif index == self.m.next_index:
-            self.chosen(keys, samples, self.m.ready("values"))
-            if keys:
-                self.m.grant(who, batch.lease, "values", keys, index, readers=2)
-                self.sees_its_columns(batch)
-        else:
-            assert not batch.lease and batch.waiting_on
-        if batch.lease:
-            self.shared[i] = batch
-            self.index[i] = index + 1
-
-    @rule(i=st.integers(0, 1), outcome=st.sampled_from(OUTCOMES), late=st.booleans())
-    def finish_values(self, i: int, outcome: str, late: bool) -> None:
-        """Each rank puts the values of its half of the samples; some are of the weights before the last."""
-        batch, self.shared[i] = self.shared[i], None
-        if batch is None:
-            return
-        version = max((v for v in self.m.parents if v < self.version), default=0) if late else self.version
-        keys = [info.key for info in batch.samples if info.key.member % 2 == i][outcome == "failed" :]
-        self.complete(self.ranks[i], "values", batch, outcome, self.columns(self.ranks[i], "values", keys, version))
-
-    @rule(i=st.integers(0, 1), told=st.booleans())
-    def kill_rank(self, i: int, told: bool) -> None:
-        if told:
-            self.gone(self.ranks[i])
-        self.dead.append(self.ranks[i])
-        self.ranks[i] = self.fresh(f"critic/{i}")
-        self.shared[i] = None
-
     # --- disk
 
     @rule()
@@ -545,6 +452,8 @@ class LedgerMachine(RuleBasedStateMachine):
         on_path = [group for records in self.m.path.values() for group, _ in records]
         assert not [id_ for id_, times in Counter(group.id for group in on_path).items() if times > 1]
         assert not [prompt for prompt, times in Counter(group.prompt for group in on_path).items() if times > 1]
+        assert not set(self.m.filtered) & {*(group.prompt for group in on_path), *self.m.waiting}
+        assert len(self.m.filtered) == len(set(self.m.filtered))
         account = self.d.ledger.account()
         assert account["trained_twice"] == account["prompts_trained_twice"] == 0
 

@@ -424,7 +424,7 @@ def test_a_skipped_step_is_no_update() -> None:
     first = d.take(TRAINER, "train", groups=2)
     d.skip(TRAINER, first, 1, d.weights())
     batch = d.take(TRAINER, "train", groups=1)
-    d.call(TRAINER, ev.Trained(batch.lease, 2, d.weights()))  # accumulates: its samples are of the coming update
+    d.call(TRAINER, ev.Trained([batch.lease], 2, d.weights()))  # accumulates: its samples are of the coming update
     before = outstanding(d.ledger.core)
     batch = d.take(TRAINER, "train", groups=1)
     d.skip(TRAINER, batch, 3, d.weights())

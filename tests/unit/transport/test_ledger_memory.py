@@ -153,11 +153,11 @@ def test_a_trainer_may_read_on_after_its_step(how: str) -> None:
     d.reward_all(JUDGE)
     batch = d.take(TRAINER, "train", groups=1)
     if how == "trained":
-        d.call(TRAINER, ev.Trained(batch.lease, 1, VersionRecord(9, version, 1), pinned=True))
+        d.call(TRAINER, ev.Trained([batch.lease], 1, VersionRecord(9, version, 1), pinned=[batch.lease]))
     else:
         d.call(TRAINER, ev.Abandon(batch.lease, "stopping", pinned=True))
         other = d.take(TRAINER, "train", groups=1)
-        d.call(TRAINER, ev.Trained(other.lease, 1, VersionRecord(9, version, 1)))
+        d.call(TRAINER, ev.Trained([other.lease], 1, VersionRecord(9, version, 1)))
     d.committed(TRAINER, 1)
     assert len(extents(d)) == 1
     assert len(d.unpin(TRAINER, batch.lease)) == 0 and not extents(d)

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from test_ledger_machine import OUTCOMES, LedgerMachine
+from ledger_consumers import OUTCOMES
+from test_ledger_machine import LedgerMachine
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -37,15 +38,19 @@ def test_a_long_run_with_faults(seed: int) -> None:
         (7, lambda: bool(m.work), lambda: m.finish_reward(pick(), rng.choice(OUTCOMES))),
         (9, lambda: True, lambda: m.take_values(two(), few())),
         (9, lambda: True, lambda: m.finish_values(two(), rng.choice(OUTCOMES), rng.random() < 0.1)),
-        (6, lambda: m.batch is None, lambda: m.take_batch(rng.choice([1, 2, 2, 2]))),
-        (4, lambda: m.batch is not None, lambda: m.train(rng.random() < 0.1)),
+        (6, lambda: not m.batches, lambda: m.take_batch(rng.choice([1, 2, 2, 2]), rng.choice([0, 0, 1]))),
+        (2, lambda: 0 < len(m.batches) < 3, lambda: m.take_batch(few(), rng.choice([0, 1, 1]))),
+        (4, lambda: bool(m.batches), lambda: m.train(rng.random() < 0.1, rng.random() < 0.1)),
+        (1, lambda: bool(m.batches), lambda: m.filter_groups(pick(), rng.random() < 0.2, coin())),
+        (0.5, lambda: True, lambda: m.ask(rng.randrange(3))),
+        (0.5, lambda: True, lambda: m.choose({place: pick() for place in range(rng.randrange(6))})),
         (4, lambda: True, lambda: m.update_engine(two())),
         (2, lambda: True, lambda: m.tick(rng.choice([0.5, 2.0, 40.0]))),
         (2, lambda: bool(m.reads), lambda: m.read_no_more(pick())),
         (1, lambda: True, m.copy_to_disk),
         (1, lambda: bool(m.copied), m.copies_are_there),
         (0.6, lambda: True, lambda: m.checkpoint(coin())),
-        (0.3, lambda: m.batch is not None, lambda: m.give_batch_up(coin())),
+        (0.3, lambda: bool(m.batches), lambda: m.give_batch_up(coin())),
         (0.3, lambda: bool(m.tickets), lambda: m.give_back(pick())),
         (0.3, lambda: True, lambda: m.kill_engine(two(), coin())),
         (0.3, lambda: True, lambda: m.kill_judge(two())),
