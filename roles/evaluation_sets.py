@@ -10,6 +10,7 @@ import msgspec
 
 from relax_rt.roles.sections import DataTable, EvaluationSet, EvaluationTable, RLConfig
 from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.versions import ROOT
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MAIN = "held_out"
 """The name of the items that [data] holds out."""
+AFTER_COLD_START = "cold_start"
+"""When an evaluation is of the weights between cold start and RL."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,18 +140,20 @@ class Course:
     """How far one set has been evaluated, and when it is due again. Pure.
 
     Args:
-        last_step: of the run.
+        last_step: of the run. cold_start: whether the run has one, whose weights are evaluated as well.
     """
 
-    def __init__(self, recipe: Recipe, last_step: int) -> None:
-        self.recipe, self._last_step = recipe, last_step
+    def __init__(self, recipe: Recipe, last_step: int, *, cold_start: bool = False) -> None:
+        self.recipe, self._last_step, self._cold_start = recipe, last_step, cold_start
         self.done = -1
         self.before: dict[str, Any] | None = None
 
-    def when(self, step: int) -> str:
-        """before, during or after; empty: it is not due at this step's weights."""
+    def when(self, step: int, version: int = ROOT) -> str:
+        """before, cold_start (after it), during or after; empty: it is not due at this step's weights."""
         if self.before is None and step == 0:
             return "before"
+        if self._cold_start and step == 0 and version != ROOT:
+            return AFTER_COLD_START
         if step <= self.done:
             return ""
         if step >= self._last_step:
@@ -166,11 +171,14 @@ class Course:
         self.done = max(self.done, int(record["step"]))
         if record["when"] == "before":
             self.before = record
+        elif record["when"] == AFTER_COLD_START:
+            self._cold_start = False
 
 
 def courses(config: RLConfig, records: Iterable[dict[str, Any]]) -> dict[str, Course]:
     """Every set's course, by name, as far as `records` of evaluations say it has come."""
-    found = {recipe.name: Course(recipe, config.algorithm.steps) for recipe in recipes(config)}
+    steps, cold = config.algorithm.steps, config.cold_start.wanted
+    found = {recipe.name: Course(recipe, steps, cold_start=cold) for recipe in recipes(config)}
     for record in records:
         course = found.get(record.get("set", MAIN))
         if course is not None:

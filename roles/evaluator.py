@@ -147,7 +147,9 @@ class EvaluatorRole(Role):
             if record.changed is False:
                 for course in self.courses.values():
                     course.went_back(record.step)
-            if any(course.when(record.step) for course in self.courses.values()) and await self.follower.follow(record):
+            if any(
+                course.when(record.step, record.version) for course in self.courses.values()
+            ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
             if record.step >= self.config.algorithm.steps and await self._is_final(record):
                 return
@@ -169,7 +171,7 @@ class EvaluatorRole(Role):
     async def _evaluate_all(self, record: VersionRecord) -> None:
         """Evaluate the sets that are due at these weights, which the engine has."""
         for course in self.courses.values():
-            if when := course.when(record.step):
+            if when := course.when(record.step, record.version):
                 self.ctx.progress.waiting("")
                 await self._evaluate(course, record, when)
         self.ctx.progress.waiting("the next version to evaluate")

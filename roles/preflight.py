@@ -10,6 +10,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.cold_start.checks import preflight_cold_start
 from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.evaluation_checks import preflight_evaluation
@@ -55,6 +56,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
         *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
+        *preflight_cold_start(config, config_dir, source, tokenizer, _positions(folder)),
         *preflight_judge(config, config_dir, source.train),
     ]
 

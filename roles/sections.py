@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relax_rt.config.schema import RoleSettings, RunConfig, Seconds, Table
 from relax_rt.roles.algorithms.presets import PRESETS, Name
+from relax_rt.roles.cold_start.table import ColdStartTable
 
 from relax_rt.roles.engines.tables import ColocationTable, Mode
 from relax_rt.roles.rewards.tables import JudgeTable
@@ -429,6 +430,7 @@ class RLConfig(RunConfig):
     data: DataTable
     reward: RewardTable
     sampling: SamplingTable = SamplingTable()
+    cold_start: ColdStartTable = ColdStartTable()
     algorithm: AlgorithmTable = AlgorithmTable()
     publication: PublicationTable = PublicationTable()
     checkpoint: CheckpointTable = CheckpointTable()

@@ -152,7 +152,9 @@ class TrainerRole(Role):
             await self.ctx.ready()
             await asyncio.to_thread(self._follower.run)
             return
-        await self._resume()
+        if not await self._resume():
+            await asyncio.to_thread(self.backend.close)
+            return
         while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
             await self._one_step()
         if self._saving is not None:
@@ -175,10 +177,11 @@ class TrainerRole(Role):
         if hasattr(self, "stage"):
             self.stage.close()
 
-    async def _resume(self) -> None:
+    async def _resume(self) -> bool:
         """Start from the newest checkpoint; tell the queue, then publish these weights as a new version.
 
         The version is a re-publication of the checkpoint's: it adds nothing to any distance.
+        False: the role was asked to stop before there were any weights to publish.
         """
         from relax_rt.roles.publication.files import WeightFiles
 
@@ -195,14 +198,29 @@ class TrainerRole(Role):
         else:
             # The initial weights were published before, by an incarnation that died before its first checkpoint.
             parent = known[0].version if known else ROOT
-        await self._cold_start(found)
+        if not await self._cold_start(found):
+            return False
         version = await self._patiently(self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
         await self.queue.rollback(self.step, self.weights)
         await self.publisher.begin(self.weights)
+        return True
 
-    async def _cold_start(self, found: CheckpointState | None) -> None:
-        """What comes before the first publication. `found`: the checkpoint that the trainer goes on from."""
+    async def _cold_start(self, found: CheckpointState | None) -> bool:
+        """What comes before the first publication. False: the role was asked to stop before it was done.
+
+        Args:
+            found: the checkpoint that the trainer goes on from; what came before is done then.
+        """
+        if found is not None or not self.config.cold_start.wanted:
+            return True
+        from relax_rt.roles.cold_start.phase import ColdStart
+
+        phase = ColdStart(self.ctx, self.config, self.backend)
+        if not await phase.run():
+            return False
+        await phase.take_up(self.objective)
+        return True
 
     def _publisher(self, committed: int, files: WeightFiles | None) -> Publisher:
         from relax_rt.roles.publication.publisher import Publisher

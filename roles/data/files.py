@@ -26,19 +26,29 @@ def read_items(path: Path, setting: str) -> Iterator[RawItem]:
     Raises:
         RelaxError: the file is not there, is of another kind, or a row is wrong; with file and line.
     """
+    for where, row in read_rows(path, setting, "data.path"):
+        yield _item(where, row)
+
+
+def read_rows(path: Path, setting: str, key: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a file as they are, each with its file and line.
+
+    Args:
+        setting: what the user wrote. key: the setting that it was written for.
+
+    Raises:
+        RelaxError: the file is not there, is of another kind, or cannot be read as such.
+    """
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, near, n=1)
         hint = f"did you mean {str(path.parent / close[0])!r}?" if close else "paths are relative to the config file"
-        raise RelaxError(f"data.path = {setting!r}", why=f"there is no file {path}", hint=hint)
+        raise RelaxError(f"{key} = {setting!r}", why=f"there is no file {path}", hint=hint)
     if path.suffix == ".jsonl":
-        rows = _jsonl(path)
-    elif path.suffix == ".parquet":
-        rows = _parquet(path)
-    else:
-        raise RelaxError(f"data.path = {setting!r}", why=f"{path.suffix or 'no suffix'}", hint="use .jsonl or .parquet")
-    for where, row in rows:
-        yield _item(where, row)
+        return _jsonl(path)
+    if path.suffix == ".parquet":
+        return _parquet(path, key)
+    raise RelaxError(f"{key} = {setting!r}", why=f"{path.suffix or 'no suffix'}", hint="use .jsonl or .parquet")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -52,12 +62,12 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                     raise RelaxError(where, why=f"not a JSON object: {error}") from error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise RelaxError(f"data.path = {str(path)!r}", why=str(error), hint="pip install pyarrow") from error
+        raise RelaxError(f"{key} = {str(path)!r}", why=str(error), hint="pip install pyarrow") from error
     try:
         file = pyarrow.parquet.ParquetFile(path)
         row_number = 0
@@ -67,7 +77,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                 # A column absent from a row reads as null; to the checks it is absent.
                 yield f"{path}:row {row_number}", {key: value for key, value in row.items() if value is not None}
     except pyarrow.ArrowException as error:
-        raise RelaxError(f"data.path = {str(path)!r}", why=f"not a readable parquet file: {error}") from error
+        raise RelaxError(f"{key} = {str(path)!r}", why=f"not a readable parquet file: {error}") from error
 
 
 def _item(where: str, row: Any) -> RawItem:
@@ -87,12 +97,19 @@ def _item(where: str, row: Any) -> RawItem:
         if not isinstance(question, str) or not question.strip():
             raise RelaxError(where, why=f"`prompt` is text, not {question!r:.80}")
     else:
-        messages = _messages(where, row["messages"])
+        messages = parse_messages(where, row["messages"])
+        if messages[-1]["role"] == "assistant":
+            raise RelaxError(where, why="the last message is the assistant's, so there is nothing to generate")
         question = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
     return RawItem(question=question, answer=str(answer), metadata=metadata, where=where, messages=messages)
 
 
-def _messages(where: str, value: Any) -> list[Message]:
+def parse_messages(where: str, value: Any) -> list[Message]:
+    """A conversation of a row.
+
+    Raises:
+        RelaxError: it is not one; with `where`.
+    """
     if not isinstance(value, list) or not value:
         raise RelaxError(where, why=f"`messages` is a list of objects with role and content, not {value!r:.80}")
     for number, message in enumerate(value, 1):
@@ -100,8 +117,6 @@ def _messages(where: str, value: Any) -> list[Message]:
             raise RelaxError(where, why=f"message {number} is not an object with role and content: {message!r:.80}")
         if (role := message.get("role")) not in ROLES:
             raise RelaxError(where, why=f"message {number} has role {role!r}, not one of {', '.join(ROLES)}")
-    if value[-1]["role"] == "assistant":
-        raise RelaxError(where, why="the last message is the assistant's, so there is nothing to generate")
     return value
 
 

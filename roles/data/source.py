@@ -180,8 +180,12 @@ def conversation(raw: RawItem, template: str, system: str | None) -> list[Messag
     return messages
 
 
-def fill(template: str, raw: RawItem) -> str:
-    """The template with {question}, and any {key} of the metadata, put in; {{ and }} are braces."""
+def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
+    """The template with {question}, and any {key} of the metadata, put in; {{ and }} are braces.
+
+    Args:
+        setting: where the template stands, for errors.
+    """
     fields: dict[str, Any] = {**raw.metadata, "question": raw.question}
 
     def put(match: re.Match[str]) -> str:
@@ -192,7 +196,7 @@ def fill(template: str, raw: RawItem) -> str:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {{{close[0]}}}?" if close else "a brace itself is written {{ or }}"
             raise RelaxError(
-                f"data.template names {{{name}}}", why=f"{raw.where} has {', '.join(sorted(fields))}", hint=hint
+                f"{setting} names {{{name}}}", why=f"{raw.where} has {', '.join(sorted(fields))}", hint=hint
             )
         return str(fields[name])
 

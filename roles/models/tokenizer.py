@@ -33,14 +33,25 @@ class ChatTokenizer:
         Raises:
             RelaxError: the template refuses these messages (a role or an order it does not know).
         """
+        return self._apply(messages, opened=True)
+
+    def _apply(self, messages: Sequence[Message], *, opened: bool) -> str:
         from jinja2 import TemplateError
 
         try:
-            return str(self.raw.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            return str(self.raw.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opened))
         except TemplateError as error:
             raise RelaxError(
                 f"the chat template of {self.folder}", why=f"it refuses {messages!r:.200}: {error}"
             ) from error
+
+    def conversation(self, messages: Sequence[Message]) -> str:
+        """Answered messages as text: the template applied, and nothing opened after them.
+
+        Raises:
+            RelaxError: the template refuses these messages.
+        """
+        return self._apply(messages, opened=False)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt, the opening of the assistant's turn included."""
@@ -50,12 +61,15 @@ class ChatTokenizer:
         """`render` of many prompts, several times faster than one by one."""
         if not conversations:
             return []
-        texts = [self.text(messages) for messages in conversations]
-        return [list(ids) for ids in self.raw(texts, add_special_tokens=False)["input_ids"]]
+        return self.encode_many([self.text(messages) for messages in conversations])
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it stands: no special tokens are added."""
         return list(self.raw(text, add_special_tokens=False)["input_ids"])
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts, several times faster than one by one."""
+        return [list(ids) for ids in self.raw(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens (an EOS) left out."""
@@ -87,6 +101,13 @@ class ChatTokenizer:
                 hint="set eos_token in tokenizer_config.json",
             )
         return stops
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that closes a turn of the assistant: what the chat template puts there, else an EOS."""
+        end = self._turn_end()
+        end = self.raw.eos_token_id if end is None else end
+        return int(end) if end is not None else min(self.stop_ids)
 
     def _turn_end(self) -> int | None:
         """The special token that the chat template puts right after an assistant's words, if there is one."""

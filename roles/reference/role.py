@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
@@ -29,10 +30,10 @@ REPORT_EVERY_S = 5.0
 class ReferenceRole(Role):
     """Takes completions from the queue and puts `reference_logprobs` on them, float32 [T].
 
-    The model is the policy before its first step, or the teacher that [roles.reference] names. It never changes, so
-    that the column does not lapse, and a slot that dies costs the samples in hand, which another one gets. A sample
-    that the model cannot judge (a token outside its vocabulary, a log-probability that is not finite) fails, and is
-    made again as `on_failed_member` says.
+    The model is the policy before its first step, after a cold start, or the teacher that [roles.reference] names. It
+    never changes, so that the column does not lapse, and a slot that dies costs the samples in hand, which another one
+    gets. A sample that the model cannot judge (a token outside its vocabulary, a log-probability that is not finite)
+    fails, and is made again as `on_failed_member` says.
     """
 
     kind: ClassVar[str] = "reference"
@@ -60,8 +61,8 @@ class ReferenceRole(Role):
     async def setup(self) -> None:
         from relax_rt.transport.queue.client import QueueClient
 
-        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        await asyncio.to_thread(self._load)
+        if (folder := await asyncio.to_thread(self._folder)) is not None:
+            await self._open(folder)
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,
@@ -74,13 +75,25 @@ class ReferenceRole(Role):
             on_wait=self.ctx.progress.waiting,
         )
 
-    def _load(self) -> None:
+    def _folder(self) -> Path | None:
+        """The model's; None while it is to come: the policy after a cold start."""
+        from relax_rt.roles.cold_start.kept import finished
         from relax_rt.roles.locations import config_dir
         from relax_rt.roles.models.resolve import resolve_model
+
+        if self.settings.model is None and self.config.cold_start.wanted:
+            return finished(self.ctx.run_dir)
+        return resolve_model(self.settings.model or self.config.model.path, config_dir(self.ctx))
+
+    async def _open(self, folder: Path) -> None:
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
+        await asyncio.to_thread(self._load, folder)
+
+    def _load(self, folder: Path) -> None:
         from relax_rt.roles.reference.model import FrozenModel
 
         self.model = FrozenModel(
-            resolve_model(self.settings.model or self.config.model.path, config_dir(self.ctx)),
+            folder,
             dtype=self.settings.dtype,
             threads=self.settings.threads,
             budget=self.settings.tokens_per_micro_batch,
@@ -88,8 +101,16 @@ class ReferenceRole(Role):
         )
 
     async def run(self) -> None:
+        from relax_rt.roles.cold_start.waiting import weights_after
         from relax_rt.roles.consume import consume
 
+        if not hasattr(self, "model"):
+            # It comes after the time for a start.
+            await self.ctx.ready()
+            folder = await weights_after(self.ctx)
+            if folder is None:
+                return
+            await self._open(folder)
         try:
             await consume(self.ctx, self.queue, TASK, self.settings.batch, self._judge, "completions to judge")
         finally:

@@ -204,9 +204,11 @@ class RolloutRole(Role):
             await self.queue.close()
 
     async def _follow(self) -> None:
+        from relax_rt.roles.cold_start.waiting import wait_for_weights
         from relax_rt.roles.publication import committed_versions
 
         self.ctx.progress.waiting("the first committed weights")
+        await wait_for_weights(self.ctx)
         async for record in committed_versions(self.ctx):
             async with self.gate.inside():
                 # On its way back from the trainer's turn the engine may have got it already.
