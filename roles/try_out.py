@@ -13,14 +13,15 @@ import msgspec
 from relax_rt.config.job import TriedSample
 from relax_rt.roles.checks import settings
 from relax_rt.roles.data.items import PromptItem, RawItem
-from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings
+from relax_rt.roles.sections import EvaluatorSettings, GenrmSettings, RLConfig, RolloutSettings
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.engines.base import Completion
     from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.judge import Verdict
     from relax_rt.roles.rewards.loader import RewardFunction
-    from relax_rt.roles.rewards.scoring import Failed, Score
+    from relax_rt.roles.rewards.scoring import Failed, Request, Score
 
 TIMEOUT_S = 600.0
 MAX_ITEMS = 1024
@@ -77,16 +78,16 @@ def sample(
     if prompts:
         asked = _own(config, tokenizer, prompts)
         done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=False)
-        results = [None] * len(asked)
+        results, words = [None] * len(asked), [""] * len(asked)
     else:
         function = load_reward(config.reward.function, config_dir)
         asked = _of_the_data(config, tokenizer, items, held_out=held_out)
         done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=held_out)
-        results = _score(config, function, tokenizer, asked, done)
+        results, words = _score(config, function, tokenizer, asked, done)
     step = None if run_dir is None else int(folder.name.rpartition("-")[2])
     return [
-        _tried(config, tokenizer, one, completion, result, str(folder), step)
-        for one, completion, result in zip(asked, done, results, strict=True)
+        _tried(config, tokenizer, one, completion, result, said, str(folder), step)
+        for one, completion, result, said in zip(asked, done, results, words, strict=True)
     ]
 
 
@@ -172,10 +173,11 @@ def _score(
     tokenizer: ChatTokenizer,
     asked: Sequence[Asked],
     done: Sequence[Completion],
-) -> list[Score | Failed]:
-    """What the reward role would make of the completions."""
+) -> tuple[list[Score | Failed], list[str]]:
+    """What the reward role would make of the completions, and what a judge said of them."""
     from relax_rt.roles.preflight import verifier
     from relax_rt.roles.rewards.dry_run import offered
+    from relax_rt.roles.rewards.judge import Verdict, with_verdict
     from relax_rt.roles.rewards.scoring import Request, Scorer
 
     verify = verifier(config)
@@ -192,11 +194,53 @@ def _score(
             tokens=len(completion.tokens),
         )
         requests.append(Request(tokenizer.decode(completion.tokens), one.item.answer, info))
+    verdicts: list[Verdict | Failed] = _verdicts(config, requests) if config.reward.judge is not None else []
+    if verdicts:
+        requests = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
     scorer = Scorer(function, config.reward.timeout_s)
     try:
-        return asyncio.run(scorer.score(requests))
+        scores = asyncio.run(scorer.score(requests))
     finally:
         scorer.close()
+    if not verdicts:
+        return scores, [""] * len(scores)
+    left = iter(scores)
+    results = [next(left) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
+    return results, ["; ".join(v.words) if isinstance(v, Verdict) else "" for v in verdicts]
+
+
+def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | Failed]:
+    """The judge's verdicts, by an engine of this process."""
+    from relax_rt.roles.engines.base import GroupRequest, generate
+    from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.genrm.checks import judging_of
+
+    judging, table = judging_of(config, Path(config.config_dir)), settings(config, "genrm", GenrmSettings)
+    folder = judging.tokenizer.folder
+    try:
+        asked = [judging.questions(request) for request in requests]
+    except ValueError as error:
+        raise RelaxError("asking the judge", why=str(error)) from None
+    engine = EmbeddedEngine(folder, dtype=table.dtype, max_sequences=table.max_sequences, threads=table.threads)
+    wanted = [
+        GroupRequest(
+            id=number,
+            prompt=questions[0].prompt,
+            seeds=tuple(question.seed for question in questions),
+            temperature=judging.table.temperature,
+            max_new_tokens=judging.table.max_new_tokens,
+            stop_ids=judging.tokenizer.stop_ids,
+        )
+        for number, questions in enumerate(asked)
+    ]
+    try:
+        arrived = asyncio.run(generate(engine, wanted, timeout_s=TIMEOUT_S))
+    except RelaxError as error:
+        raise RelaxError(f"asking the judge in {folder}", why=str(error)) from None
+    return [
+        judging.verdict([arrived[number, sample].tokens for sample in range(judging.table.samples)])
+        for number in range(len(requests))
+    ]
 
 
 def _tried(
@@ -205,6 +249,7 @@ def _tried(
     one: Asked,
     completion: Completion,
     result: Score | Failed | None,
+    said: str,
     model: str,
     step: int | None,
 ) -> TriedSample:
@@ -214,6 +259,9 @@ def _tried(
     scored = result if isinstance(result, Score) else None
     unscored = "no answer is known for it" if result is None else result.reason if isinstance(result, Failed) else ""
     cut = completion.finish_reason == "length" and config.algorithm.truncated != "none"
+    notes = [f'the trainer applies algorithm.truncated = "{config.algorithm.truncated}"'] if cut else []
+    if said:
+        notes.append(f"the judge said {said!r}")
     return TriedSample(
         model=model,
         step=step,
@@ -233,5 +281,5 @@ def _tried(
         reward=scored.total if scored else None,
         rewards=scored.components if scored else {},
         unscored=unscored,
-        note=f'the trainer applies algorithm.truncated = "{config.algorithm.truncated}"' if cut else "",
+        note="; ".join(note for note in notes if note),
     )

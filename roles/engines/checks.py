@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from relax_rt.config.problems import Problem
 from relax_rt.nodes.api import HEAD
 from relax_rt.roles.engines.tables import SHARING
-from relax_rt.roles.sections import EngineSettings, RLConfig, RolloutSettings, ShardedSettings, TrainerSettings
+from relax_rt.roles.sections import EngineSettings, RLConfig, RolloutSettings, ShardedSettings
 
 
 def check_mode(config: RLConfig) -> Iterator[Problem]:
@@ -34,22 +34,23 @@ def _ways(config: RLConfig) -> Iterator[Problem]:
     if config.publication.carrier == "collective":
         message = f'carrier = "collective" with mode = "{mode}": engines have no memory when versions are published'
         yield Problem(("publication", "carrier"), message, 'use carrier = "auto"')
-    trainer = config.roles.get("trainer")
-    limit_s = config.colocation.give_way_s
-    if isinstance(trainer, TrainerSettings) and config.algorithm.over_provision and mode == "colocate":
+    if config.algorithm.streaming:
+        message = f'streaming with mode = "{mode}": the trainer has the device only when the batch is there'
+        yield Problem(("algorithm", "streaming"), message, "leave it out")
+    if config.algorithm.over_provision and mode == "colocate":
         message = 'over_provision with mode = "colocate": there is nothing else to do while the longest sequences end'
         yield Problem(("algorithm", "over_provision"), message, 'leave it out, or set mode = "hybrid"')
-    rollout = config.roles.get("rollout")
-    if (
-        isinstance(rollout, RolloutSettings)
-        and rollout.engine == "sglang"
-        and limit_s < rollout.sglang.update_timeout_s
-    ):
+    rollout, limit_s = config.roles.get("rollout"), config.colocation.give_way_s
+    if isinstance(rollout, RolloutSettings) and rollout.engine == "sglang" and limit_s < _slowest(rollout):
         message = (
-            f"give_way_s = {limit_s:g} is below roles.rollout.sglang.update_timeout_s = "
-            f"{rollout.sglang.update_timeout_s:g}: a server that is merely slow would be given up"
+            f"give_way_s = {limit_s:g} is below roles.rollout.sglang.update_timeout_s = {_slowest(rollout):g}: "
+            "a server that is merely slow would be given up"
         )
         yield Problem(("colocation", "give_way_s"), message, "raise it")
+
+
+def _slowest(rollout: RolloutSettings) -> float:
+    return rollout.sglang.update_timeout_s
 
 
 def _places(config: RLConfig) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ Two rules keep both from having the device at once, whoever dies and whatever ca
 
 - An engine takes memory on the trainer's word, which counts as taken from when it is given; or when the registry shows
   that no trainer can be in its turn (`nobody_trains`).
-- The trainer begins when all engines of a list that the registry gave after the trainer wanted the device, and that has
-  the trainer's own address in it, have told *this* incarnation of the trainer that they hold nothing. Whoever enters the
-  registry later sees the address, and asks.
+- The trainer begins when all engines of a list that the registry gave after the trainer wanted the device, and that
+  has the trainer's own address in it, have told *this* incarnation of the trainer that they hold nothing. Whoever
+  enters the registry later sees the address, and asks.
 """
 
 from __future__ import annotations

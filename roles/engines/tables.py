@@ -14,7 +14,7 @@ SHARING: frozenset[Mode] = frozenset({"colocate", "hybrid"})
 class ColocationTable(Table):
     """How long engines may take over turns, with mode = "colocate" or "hybrid"."""
 
-    give_way_s: Seconds = 60.0
+    give_way_s: Seconds = 150.0
     """To end what is in flight, tokens kept, and to give memory back. An engine that takes longer ends and is started
     again."""
     take_back_s: Seconds = 180.0

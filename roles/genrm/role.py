@@ -37,8 +37,8 @@ def judge_folder(config: RLConfig, config_dir: Path) -> Path:
 
 
 class GenrmRole(Role):
-    """Its slots are a pool behind the reward workers' routers: when one dies, what it had begun goes on in another, with
-    its tokens, or waits for its successor. Its weights are its own unless `follow` is set."""
+    """Its slots are a pool behind the reward workers' routers: when one dies, what it had begun goes on in another,
+    with its tokens, or waits for its successor. Its weights are its own unless `follow` is set."""
 
     kind: ClassVar[str] = "genrm"
     tier: ClassVar[int] = 40

@@ -168,10 +168,8 @@ class World:
 
     def step(self) -> None:
         self.now += 0.1
-        self.random.choice(
-            [self.ask, self.ask, self.arrive, self.arrive, self.answer, self.answer, self.leave, self.leave]
-            + [self.look, self.want, self.list, self.list, self.done, self.announce, self.deaths, self.again]
-        )()
+        often = (self.ask, self.arrive, self.answer, self.leave, self.list)
+        self.random.choice([*often, *often, self.look, self.want, self.done, self.announce, self.deaths, self.again])()
 
     def one(self) -> Engine | None:
         return self.random.choice([*self.engines.values(), None])

@@ -1,0 +1,139 @@
+"""Engines and trainer in turns on one device: real processes, real model, killed in each other's turn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import TinyRun, steps_that_count
+
+from relax_rt.roles.models.resolve import resolve_model
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+MEMORY = {"roles.rollout.max_sequences": 512}
+"""A cache that is large beside all else that a rollout holds."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    resolve_model("package:tiny", Path())
+    made: list[TinyRun] = []
+
+    def begin(mode: str, staleness: int, **overrides: Any) -> TinyRun:
+        given = {
+            "algorithm.mode": f'"{mode}"',
+            "algorithm.max_staleness": staleness,
+            "evaluation.items": 128,
+            "checkpoint.every_steps": 4,
+            **MEMORY,
+            **overrides,
+        }
+        made.append(TinyRun(tmp_path / "run", **given).start())
+        return made[-1]
+
+    yield begin
+    for run in made:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+
+
+def private_mib(pid: int) -> float:
+    """Resident memory of a process that nobody shares, MiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+def turns_of(run: TinyRun) -> tuple[int, int]:
+    """Turns begun and ended by the trainer."""
+    return len(run.events("device_taken")), len(run.events("device_given_back"))
+
+
+def kill_in_turn(run: TinyRun, slot: str, *, trainers: bool) -> None:
+    """SIGKILL a slot while the device is the trainer's, or the engines'."""
+    run.until(f"{slot} to be ready", lambda: run.slot(slot).get("state") == "ready")
+    pid = run.slot(slot)["pid"]
+
+    def its_turn() -> bool:
+        begun, ended = turns_of(run)
+        return begun > 2 and (begun > ended) == trainers
+
+    deadline = time.monotonic() + 120
+    while not its_turn():
+        assert time.monotonic() < deadline and run.process.poll() is None, run.text()
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    run.until(f"{slot} to be back", lambda: (s := run.slot(slot)).get("state") == "ready" and s["pid"] != pid)
+
+
+def check_account(run: TinyRun, steps: int) -> None:
+    """Every step once, no sample twice, and never both at work on the device."""
+    path = steps_that_count(run.records("step"))
+    assert sorted(path) == list(range(1, steps + 1))
+    keys = [key for record in path.values() for key in record["keys"]]
+    assert len(set(keys)) == len(keys) == 64 * steps
+    assert not run.events("engine_out_of_turn"), "an engine did not give way"
+
+
+def test_engines_give_their_memory_back_for_the_trainers_turn_and_it_learns(start: Any) -> None:
+    steps = 30
+    run = start("colocate", 0, **{"algorithm.steps": steps, "evaluation.items": 256})
+    assert run.wait() == 0, run.text()
+    check_account(run, steps)
+    assert {s for record in run.records("step") for s in record["staleness"]} == {0}
+    assert turns_of(run) == (steps, steps)
+    released = run.events("engine_memory")
+    assert len(released) == steps
+    freed = [one["before_mib"] - one["resident_mib"] for one in released]
+    cache_mib = 50
+    assert min(freed) > cache_mib, f"memory did not fall: {freed}"
+    assert len(run.events("device_resumed")) >= steps - 1
+    before, *_, after = [record["exact"] for record in run.records("evaluation")]
+    assert after > before + 0.1, "nothing was learnt"
+
+
+def test_a_run_goes_on_whoever_is_killed_in_whosever_turn(start: Any) -> None:
+    steps = 60
+    run = start("colocate", 0, **{"algorithm.steps": steps, "roles.rollout.count": 2, "evaluation.items": 16})
+    kill_in_turn(run, "rollout/0", trainers=True)
+    kill_in_turn(run, "trainer/0", trainers=True)
+    kill_in_turn(run, "rollout/1", trainers=False)
+    kill_in_turn(run, "trainer/0", trainers=False)
+    assert run.last_step() < steps, "all of it was to happen while the run goes on"
+    assert run.wait() == 0, run.text()
+    check_account(run, steps)
+    killed = [e["slot"] for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"]
+    assert sorted(killed) == ["rollout/0", "rollout/1", "trainer/0", "trainer/0"]
+
+
+def test_hybrid_keeps_the_tokens_of_what_is_in_flight_when_a_batch_is_there(start: Any) -> None:
+    steps = 12
+    run = start(
+        "hybrid",
+        1,
+        **{
+            "algorithm.steps": steps,
+            "sampling.max_new_tokens": 160,
+            "reward.function": '"relax_rt.roles.rewards.builtin:lenient_integer"',
+            "sampling.temperature": 5.0,
+            "roles.rollout.groups_in_flight": 12,
+            "evaluation.items": 8,
+            "queue.capacity_mib": 64,
+        },
+    )
+    kill_in_turn(run, "rollout/0", trainers=True)
+    assert run.wait() == 0, run.text()
+    check_account(run, steps)
+    gone_on = run.events("group_gone_on_with")
+    assert any(tokens for event in gone_on for tokens in event["tokens"]), "nothing was gone on with"
+    records = run.records("step")
+    assert max(s for record in records for s in record["staleness"]) == 1
+    both = [versions for record in records for versions in record["versions"] if len(versions) > 1]
+    assert both, "no sample has tokens of before and after a turn"

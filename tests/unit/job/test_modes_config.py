@@ -1,0 +1,136 @@
+"""algorithm.mode and [reward.judge]: pairs that cannot work are refused with the reason, before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors, Problem
+from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.sections import RLConfig
+
+ROLES_TOML = """
+[run]
+name = "r"
+dir = "{dir}/run"
+[model]
+path = "model"
+[data]
+task = "chain_sum"
+size = 300
+options = {{ min_terms = 2, max_terms = 2 }}
+[reward]
+function = "relax_rt.roles.rewards.builtin:integer"
+[sampling]
+max_new_tokens = 8
+[evaluation]
+items = 8
+"""
+JUDGE = ('reward.judge.prompt="{completion} or {answer}?"', "roles.genrm.count=1", 'reward.function="genrm"')
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    tiny_model(len(tokenizer), seed=0).save_pretrained(folder / "model")
+    (folder / "mine.py").write_text(
+        "def deaf(completion, answer):\n    return 1.0\n\n\n"
+        "def both(completion, answer, verdict):\n    return {'verdict': verdict, 'short': -0.01 * len(completion)}\n"
+    )
+    path = folder / "roles.toml"
+    path.write_text(ROLES_TOML.format(dir=folder))
+    return path
+
+
+def problems(toml: Path, *overrides: str, preflight: bool = False) -> dict[str, Problem]:
+    try:
+        load_config(toml, overrides, preflight=preflight)
+    except ConfigErrors as error:
+        return {".".join(map(str, p.path)): p for p in error.problems}
+    return {}
+
+
+def test_today_s_mode_is_the_default(toml: Path) -> None:
+    config = load_config(toml, ())
+    assert isinstance(config, RLConfig) and config.algorithm.mode == "asynchronous"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ('algorithm.mode="colocate"', "algorithm.max_staleness=0"),
+        ('algorithm.mode="hybrid"', "algorithm.max_staleness=1", "algorithm.over_provision=2"),
+        (
+            'algorithm.mode="hybrid"', "algorithm.max_staleness=2",
+            "roles.trainer.gpus=0.4", "roles.rollout.gpus=0.3", "roles.rollout.count=2",
+        ),
+    ],
+)  # fmt: skip
+def test_modes_with_a_staleness_and_a_place_that_go_with_them(toml: Path, overrides: tuple[str, ...]) -> None:
+    assert problems(toml, *overrides) == {}
+
+
+COLOCATE = ('algorithm.mode="colocate"', "algorithm.max_staleness=0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (('algorithm.mode="colocate"',), "algorithm.max_staleness", "a batch is finished before"),
+        (
+            ('algorithm.mode="hybrid"', "algorithm.max_staleness=0"),
+            "algorithm.max_staleness",
+            "nothing may be in flight",
+        ),
+        (('algorithm.mode="colocated"',), "algorithm.mode", "is not one of"),
+        (("colocation.give_way_s=5",), "colocation", "engines that share"),
+        ((*COLOCATE, "algorithm.over_provision=1"), "algorithm.over_provision", "longest sequences"),
+        ((*COLOCATE, "algorithm.streaming=true"), "algorithm.streaming", "when the batch is there"),
+        ((*COLOCATE, "roles.trainer.gpus=1", "roles.rollout.gpus=1"), "roles.trainer.gpus", "different ones"),
+        ((*COLOCATE, "roles.rollout.gpus=0.5"), "roles.rollout.gpus", "the trainer none"),
+        ((*COLOCATE, "roles.trainer.gpus=0.6", "roles.rollout.gpus=0.5"), "roles.rollout.gpus", "add up to 1.1"),
+        ((*COLOCATE, 'supervision.nodes.listen="127.0.0.1:0"'), "roles.rollout.node", "may be started on others"),
+        (
+            (*COLOCATE, 'roles.rollout.engine="sglang"', "colocation.give_way_s=10"),
+            "colocation.give_way_s",
+            "merely slow",
+        ),
+        (("roles.genrm.count=1",), "roles.genrm", "nobody asks"),
+        (('reward.function="genrm"',), "reward.function", r"there is no \[reward.judge\]"),
+        (JUDGE[:1], "reward.judge", "nobody answers"),
+        ((*JUDGE, "roles.genrm.count=0"), "roles.genrm.count", "nobody answers"),
+        ((*JUDGE, 'reward.judge.prompt="{answer}?"'), "reward.judge.prompt", "the same for all"),
+        ((*JUDGE, 'reward.judge.prompt="{completion!r}"'), "reward.judge.prompt", "plain field"),
+        ((*JUDGE, 'reward.judge.pattern="("'), "reward.judge.pattern", "no regular expression"),
+        ((*JUDGE, 'reward.judge.pattern="x*"'), "reward.judge.pattern", "matches nothing"),
+        ((*JUDGE, "reward.judge.lowest=1"), "reward.judge.highest", "not below"),
+        ((*JUDGE, "reward.judge.words={yes=2}"), "reward.judge.words", "from 0 to 1"),
+        ((*JUDGE, "reward.judge.samples=4"), "reward.judge.samples", "4 times the same"),
+        ((*JUDGE, "roles.genrm.follow=true", 'roles.genrm.model="model"'), "roles.genrm.follow", "another model"),
+        ((*JUDGE, "roles.genrm.follow=true", 'roles.genrm.dtype="float32"'), "roles.genrm.dtype", "in one dtype"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_its_key(toml: Path, overrides: tuple[str, ...], key: str, words: str) -> None:
+    found = problems(toml, *overrides)
+    assert key in found
+    assert re.search(words, found[key].message), found[key].message
+
+
+def test_a_judge_is_tried_out_before_a_run(toml: Path) -> None:
+    assert problems(toml, *JUDGE, preflight=True) == {}
+    assert problems(toml, *JUDGE[:2], 'reward.function="mine.py:both"', preflight=True) == {}
+    deaf = problems(toml, *JUDGE[:2], 'reward.function="mine.py:deaf"', preflight=True)
+    assert "takes no `verdict`" in deaf["reward.function"].message
+    nobody = problems(toml, *JUDGE, 'roles.genrm.model="modle"', preflight=True)
+    assert "did you mean" in nobody["roles.genrm.model"].hint
+    unknown = problems(toml, *JUDGE, 'reward.judge.prompt="{completion} {colour}"', preflight=True)
+    assert "{colour}" in unknown["reward.judge.prompt"].message
+    long = problems(toml, *JUDGE, "reward.judge.max_new_tokens=500", preflight=True)
+    assert "its context is 512" in long["reward.judge.max_new_tokens"].message
