@@ -14,7 +14,7 @@ from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.models.cache import cache_dir
-from relax_rt.roles.publication_checks import communicator_of
+from relax_rt.roles.publication_checks import communicator_of, wire_of
 from relax_rt.roles.sections import (
     EngineSettings,
     EvaluatorSettings,
@@ -100,10 +100,17 @@ def delta_bytes(config: RLConfig) -> int:
     return int(2 * DELTA_PART * published_bytes(config)) if config.publication.delta else 0
 
 
+def wire_bytes(config: RLConfig) -> int:
+    """Shared memory of versions in fewer bits at most: the committed one, and one that is written."""
+    published = settings(config, "rollout", RolloutSettings).dtype
+    wire = wire_of(config.publication.wire_dtype, published)
+    return 0 if wire is None else 2 * published_bytes(config) * (1 if wire != "bfloat16" else 2) // BYTES[published]
+
+
 def stage_bytes(config: RLConfig) -> int:
     """Shared memory of the weight stage, its deltas and of engines' own copies at most."""
     copies = server_copies(config) + received_copies(config)
-    return (STAGE_BUFFERS + copies) * published_bytes(config) + delta_bytes(config) + MIB
+    return (STAGE_BUFFERS + copies) * published_bytes(config) + delta_bytes(config) + wire_bytes(config) + MIB
 
 
 def plan(config: RLConfig) -> list[PlanLine]:
@@ -238,7 +245,8 @@ def _shared_memory(config: RLConfig) -> list[PlanLine]:
             f"up to {STAGE_BUFFERS} buffers of {_mib(published_bytes(config))}"
             + (f", and {copies} for servers" if (copies := server_copies(config)) else "")
             + (f", and {received} to receive broadcasts" if (received := received_copies(config)) else "")
-            + (f", and {_mib(deltas)} for deltas" if (deltas := delta_bytes(config)) else ""),
+            + (f", and {_mib(deltas)} for deltas" if (deltas := delta_bytes(config)) else "")
+            + (f", and {_mib(narrow)} in fewer bits" if (narrow := wire_bytes(config)) else ""),
         ),
         PlanLine(
             section, "together", _mib(config.queue.capacity_mib * MIB + stage), f"{_mib(free)} are free in /dev/shm"

@@ -34,6 +34,13 @@ def _rollout_node(config: RLConfig) -> str | None:
     return table.node if isinstance(table, RolloutSettings) else None
 
 
+def wire_of(named: str | None, published: str) -> Literal["bfloat16", "float8_e4m3fn"] | None:
+    """What versions of this dtype are rounded to for the wire; None: they go as they are."""
+    if named == "float8":
+        return "float8_e4m3fn"
+    return "bfloat16" if named == "bfloat16" and published == "float32" else None
+
+
 def check_publication(config: RLConfig) -> Iterator[Problem]:
     """What shows without looking at the machine."""
     table, several = config.publication, bool(config.supervision.nodes.listen)
@@ -49,7 +56,16 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
     if table.carrier not in ("auto", "directory") and table.directory is not None:
         message = f'carrier = "{table.carrier}": publication.directory has no effect'
         yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
+    yield from _wire(config)
     yield from _broadcasts(config)
+
+
+def _wire(config: RLConfig) -> Iterator[Problem]:
+    """Nothing is gained by sending more bits than there are."""
+    table = config.roles.get("rollout")
+    if config.publication.wire_dtype == "float32" and isinstance(table, RolloutSettings) and table.dtype != "float32":
+        message = f'wire_dtype = "float32" is wider than what is published (roles.rollout.dtype = "{table.dtype}")'
+        yield Problem(("publication", "wire_dtype"), message, "leave it out")
 
 
 def _broadcasts(config: RLConfig) -> Iterator[Problem]:

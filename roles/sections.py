@@ -166,6 +166,10 @@ class PublicationTable(Table):
     GPUs."""
     broadcast_timeout_s: Seconds = 20.0
     """For one broadcast; an engine that has not got it by then takes the version from the stage."""
+    wire_dtype: Literal["float32", "bfloat16", "float8"] | None = None
+    """What weights are rounded to for their way, so that a stream or broadcast sends fewer bytes. The version is what
+    arrives: all engines have the same. float8: matrices, with a scale each; the rest goes as it is. Unset: the engines'
+    dtype."""
     directory: str | None = None
     """A folder that all nodes see, where each version is put as safetensors files too, in a folder of the run's;
     relative to the config file. Only the newest stays."""

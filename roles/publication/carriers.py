@@ -82,7 +82,7 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
         found = first(record, holds)
         if offers:
             try:
-                receiver.offer(found.manifest.layout.nbytes)
+                receiver.offer(found.manifest.sent_bytes)
             except (RelaxError, OSError) as error:
                 offers = False
                 ctx.event("broadcasts_off", communicator="", why=str(error))

@@ -15,6 +15,7 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.publication.machine import Late, Lost, Publication, Report, Settled
 from relax_rt.roles.publication.spread import Spreader
+from relax_rt.roles.publication_checks import wire_of
 from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import TrainerBackend
 from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, RelaxError, Unreachable
@@ -171,6 +172,7 @@ class Publisher:
         facts: dict[str, float | int] = {
             "bytes": staged.manifest.layout.nbytes,
             "delta_bytes": staged.delta_bytes,
+            "wire_bytes": staged.manifest.wire_bytes,
             "export_s": round(staged.export_s, 4),
             "stage_s": round(staged.stage_s, 4),
         }
@@ -235,16 +237,26 @@ class Publisher:
         return Staged(manifest, delta_bytes, copied - began, time.monotonic() - began)
 
     def _sealed(self, version: int, layout: Layout, file: str, view: memoryview) -> Manifest:
-        """Seal the copy; a shared memory that is full is waited for with the copy in it."""
+        """Seal the copy, rounded to what is sent; a shared memory that is full is waited for with the copy in it."""
+        narrow = self._narrowed(layout, view)
         deadline = time.monotonic() + STAGE_WAIT_S
         while True:
             try:
-                return self._stage.seal(version, layout, file, view)
+                return self._stage.seal(version, layout, file, view, narrow)
             except OutOfSpace as error:
                 if self._closing or time.monotonic() > deadline:
                     raise
                 self._doing = str(error)
                 time.sleep(STAGE_RETRY_S)
+
+    def _narrowed(self, layout: Layout, view: memoryview) -> bytes:
+        """The version as it is sent, in fewer bits; from here on `view` holds what will arrive. Empty: as it is."""
+        wire = wire_of(self._table.wire_dtype, self._dtype)
+        if wire is None:
+            return b""
+        from relax_rt.transport.weights.payloads import wire_version
+
+        return wire_version(layout, view, wire)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """A call of the registry that waits out its absence: the step must not be lost for it."""

@@ -83,7 +83,7 @@ class Spreader:
             return
         with suppress(OSError):
             self._taken = await asyncio.to_thread(
-                self._offers.take, manifest.version, manifest.digest, manifest.layout.nbytes, self._timeout_s
+                self._offers.take, manifest.version, manifest.digest, manifest.sent_bytes, self._timeout_s
             )
             self._manifest = manifest
 
@@ -162,7 +162,7 @@ class Spreader:
             "weights_broadcast",
             version=manifest.version,
             communicator=self._kind,
-            bytes=manifest.layout.nbytes,
+            bytes=manifest.sent_bytes,
             engines=sorted(set(taken.offers) - set(lost)),
             lost=lost,
             why=error,

@@ -7,6 +7,7 @@ from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_slices, total_digest
 
 MAX_WEIGHT_BYTES = 1 << 44
+MAX_WIRE_HEADER_BYTES = 64 << 20
 
 
 def check_manifest(manifest: Manifest, record: VersionRecord, what: str) -> None:
@@ -21,6 +22,8 @@ def check_manifest(manifest: Manifest, record: VersionRecord, what: str) -> None
         raise Corrupt(what, why=f"committed with digest {record.digest}, here is {manifest.digest}")
     if not 0 < manifest.layout.nbytes <= MAX_WEIGHT_BYTES:
         raise Corrupt(what, why=f"it has {manifest.layout.nbytes} bytes")
+    if not 0 <= manifest.wire_bytes <= manifest.layout.nbytes + MAX_WIRE_HEADER_BYTES:
+        raise Corrupt(what, why=f"in fewer bits it has {manifest.wire_bytes} bytes of {manifest.layout.nbytes}")
     if len(manifest.buckets) != len(bucket_slices(manifest.layout.nbytes)):
         raise Corrupt(what, why=f"{len(manifest.buckets)} digests are not those of {manifest.layout.nbytes} bytes")
     if total_digest(manifest.buckets) != manifest.digest:

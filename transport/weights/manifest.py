@@ -40,6 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
         layout, buckets, digest: of the whole version's weights, whatever the payload is.
         payload: full: `file` holds the weights; delta: what changed since version `base`; lora: adapters only.
         base: the version that must be there before a delta is applied to it; base_digest: that version's digest.
+        wire_bytes: of the same version in fewer bits, which lies beside it for carriers that send it; 0: there is none.
     """
 
     version: int
@@ -51,6 +52,12 @@ class Manifest(msgspec.Struct, frozen=True):
     payload: Payload = "full"
     base: int = 0
     base_digest: str = ""
+    wire_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a broadcast of it sends."""
+        return self.wire_bytes or self.layout.nbytes
 
 
 def layout_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Layout:

@@ -20,7 +20,7 @@ import msgspec
 from relax_rt.transport.errors import Corrupt, Gone
 from relax_rt.transport.payload.server import PayloadServer
 from relax_rt.transport.weights.manifest import Manifest
-from relax_rt.transport.weights.stage import pinned, read_manifest
+from relax_rt.transport.weights.stage import narrow, pinned, read_manifest
 from relax_rt.transport.zmq_keys import CurveKeys
 
 MANIFEST_HEAD = struct.Struct("<8sQ")
@@ -28,7 +28,7 @@ MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
 IDLE_S = 5.0
-_NAME = re.compile(r"(manifest|weights)-(\d{1,18})-([0-9a-f]{0,64})")
+_NAME = re.compile(r"(manifest|weights|wire)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
 def manifest_name(version: int, digest: str) -> str:
@@ -39,6 +39,11 @@ def manifest_name(version: int, digest: str) -> str:
 def weights_name(version: int, digest: str) -> str:
     """Under which a version's flat buffer is served."""
     return f"weights-{version}-{digest}"
+
+
+def wire_name(version: int, digest: str) -> str:
+    """Under which a version in fewer bits is served, where its manifest says that there is one."""
+    return f"wire-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
@@ -74,7 +79,7 @@ class StagedVersions:
         if found is None:
             raise Corrupt(f"{name[:64]!r} on the weight stage", why="that is no name of a version")
         version, digest = int(found[2]), found[3]
-        whole = self._weights(name, version, digest) if found[1] == "weights" else self._text(name, version, digest)
+        whole = self._text(name, version, digest) if found[1] == "manifest" else self._bytes(name, version, digest)
         if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
             raise Corrupt(f"{name} on the weight stage", why=f"bytes {offset} to {offset + nbytes} of {len(whole)}")
         return whole[offset : offset + nbytes]
@@ -90,16 +95,19 @@ class StagedVersions:
         for name in list(self._pins):
             self._let_go(name)
 
-    def _weights(self, name: str, version: int, digest: str) -> memoryview:
+    def _bytes(self, name: str, version: int, digest: str) -> memoryview:
         if name not in self._pins:
             manifest = self._read(version, digest)
             while len(self._pins) >= MAX_PINNED:
                 self._let_go(next(iter(self._pins)))
-            stack = contextlib.ExitStack()
-            try:
-                view = stack.enter_context(pinned(self._folder, manifest))
-            except OSError as error:
-                raise Gone(f"weights of policy version {version}", why=str(error)) from error
+            with contextlib.ExitStack() as entering:
+                try:
+                    view = entering.enter_context(pinned(self._folder, manifest))
+                    if name.startswith("wire"):
+                        view = entering.enter_context(narrow(self._folder, manifest))
+                except OSError as error:
+                    raise Gone(f"weights of policy version {version}", why=str(error)) from error
+                stack = entering.pop_all()
             self._pins[name] = _Pinned(view, stack)
         self._used[name] = self._clock()
         self._pins.move_to_end(name)

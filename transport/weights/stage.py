@@ -40,6 +40,11 @@ def _delta_file(version: int) -> str:
     return f"d{version:08d}.bin"
 
 
+def wire_file(version: int) -> str:
+    """Where a version lies in fewer bits, if its manifest says that it does."""
+    return f"x{version:08d}.bin"
+
+
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -116,17 +121,32 @@ class WeightStage:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def seal(self, version: int, layout: Layout, file: str, data: memoryview) -> Manifest:
+    def seal(self, version: int, layout: Layout, file: str, data: memoryview, wire: bytes = b"") -> Manifest:
         """Digest the written buffer and put its manifest on the stage (call it inside `writing`).
+
+        Args:
+            wire: the same version in fewer bits, see payloads.wire_version; it is put beside it.
 
         Raises:
             OutOfSpace: there is no room for the manifest; the buffer is as it was, and may be sealed again.
         """
         self._fence()
+        if wire:
+            self._put_wire(version, wire)
         buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
-        manifest = Manifest(version, self.epoch, file, layout, buckets, total_digest(buckets))
+        manifest = Manifest(version, self.epoch, file, layout, buckets, total_digest(buckets), wire_bytes=len(wire))
         self._put(_manifest_path(self.folder, version), manifest)
         return manifest
+
+    def _put_wire(self, version: int, wire: bytes) -> None:
+        path = self.folder / wire_file(version)
+        try:
+            with open(path, "wb", opener=_private) as file:
+                file.write(wire)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise _no_room(f"policy version {version} in fewer bits in {self.folder}", error) from error
 
     def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest | None:
         """Put what changed since version `base` beside the sealed version (call it inside `writing`).
@@ -171,7 +191,7 @@ class WeightStage:
 
     def retire(self, committed: int) -> None:
         """Remove the manifests of the versions before the committed one, and deltas to them; buffers may be reused."""
-        for path in [*self.folder.glob("v*.json"), *self._deltas()]:
+        for path in [*self.folder.glob("v*.json"), *self.folder.glob("x*.bin"), *self._deltas()]:
             if _number(path) < committed:
                 path.unlink(missing_ok=True)
 
@@ -312,6 +332,30 @@ def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
                 mapping.close()
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def narrow(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
+    """A staged version in fewer bits, read-only.
+
+    Raises:
+        Gone: it was retired meanwhile, or there is none.
+    """
+    what = f"policy version {manifest.version} in fewer bits"
+    if not manifest.wire_bytes:
+        raise Gone(what, why="it is not staged so")
+    try:
+        with (folder / wire_file(manifest.version)).open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), manifest.wire_bytes, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise Gone(what, why=str(error)) from error
+    view = memoryview(mapping)
+    try:
+        yield view
+    finally:
+        with suppress(BufferError):  # who still reads it keeps it
+            view.release()
+            mapping.close()
 
 
 def copy_verified(manifest: Manifest, source: memoryview, into: memoryview) -> None:

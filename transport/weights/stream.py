@@ -27,6 +27,7 @@ from relax_rt.transport.errors import (
     Gone,
     OutOfSpace,
     ProtocolError,
+    Refused,
     RelaxError,
     StaleEpoch,
     Unreachable,
@@ -44,6 +45,7 @@ from relax_rt.transport.weights.served import (
     MAX_MANIFEST_BYTES,
     manifest_name,
     weights_name,
+    wire_name,
 )
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
@@ -177,6 +179,8 @@ class StageMirror:
             try:
                 with stage.writing(manifest.layout, keep) as (file, view):
                     try:
+                        if manifest.wire_bytes:
+                            _widen(reader, manifest, view)
                         reader.weights(manifest, view)
                         stage.seal(manifest.version, manifest.layout, file, view)
                     finally:
@@ -225,6 +229,17 @@ class _Reader:
         """Fill `into` with the bytes of `name` from `offset` on."""
         for _ in self._bring({(offset, len(into)): into}, name):
             pass
+
+    def whole(self, name: str, into: memoryview) -> None:
+        """Fill `into` with all the bytes of `name`."""
+        places = {(p.start, p.stop - p.start): into[p] for p in bucket_slices(len(into))}
+        for _ in self._bring(places, name):
+            pass
+
+    def start_over(self) -> None:
+        """Forget what was asked for and is still to come."""
+        self._hang_up()
+        self._arrived.clear()
 
     def weights(self, manifest: Manifest, into: memoryview) -> None:
         """Fill `into` with a version, bucket by bucket; those that lie there already are left."""
@@ -349,6 +364,23 @@ class _Reader:
             for link in self._peer.links:
                 self._end(link)
         self._peer = None
+
+
+def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
+    """Fill `into` from the version in fewer bits, where most of it is not there yet. What is not right afterwards is
+    fetched as it is."""
+    parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
+    missing = sum(part.stop - part.start for part, digest in parts if bucket_digest(into[part]) != digest)
+    if missing <= manifest.wire_bytes:
+        return
+    from relax_rt.transport.weights.payloads import decode_wire  # imports torch
+
+    narrow = bytearray(manifest.wire_bytes)
+    try:
+        reader.whole(wire_name(manifest.version, manifest.digest), memoryview(narrow))
+        decode_wire(memoryview(narrow), manifest.layout, into)
+    except (Gone, Corrupt, Refused):
+        reader.start_over()
 
 
 def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:

@@ -280,6 +280,8 @@ CHECKED: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"carrier": "collective", "broadcast_timeout_s": 60}, "", None, "no time to take the version from the stage"),
     ({"carrier": "collective", "communicator": "nccl"}, "", None, "roles.rollout has none (gpus = 0)"),
     ({"communicator": "gloo"}, "", None, 'no effect with carrier = "auto"'),
+    ({"wire_dtype": "float8"}, "", None, ""),
+    ({"wire_dtype": "float32"}, "", None, "wider than what is published"),
 ]
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from weight_versions import LAYOUT, fill, version_of
 
@@ -16,7 +17,7 @@ from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.collective.carrier import BroadcastSource, HostPlace
 from relax_rt.transport.weights.collective.communicator import HostMemory
 from relax_rt.transport.weights.collective.offers import Offers, Receiver, Taken, read_served
-from relax_rt.transport.weights.manifest import Manifest
+from relax_rt.transport.weights.manifest import Manifest, layout_of
 
 NBYTES = LAYOUT.nbytes
 
@@ -180,3 +181,36 @@ def test_what_cannot_be_read_or_made_is_passed_over(tmp_path: Path) -> None:
         full.offer(1 << 60)
     assert take(tmp_path, record) is None and not full.wait(record)
     assert Offers(tmp_path / "none").take(1, "d", 1, 1.0) is None
+
+
+def narrow_version() -> tuple[bytearray, bytes, VersionRecord, Manifest]:
+    """A version that is sent as float8: what arrives, and what is sent of it."""
+    torch = pytest.importorskip("torch")
+    from relax_rt.transport.weights.payloads import wire_version
+
+    layout = layout_of([("w", "float32", (64, 32), 64 * 32 * 4), ("norm", "float32", (32,), 128)])
+    data = bytearray(layout.nbytes)
+    torch.frombuffer(data, dtype=torch.float32).copy_(torch.linspace(-3, 5, layout.nbytes // 4))
+    sent = wire_version(layout, memoryview(data), "float8_e4m3fn")
+    record, manifest = version_of(data, layout)
+    return data, sent, record, msgspec.structs.replace(manifest, wire_bytes=len(sent))
+
+
+def test_a_version_in_fewer_bits_arrives_as_what_was_committed(tmp_path: Path) -> None:
+    data, sent, record, manifest = narrow_version()
+    assert len(sent) < manifest.layout.nbytes / 3
+    one = receiver(tmp_path, offered=False)
+    one.offer(manifest.sent_bytes)
+    taken = Offers(tmp_path).take(record.version, record.digest, len(sent), 5.0)
+    assert taken is not None
+    write(taken, "rollout/0", sent)
+    taken.over({})
+    into = bytearray(manifest.layout.nbytes)
+    one.copy_into(manifest, memoryview(into))
+    assert into == data
+    write(taken, "rollout/0", sent[:-5] + b"\x01" + sent[-4:])
+    with pytest.raises(Corrupt, match="does not match"):
+        one.copy_into(manifest, memoryview(into))
+    write(taken, "rollout/0", sent.replace(b'"norm"', b'"morn"'))
+    with pytest.raises(Corrupt, match="norm"):
+        one.copy_into(manifest, memoryview(into))

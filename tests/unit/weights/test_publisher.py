@@ -23,7 +23,7 @@ from relax_rt.roles.trainers.base import TrainerBackend
 from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.manifest import Layout, layout_of
+from relax_rt.transport.weights.manifest import Layout, Manifest, layout_of
 from relax_rt.transport.weights.source import DeltaSource, StageSource, stage_source
 from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage
 
@@ -375,3 +375,75 @@ async def test_closing_in_the_middle_waits_for_the_copy(tmp_path: Path) -> None:
     await asyncio.wait_for(closing, SOON_S)
     world.stage.close()
     assert world.ctx.registry.committed == []
+
+
+class Spread:
+    """Hears of what is to be broadcast."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.current = None
+
+    async def before(self, manifest: Manifest) -> None:
+        self.heard.append(f"before {manifest.version}")
+
+    def begin(self) -> None:
+        self.heard.append("begin")
+
+    async def retire(self, committed: int) -> None:
+        self.heard.append(f"retire {committed}")
+
+    async def close(self) -> None:
+        self.heard.append("close")
+
+
+async def test_a_broadcast_is_prepared_before_the_commit_and_begins_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread = Spread()
+    monkeypatch.setattr(module.Spreader, "of", lambda *_: spread)
+    async with world_of(tmp_path) as world:
+        world.ctx.registry.open.clear()
+        await world.publish(1)
+        await soon(lambda: spread.heard == ["before 1"])
+        world.ctx.registry.open.set()
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        assert spread.heard == ["before 1", "begin", "retire 1"]
+        world.ctx.registry.failures = [Refused("commit of policy version 2")]
+        await world.publish(2)
+        with pytest.raises(Refused):
+            await world.publisher.through()
+        assert spread.heard[3:] == ["before 2"], "nobody is sent what was not committed"
+    assert spread.heard[-1] == "close"
+
+
+def staged_narrow(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("x*"))
+
+
+async def test_a_version_is_what_arrives_where_fewer_bits_are_sent(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from relax_rt.transport.weights.payloads import decode_wire
+    from relax_rt.transport.weights.stage import narrow, wire_file
+
+    layout = layout_of([("w", "bfloat16", (40, 100), 8000)])
+    values = torch.linspace(-2, 3, 4000).to(torch.bfloat16)
+    async with world_of(tmp_path, wire_dtype="float8") as world:
+        world.backend.export = lambda into, dtype: torch.frombuffer(into, dtype=torch.bfloat16).copy_(values)  # type: ignore[method-assign]
+        world.backend.layout = lambda dtype: layout  # type: ignore[method-assign]
+        for version in (1, 2):
+            await world.publish(version)
+            await asyncio.wait_for(world.publisher.through(), SOON_S)
+        source = world.source(2)
+        into = bytearray(layout.nbytes)
+        source.copy_into(memoryview(into))
+        arrived = torch.frombuffer(into, dtype=torch.bfloat16).float()
+        assert 0 < float((arrived - values.float()).abs().max()) < 3 / 16
+        with narrow(tmp_path, source.manifest) as sent:
+            assert len(sent) == source.manifest.wire_bytes < layout.nbytes * 0.6
+            again = bytearray(layout.nbytes)
+            decode_wire(memoryview(bytearray(sent)), layout, memoryview(again))
+        assert again == into
+        assert staged_narrow(tmp_path) == [wire_file(2)]
+        published = [fields for kind, fields in world.ctx.events if kind == "published"]
+        assert [fields["wire_bytes"] for fields in published] == [source.manifest.wire_bytes] * 2

@@ -26,7 +26,7 @@ from relax_rt.transport.payload import frames
 from relax_rt.transport.payload.frames import Get, Range
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
-from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, layout_of
 from relax_rt.transport.weights.served import (
     IDLE_S,
     MANIFEST_HEAD,
@@ -37,6 +37,7 @@ from relax_rt.transport.weights.served import (
     stage_server,
     weights_name,
 )
+from relax_rt.transport.weights.stage import WeightStage, wire_file
 from relax_rt.transport.weights.stream import LOCK_FILE, StageMirror, decode_manifest, manifest_bytes
 
 LAYOUT = layout_of_mib(28)
@@ -99,6 +100,50 @@ def test_a_version_comes_whole_and_what_did_not_change_is_not_sent_again(tmp_pat
         assert sorted(p.name for p in away.glob("v*.json")) == ["v00000003.json"]
         with pytest.raises(Gone, match="policy version 1"):
             mirror_of(away, lambda: address).source(first, 20.0)
+
+
+def narrowed(folder: pathlib.Path, version: int, seed: int) -> tuple[VersionRecord, bytearray]:
+    """A version that is sent as float8, and what it is."""
+    torch = pytest.importorskip("torch")
+    from relax_rt.transport.weights.payloads import wire_version
+
+    count = 20 * MIB // 4
+    layout = layout_of([("w", "float32", (1024, count // 1024), count * 4)])
+    stage = WeightStage(folder, 1)
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    with stage.writing(layout, version - 1) as (file, view):
+        torch.frombuffer(view, dtype=torch.float32).copy_(values)
+        manifest = stage.seal(version, layout, file, view, wire_version(layout, view, "float8_e4m3fn"))
+        data = bytearray(view)
+    stage.retire(version)
+    stage.close()
+    return VersionRecord(version, version - 1, version, manifest.digest), data
+
+
+def test_fewer_bits_are_sent_and_what_arrives_is_the_version(tmp_path: pathlib.Path) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    record, data = narrowed(home, 1, 1)
+    with serving(home) as address:
+        mirror = mirror_of(away, lambda: address)
+        assert content(mirror, record) == data
+        assert mirror.bytes_in < len(data) / 3.9
+        assert not list(away.glob("x*")), "the node needs it no further"
+        before = mirror.bytes_in
+        record, data = narrowed(home, 2, 2)
+        assert content(mirror, record) == data
+        assert mirror.bytes_in - before < len(data) / 3.9
+
+
+@pytest.mark.parametrize("damage", ["missing", "another"])
+def test_where_fewer_bits_do_not_make_the_version_it_comes_as_it_is(tmp_path: pathlib.Path, damage: str) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    record, data = narrowed(home, 1, 1)
+    path = home / wire_file(1)
+    path.unlink() if damage == "missing" else path.write_bytes(os.urandom(path.stat().st_size))
+    with serving(home) as address:
+        mirror = mirror_of(away, lambda: address)
+        assert content(mirror, record) == data
+        assert mirror.bytes_in > len(data)
 
 
 def test_what_is_damaged_on_the_stage_of_a_node_is_fetched_again(tmp_path: pathlib.Path) -> None:

@@ -18,7 +18,7 @@ from relax_rt.transport.weights.collective.offers import Receiver
 from relax_rt.transport.weights.collective.worker import digest_of
 from relax_rt.transport.weights.device import DeviceBuffer
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, bucket_digest, bucket_slices
-from relax_rt.transport.weights.stage import copy_verified, pinned, verify
+from relax_rt.transport.weights.stage import copy_verified, pinned, verify, wire_file
 
 LayOut = Callable[[Path, Manifest], AbstractContextManager[tuple[Memory, str]]]
 """Has a staged version in memory that a root can send from, for the length of a block, with the digest that memory of
@@ -27,9 +27,15 @@ its kind has of it."""
 
 @contextmanager
 def on_host(folder: Path, manifest: Manifest) -> Iterator[tuple[Memory, str]]:
-    """The stage's own buffer, pinned. See LayOut. Raises Gone."""
+    """The stage's own buffer, pinned, or the version in fewer bits. See LayOut. Raises Gone."""
     with pinned(folder, manifest):
-        yield HostMemory(str(folder / manifest.file), manifest.layout.nbytes), manifest.digest
+        if not manifest.wire_bytes:
+            yield HostMemory(str(folder / manifest.file), manifest.layout.nbytes), manifest.digest
+            return
+        narrow = HostMemory(str(folder / wire_file(manifest.version)), manifest.wire_bytes)
+        with host.opened(narrow, writable=False) as view:
+            digest = digest_of(view, BUCKET_BYTES)
+        yield narrow, digest
 
 
 class OnDevice:
@@ -41,11 +47,10 @@ class OnDevice:
     @contextmanager
     def __call__(self, folder: Path, manifest: Manifest) -> Iterator[tuple[Memory, str]]:
         """Raises Gone, DeviceFailed."""
-        nbytes = manifest.layout.nbytes
-        if self._buffer is None or self._buffer.nbytes != nbytes:
-            self._buffer = DeviceBuffer(nbytes)
-        with pinned(folder, manifest) as staged:
-            device.copy_from_host(self._buffer.view, staged)
+        if self._buffer is None or self._buffer.nbytes != manifest.sent_bytes:
+            self._buffer = DeviceBuffer(manifest.sent_bytes)
+        with on_host(folder, manifest) as (memory, _), host.opened(memory, writable=False) as view:
+            device.copy_from_host(self._buffer.view, view.data)
         yield self._buffer.export(), digest_of(self._buffer.view, BUCKET_BYTES)
 
 
@@ -80,7 +85,10 @@ class HostPlace:
     def copy_into(self, manifest: Manifest, into: memoryview) -> None:
         """See Place."""
         with host.opened(self.memory, writable=False) as view:
-            copy_verified(manifest, view.data, into)
+            if manifest.wire_bytes:
+                widened(manifest, view.data, into)
+            else:
+                copy_verified(manifest, view.data, into)
 
 
 class DevicePlace:
@@ -91,12 +99,32 @@ class DevicePlace:
         self.memory: Memory = self._buffer.export()
 
     def copy_into(self, manifest: Manifest, into: memoryview) -> None:
-        """See Place. A bucket at a time goes to the host, where its digest was taken."""
+        """See Place. It goes through the host, where its digests were taken."""
+        if manifest.wire_bytes:
+            narrow = memoryview(bytearray(manifest.wire_bytes))
+            device.copy_to_host(narrow, self._buffer.view)
+            widened(manifest, narrow, into)
+            return
         for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
             device.copy_to_host(into[part], self._buffer.view.part(part.start, part.stop))
             if bucket_digest(into[part]) != expected:
                 what = f"policy version {manifest.version} on the device, bytes {part.start}-{part.stop}"
                 raise Corrupt(what, why="they do not match the digest of the staged version")
+
+
+def widened(manifest: Manifest, narrow: memoryview, into: memoryview) -> None:
+    """Fill `into` with a version that came in fewer bits, and verify it.
+
+    Raises:
+        Corrupt: it is another one, or damaged.
+    """
+    from relax_rt.transport.weights.payloads import decode_wire
+
+    try:
+        decode_wire(narrow, manifest.layout, into)
+    except Refused as error:
+        raise Corrupt(error.what, why=error.why) from error
+    verify(manifest, into)
 
 
 class BroadcastSource:
