@@ -64,6 +64,7 @@ soak: $(STAMP)  ## kills of the queue's processes, an hour of restarts, kills of
 	$(BIN)/python tools/soak/agent_kills.py --kills 10
 	$(BIN)/python tools/soak/engine_chaos.py --minutes 10
 	$(BIN)/python tools/soak/equivalence.py
+	$(BIN)/python tools/soak/resume.py
 
 sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a machine without a GPU (1.6 GB)
 
@@ -76,11 +77,12 @@ sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a mac
 	.venv-sglang/bin/python -m pip uninstall --quiet --yes triton
 	@touch $@
 
-peer-env: .peers/venv/.installed  ## an environment with TransferQueue and Ray, to compare with (1.5 GB)
+peer-env: .peers/venv/.installed  ## an environment with TransferQueue, Ray and TRL, to compare with (1.8 GB)
 
 .peers/venv/.installed:
 	$(PYTHON) -m venv .peers/venv
-	.peers/venv/bin/python -m pip install --quiet transferqueue==0.1.11 ray torch==2.13.0 tensordict==0.15.3 omegaconf
+	.peers/venv/bin/python -m pip install --quiet transferqueue==0.1.11 ray torch==2.13.0 tensordict==0.15.3 omegaconf \
+		trl==1.16.0 transformers==5.19.0
 	@touch $@
 
 gpu-bundle: $(STAMP)  ## wheels for a GPU machine that reaches no registry (17 MB, into build/gpu-bundle; docs/gpu.md)

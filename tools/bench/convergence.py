@@ -1,6 +1,6 @@
 """Do on-policy, near-on-policy and asynchronous training learn the same? Declared beforehand, with a negative control.
 
-    python tools/bench/convergence.py FOLDER [--seeds 1,2,3] [--steps 600] [--items 1000] [--plot docs/convergence.png]
+    python tools/bench/convergence.py FOLDER [--seeds 1,2,3] [--steps 400] [--items 1000] [--plot docs/convergence.png]
 
 The tiny model learns to add, with max_staleness 0, 1 and 4; and, as a negative control, with samples up to 32 updates
 old and no correction for it (importance ratio and clipping left out, a trainer slow enough that the queue is full).
@@ -11,7 +11,8 @@ equivalent: at least 3 seeds and 500 held-out items, for 1 and for 4 the 90% int
 with the reasons. The interval is that of tools/soak/equivalence_statistics.py. The exit status is 0 for equivalent.
 
 Each finished run is kept in FOLDER as one file; what is there already is not run again, so that this can be ended at
-any time and taken up later. Files of other settings are refused. Draws reward by step and by time, mean over the seeds
+any time and taken up later, or be made in pieces (--at-most 1). Files of other settings are refused. A run takes one to
+four minutes on two cores. Draws reward by step and by time, mean over the seeds
 with their range, and the ages of the samples that were trained on.
 """
 
@@ -39,6 +40,7 @@ from convergence_plot import Curve, draw
 from equivalence_statistics import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from toy_run import ToyRun
 
+from relax_rt.chaos.session import StepWatch
 from relax_rt.metrics import read_metrics
 from relax_rt.supervision.control import find_run
 
@@ -58,6 +60,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 COMPARED = ("max_staleness 1", "max_staleness 4")
 RUN_S = 7200.0
+TOLD_EVERY_S = 30.0
 
 
 class Ran(msgspec.Struct, kw_only=True):
@@ -126,7 +129,7 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
     run = ToyRun(folder, JOB, settings)
     try:
         with run:
-            if code := run.process.wait(RUN_S):
+            if code := wait(run, f"seed {seed}, {arm}"):
                 ran.problems.append(f"`up` ended with {code}: {run.output.read_text()[-1000:]}")
         take(ran, list(read_metrics(run.run_dir)), str(find_run(run.run_dir).record.get("status", "")))
     except SystemExit as error:
@@ -138,6 +141,22 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return ran
+
+
+def wait(run: ToyRun, name: str) -> int:
+    """The exit code of a run, once it has ended; meanwhile where it stands is told now and then."""
+    watch, end = StepWatch(run.run_dir), time.monotonic() + RUN_S
+    told = time.monotonic()
+    try:
+        while run.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.2)
+            step = watch.look()
+            if time.monotonic() - told > TOLD_EVERY_S:
+                told = time.monotonic()
+                print(f"{time.strftime('%X')} {name}: step {step}", file=sys.stderr, flush=True)
+        return run.process.wait(0)
+    finally:
+        watch.close()
 
 
 def take(ran: Ran, records: Sequence[dict[str, Any]], status: str) -> None:
@@ -173,6 +192,8 @@ def make(folder: Path, seeds: Sequence[int], options: argparse.Namespace) -> lis
         settings = settings_of(seed, arm, options)
         ran, began = known(folder, seed, arm, settings), time.monotonic()
         if ran is None:
+            if options.at_most is not None and len(spent) >= options.at_most:
+                continue
             ran = carry_out(seed, arm, settings)
             spent.append(time.monotonic() - began)
             if not ran.problems:
@@ -262,8 +283,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("folder", type=Path, help="finished runs, one file each")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--items", type=int, default=1000, help="held out")
+    parser.add_argument(
+        "--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there"
+    )
     parser.add_argument("--plot", type=Path, help="write the picture there (default: into the folder)")
     parser.add_argument(
         "--quick", action="store_true", help="2 seeds of 20 steps: shows that it works, and nothing else"

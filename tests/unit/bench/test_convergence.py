@@ -19,7 +19,7 @@ from convergence import ARMS, CONTROL, ON_POLICY, Ran, compare, judge, known, ma
 from convergence_plot import at, smoothed
 from equivalence_statistics import Score
 
-OPTIONS = argparse.Namespace(steps=2, items=1000)
+OPTIONS = argparse.Namespace(steps=2, items=1000, at_most=None)
 RIGHT = {ON_POLICY: 760, "max_staleness 1": 755, "max_staleness 4": 765, CONTROL: 400}
 
 
@@ -111,6 +111,19 @@ def test_finished_runs_are_taken_up_and_those_of_other_settings_refused(
     place(tmp_path, 1, ON_POLICY).write_text("{")
     with pytest.raises(SystemExit, match="no finished run"):
         make(tmp_path, [1], OPTIONS)
+
+
+def test_runs_can_be_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, str]] = []
+
+    def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
+        made.append((seed, arm))
+        return Ran(seed=seed, arm=arm, settings=settings, after=Score(1, 1000))
+
+    monkeypatch.setattr(convergence, "carry_out", carry_out)
+    piece = argparse.Namespace(steps=2, items=1000, at_most=3)
+    assert [len(make(tmp_path, [1, 2], piece)) for _ in range(4)] == [3, 6, 8, 8]
+    assert made == [(seed, arm) for seed in (1, 2) for arm in ARMS]
 
 
 def test_kept_runs_come_back_the_same(tmp_path: Path) -> None:
