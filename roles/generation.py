@@ -180,8 +180,8 @@ class GenerationService:
         """Make nothing for callers from now on, until it is called with an empty reason: what is under way goes back to
         them with its tokens."""
         self._held = why
-        for one in self._open.values():
-            one.news.set()
+        for number in list(self._open) if why else []:
+            self._engine.abort(number)
 
     def sift(self, chunks: list[Chunk]) -> list[Chunk]:
         """Take what is ours out of the engine's chunks; the rest is its owner's."""
@@ -240,9 +240,8 @@ class GenerationService:
             if left_s <= self._beat_s and not one.chunks:
                 # Its caller's deadline, which he knows of himself.
                 return Piece(finish_reason="abort", report=self._report())
-        if (self._stopping.is_set() or self._held) and not one.ended:
-            why: TurnedAway = "stopping" if self._stopping.is_set() else "full"
-            return msgspec.structs.replace(one.take(self._report()), turned_away=why)
+        if self._stopping.is_set() and not one.ended:
+            return msgspec.structs.replace(one.take(self._report()), turned_away="stopping")
         return one.take(self._report())
 
     def _no(self, order: Order) -> TurnedAway:

@@ -217,7 +217,9 @@ class TrainerRole(Role):
         from relax_rt.roles.cold_start.phase import ColdStart
 
         phase = ColdStart(self.ctx, self.config, self.backend)
-        if not await phase.run():
+        async with self._device():
+            done = await phase.run()
+        if not done:
             return False
         await phase.take_up(self.objective)
         return True

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import TinyRun, steps_that_count
+from tiny_run import DEADLINE_S, TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 
@@ -45,32 +45,31 @@ def start(tmp_path: Path) -> Iterator[Any]:
             run.process.wait()
 
 
-def private_mib(pid: int) -> float:
-    """Resident memory of a process that nobody shares, MiB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
-
-
 def turns_of(run: TinyRun) -> tuple[int, int]:
     """Turns begun and ended by the trainer."""
     return len(run.events("device_taken")), len(run.events("device_given_back"))
 
 
+def of_slot(run: TinyRun, kind: str, slot: str) -> list[dict[str, Any]]:
+    return [event for event in run.events(kind) if event["slot"] == slot]
+
+
 def kill_in_turn(run: TinyRun, slot: str, *, trainers: bool) -> None:
     """SIGKILL a slot while the device is the trainer's, or the engines'."""
-    run.until(f"{slot} to be ready", lambda: run.slot(slot).get("state") == "ready")
-    pid = run.slot(slot)["pid"]
+    run.until(f"{slot} to be ready", lambda: of_slot(run, "slot_ready", slot))
+    ready = len(of_slot(run, "slot_ready", slot))
+    pid = of_slot(run, "slot_spawned", slot)[-1]["pid"]
 
     def its_turn() -> bool:
-        begun, ended = turns_of(run)
-        return begun > 2 and (begun > ended) == trainers
+        changes = sorted(run.events("device_taken") + run.events("device_given_back"), key=lambda event: event["t"])
+        return len(changes) > 4 and (changes[-1]["kind"] == "device_taken") == trainers
 
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + DEADLINE_S
     while not its_turn():
         assert time.monotonic() < deadline and run.process.poll() is None, run.text()
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
-    run.until(f"{slot} to be back", lambda: (s := run.slot(slot)).get("state") == "ready" and s["pid"] != pid)
+    run.until(f"{slot} to be back", lambda: len(of_slot(run, "slot_ready", slot)) > ready)
 
 
 def check_account(run: TinyRun, steps: int) -> None:
@@ -101,7 +100,7 @@ def test_engines_give_their_memory_back_for_the_trainers_turn_and_it_learns(star
 
 def test_a_run_goes_on_whoever_is_killed_in_whosever_turn(start: Any) -> None:
     steps = 60
-    run = start("colocate", 0, **{"algorithm.steps": steps, "roles.rollout.count": 2, "evaluation.items": 16})
+    run = start("colocate", 0, **{"algorithm.steps": steps, "roles.rollout.count": 2, "roles.evaluator.count": 0})
     kill_in_turn(run, "rollout/0", trainers=True)
     kill_in_turn(run, "trainer/0", trainers=True)
     kill_in_turn(run, "rollout/1", trainers=False)
@@ -124,7 +123,7 @@ def test_hybrid_keeps_the_tokens_of_what_is_in_flight_when_a_batch_is_there(star
             "reward.function": '"relax_rt.roles.rewards.builtin:lenient_integer"',
             "sampling.temperature": 5.0,
             "roles.rollout.groups_in_flight": 12,
-            "evaluation.items": 8,
+            "roles.evaluator.count": 0,
             "queue.capacity_mib": 64,
         },
     )
