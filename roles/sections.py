@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from relax_rt.config.schema import RoleSettings, RunConfig, Seconds, Table
+from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.presets import PRESETS, Name
 from relax_rt.roles.cold_start.table import ColdStartTable
-
 from relax_rt.roles.engines.tables import ColocationTable, Mode
 from relax_rt.roles.rewards.tables import JudgeTable
 from relax_rt.roles.trainers.torch.settings import LoraTable
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -60,9 +61,9 @@ class RewardTable(Table):
     the judge's verdict."""
     timeout_s: Seconds = 10.0
     """A call that takes longer marks its sample failed."""
-
     judge: JudgeTable | None = None
     """The generative judge; its verdict, 0 to 1, is what a reward function gets that takes `verdict`."""
+
 
 class SamplingTable(Table):
     """How completions are sampled. Truncating samplers are refused: their tokens have no behaviour log-probability."""
@@ -97,24 +98,29 @@ class AlgorithmTable(Table):
     """A term for the policy's entropy: bonus, adaptive."""
     filters: list[Part] = Field(default_factory=list)
     """Which scored groups are left out, others being made for them: zero_variance, pass_rate, truncated."""
+    refill: RefillOptions = RefillOptions()
+    """How many groups a step may cost with `filters`."""
     sampler: Part | None = None
     """Which prompts come next, by their history: curriculum, replay. Unset: the run's order."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Samples of one prompt; 1 where advantages compare no group (gae, reinforce_pp, distillation, sft)."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 12
     """Groups of one optimizer step; each step is published."""
+    streaming: bool = False
+    """Compute the gradients of groups while the rest of the step is still being generated, where the algorithm needs no
+    whole batch and the trainer has devices of its own."""
     steps: Annotated[int, Field(ge=1)] = 100
     """The run ends after this many optimizer steps."""
+    mode: Mode = "asynchronous"
+    """Who has the devices. asynchronous: engines and trainer have their own. colocate: they share, in turns; a batch is
+    finished first (max_staleness = 0). hybrid: the same, but what is in flight when a batch is there waits for the
+    trainer and goes on afterwards (max_staleness of 1 or more)."""
     max_staleness: Annotated[float, Field(ge=0)] = 1
     """0 on-policy, 1 near-on-policy, n asynchronous, inf unbounded. Holds at consumption, checked by the queue."""
     on_straggler: Literal["wait", "requeue", "mask"] = "wait"
     """Unfinished samples that the next update would make over-stale: wait for them (straggler_wait_s), make them again
     at once, or let them finish and train only on their tokens within the bound."""
     straggler_wait_s: Seconds = 120.0
-    mode: Mode = "asynchronous"
-    """Who has the devices. asynchronous: engines and trainer have their own. colocate: they share, in turns; a batch is
-    finished first (max_staleness = 0). hybrid: the same, but what is in flight when a batch is there waits for the
-    trainer and goes on afterwards (max_staleness of 1 or more)."""
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
     over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences."""
@@ -157,10 +163,11 @@ class PublicationTable(Table):
     and is started again; the trainer waits for none longer than this."""
     delta: bool = False
     """Put what changed since the version before beside each version where it is less than half of it."""
-    carrier: Literal["auto", "shared_memory", "stream", "directory", "collective"] = "auto"
+    carrier: Literal["auto", "shared_memory", "stream", "directory", "collective", "cuda_ipc"] = "auto"
     """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
-    that is set and the other fails. collective: a broadcast to the engines on the trainer's node, behind each commit;
-    whoever it does not reach has them as with auto."""
+    that is set and the other fails. collective: a broadcast to the engines on the trainer's node, behind each commit.
+    cuda_ipc: from device memory of the trainer, to engines that share its GPU. Whoever these do not reach has the
+    version as with auto."""
     communicator: Literal["auto", "nccl", "gloo"] = "auto"
     """With carrier = "collective": NCCL between GPUs, or gloo between CPUs. auto: NCCL where trainer and rollouts have
     GPUs."""
@@ -364,6 +371,15 @@ class TrainedSettings(ShardedSettings):
     (megatron)."""
 
 
+class GenrmSettings(EngineSettings):
+    """The generative judge: engines that answer what [reward.judge] asks. Its slots are a pool."""
+
+    model: str | None = None
+    """A model folder or package, as in model.path. Unset: the policy before its first step."""
+    follow: bool = False
+    """Judge with the policy's newest weights instead of frozen ones."""
+
+
 class TrainerSettings(TrainedSettings):
     """The trainer."""
 
@@ -374,15 +390,6 @@ class TrainerSettings(TrainedSettings):
     """Train adapters and leave the model's own weights as they are: { rank = 16, alpha = 32 } (torch). The weights that
     are published have the adapters merged."""
     hang_after_s: Seconds = 300.0
-class GenrmSettings(EngineSettings):
-    """The generative judge: engines that answer what [reward.judge] asks. Its slots are a pool."""
-
-    model: str | None = None
-    """A model folder or package, as in model.path. Unset: the policy before its first step."""
-    follow: bool = False
-    """Judge with the policy's newest weights instead of frozen ones."""
-
-
 
 
 class CriticSettings(TrainedSettings):
@@ -437,6 +444,6 @@ class RLConfig(RunConfig):
     cold_start: ColdStartTable = ColdStartTable()
     algorithm: AlgorithmTable = AlgorithmTable()
     publication: PublicationTable = PublicationTable()
+    colocation: ColocationTable = ColocationTable()
     checkpoint: CheckpointTable = CheckpointTable()
     evaluation: EvaluationTable = EvaluationTable()
-    colocation: ColocationTable = ColocationTable()

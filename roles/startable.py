@@ -28,18 +28,11 @@ USES = {
 
 def not_startable(config: RLConfig) -> list[Problem]:
     """Everything in a config that comes with a later version."""
-    problems = [*_algorithm(config), *_without_use(config)]
+    problems = [*_without_use(config)]
     for kind, table in config.roles.items():
         if isinstance(table, ShardedSettings | EngineSettings):
             problems += _role(kind, table)
     return problems
-
-
-def _algorithm(config: RLConfig) -> Iterator[Problem]:
-    for key in ("filters", "sampler"):
-        if getattr(config.algorithm, key):
-            message = f"{key} cannot be run by this version"
-            yield Problem(("algorithm", key), message, "leave it out", at="key")
 
 
 def _without_use(config: RLConfig) -> Iterator[Problem]:

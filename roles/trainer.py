@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from relax_rt.roles.publication.publisher import Publisher
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
     from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
+    from relax_rt.roles.trainers.choices import PromptChoices
     from relax_rt.roles.trainers.gang import Follower
+    from relax_rt.roles.trainers.sieve import Sieve
     from relax_rt.roles.trainers.step import Batch, Collector
     from relax_rt.transport.queue.client import QueueClient
     from relax_rt.transport.weights.stage import WeightStage
@@ -62,8 +64,8 @@ class TrainerRole(Role):
     )
     Settings: ClassVar[type[RoleSettings]] = TrainerSettings
     critic: CriticLink | None = None
-
     turns: TrainerTurns | None = None
+
     def __init__(self, ctx: RoleContext) -> None:
         super().__init__(ctx)
         assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
@@ -81,6 +83,8 @@ class TrainerRole(Role):
         self.backend: TrainerBackend
         self.queue: QueueClient
         self.collector: Collector
+        self._sieve: Sieve | None = None
+        self._choices: PromptChoices | None = None
         self.stage: WeightStage
         self.publisher: Publisher
         self.store: CheckpointStore
@@ -93,7 +97,6 @@ class TrainerRole(Role):
         from relax_rt.roles.algorithms.objective import Objective
         from relax_rt.roles.publication import stage_folder
         from relax_rt.roles.trainers.checkpoint import CheckpointStore
-        from relax_rt.roles.trainers.step import Collector
         from relax_rt.transport.queue.client import QueueClient
         from relax_rt.transport.weights.stage import WeightStage
 
@@ -106,12 +109,12 @@ class TrainerRole(Role):
         await asyncio.to_thread(self._load)
         if self._follower is not None:
             return
-        self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
         if self.config.algorithm.mode in SHARING:
             from relax_rt.roles.engines.turns import TrainerTurns, TurnsApi
 
             self.turns = TrainerTurns(self.ctx, self.config.colocation.give_way_s)
             self.ctx.serve(TurnsApi, self.turns)
+        self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.queue = QueueClient(
             await self.ctx.queue(),
@@ -123,11 +126,38 @@ class TrainerRole(Role):
             on_wait=self.ctx.progress.waiting,
         )
         await self.queue.__aenter__()
-        self.collector = Collector(self.queue, self.ctx.progress, groups=self.config.algorithm.prompts_per_step)
+        self._open_collector()
+        if self.config.algorithm.sampler is not None:
+            from relax_rt.roles.trainers.choices import PromptChoices
+
+            history = self._sieve.history if self._sieve is not None else None
+            make, objective = PromptChoices.of, self.objective
+            self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
         if "values" in self.objective.needs:
             from relax_rt.roles.critic.link import CriticLink
 
             self.critic = CriticLink(self.ctx)
+
+    def _open_collector(self) -> None:
+        from relax_rt.roles.trainers.step import Collector
+
+        table = self.config.algorithm
+        if table.filters:
+            from relax_rt.roles.trainers.sieve import Sieve
+
+            self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
+        self.collector = Collector(
+            self.queue,
+            self.ctx.progress,
+            groups=table.prompts_per_step,
+            parts=self._streams,
+            sieve=self._sieve,
+        )
+
+    @property
+    def _streams(self) -> bool:
+        """Whether gradients are computed before the last group of a step is there."""
+        return self.config.algorithm.streaming and self.objective.streams
 
     def _load(self) -> None:
         """Of a gang, rank 0 does all that a trainer does; the others do as it tells them."""
@@ -157,6 +187,7 @@ class TrainerRole(Role):
             return
         while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
             await self._one_step()
+        await self.collector.give_up("the run ends")
         if self._saving is not None:
             await self._saving
         if self.step > self._newest_step():
@@ -202,6 +233,9 @@ class TrainerRole(Role):
             return False
         version = await self._patiently(self.ctx.registry.issue_version)
         self.weights = VersionRecord(version, parent, self.step, changed=parent == ROOT)
+        if self._choices is not None:
+            # Before anything is admitted.
+            await self._choices.choose(self.step)
         await self.queue.rollback(self.step, self.weights)
         await self.publisher.begin(self.weights)
         return True
@@ -243,9 +277,15 @@ class TrainerRole(Role):
         """Take the newest checkpoint that can be read; a damaged one is passed over, and said so."""
         from safetensors import SafetensorError
 
+        from relax_rt.roles.trainers.checkpoint import read_sampling
+
         for folder, state in await asyncio.to_thread(self.store.complete):
             try:
                 await asyncio.to_thread(self.backend.restore, folder)
+                if self._sieve is not None:
+                    self._sieve.restore(read_sampling(folder))
+                elif self._choices is not None:
+                    self._choices.ahead.restore(read_sampling(folder))
                 if self.critic is not None:
                     await self.critic.begin(state.step, folder)
             except (SafetensorError, OSError, Refused) as error:
@@ -261,8 +301,13 @@ class TrainerRole(Role):
     async def _one_step(self) -> None:
         """Go on with a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
         self.publisher.check()
-        batch = await self.collector.collect()
+        batch = await self._collect()
         if batch is None:
+            return
+        if not batch.full:
+            if self._streams and batch.waiting_tokens() >= self._part_tokens:
+                await asyncio.to_thread(self._accumulate, batch)
+                batch.spent.on("train")
             return
         if self.critic is not None:
             await self.critic.judge(batch.samples, self.step)
@@ -277,6 +322,17 @@ class TrainerRole(Role):
         self._tell(batch, result)
         await self._save_if_due()
 
+    async def _collect(self) -> Batch | None:
+        from relax_rt.roles.trainers.sieve import NothingKept
+
+        try:
+            return await self.collector.collect(self.step + 1)
+        except NothingKept:
+            # Whoever looks into it finds all that was learnt.
+            if self.step > self._newest_step():
+                await self._save(final=True)
+            raise
+
     @asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:
         """Around all that the trainer computes in a step: engines that share its device give way."""
@@ -290,14 +346,24 @@ class TrainerRole(Role):
 
     def _train(self, batch: Batch) -> StepResult:
         """The gradients that are not there yet, and the update. Blocks."""
-        from relax_rt.roles.trainers.step import accumulate
-
-        accumulate(batch, self.backend, self.objective, self.weights.version)
+        self._accumulate(batch)
 
         def before_update() -> None:
             batch.held_s = self.publisher.weights_may_change()
 
         return self.backend.apply(batch.count, self.step + 1, before_update)
+
+    def _accumulate(self, batch: Batch) -> None:
+        from relax_rt.roles.trainers.step import accumulate
+
+        accumulate(batch, self.backend, self.objective, self.weights.version)
+
+    @property
+    def _part_tokens(self) -> int:
+        """Tokens for which it is worth while to begin before the rest is there: a micro-batch of every replica."""
+        table = self.settings
+        divided = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
+        return table.tokens_per_micro_batch * max(1, table.count // divided)
 
     async def _account(self, batch: Batch, result: StepResult) -> None:
         """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
@@ -313,8 +379,9 @@ class TrainerRole(Role):
         version = await self._patiently(self.ctx.registry.issue_version)
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
-        (lease,) = batch.leases
-        advice = await self.queue.trained(lease, self.step, self.weights, skipped=not result.applied)
+        advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=not result.applied)
+        if self._choices is not None:
+            await self._choices.after_step(batch.samples, self.step)
         await self.publisher.begin(self.weights)
         self._early = advice.checkpoint_now
 
@@ -369,16 +436,24 @@ class TrainerRole(Role):
             await self.critic.snapshot(self.step)
         elapsed = self._trained_before_s + time.monotonic() - self._started
         assert self.publisher.current is not None
+        sampling = self._choices.ahead.state() if self._choices is not None else {}
+        if self._sieve is not None:
+            sampling = self._sieve.state()
         self._saving = asyncio.create_task(
-            self._write(self.step, elapsed, self.publisher.current, self.objective.state())
+            self._write(self.step, elapsed, self.publisher.current, self.objective.state(), sampling)
         )
         if final:
             await self._saving
 
     async def _write(
-        self, step: int, elapsed_s: float, publication: asyncio.Task[VersionRecord], objective: dict[str, float]
+        self,
+        step: int,
+        elapsed_s: float,
+        publication: asyncio.Task[VersionRecord],
+        objective: dict[str, float],
+        sampling: dict[str, Any],
     ) -> None:
-        from relax_rt.roles.trainers.checkpoint import CheckpointState
+        from relax_rt.roles.trainers.checkpoint import CheckpointState, write_sampling
 
         # The checkpoint names the version by its digest, so it is complete only after the version is.
         await asyncio.wait([publication])
@@ -389,6 +464,7 @@ class TrainerRole(Role):
 
         def fill(folder: Path) -> None:
             self.backend.write(folder)
+            write_sampling(folder, sampling)
             if critic is not None:
                 critic.move(folder)
 

@@ -17,9 +17,7 @@ ROLE = {"reference": "reference", "values": "critic"}
 def check_algorithm(config: RLConfig) -> Iterator[Problem]:
     """Unknown parts and options, and parts that do not go together."""
     table, base = config.algorithm, Path(config.config_dir)
-    for index, given in enumerate(table.filters):
-        found = bind("filter", given, ("algorithm", "filters", index), base=base, defaults={})
-        yield from found if isinstance(found, list) else ()
+    yield from _filters(config, base)
     if table.sampler is not None:
         found = bind("sampler", table.sampler, ("algorithm", "sampler"), base=base, defaults={})
         yield from found if isinstance(found, list) else ()
@@ -27,6 +25,7 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
     if isinstance(parts, list):
         yield from parts
         return
+    yield from _streaming(config, parts)
     if table.group_size < 2 and "groups" in parts.advantage.part.traits:
         message = f"group_size = 1, and advantage '{parts.advantage.part.name}' compares the samples of a group"
         hint = "at least 2; gae, reinforce_pp and distillation do with one"
@@ -36,6 +35,38 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
     yield from _kl(parts)
     yield from _pairs(parts)
     yield from _judgement(parts)
+
+
+def _filters(config: RLConfig, base: Path) -> Iterator[Problem]:
+    table = config.algorithm
+    for index, given in enumerate(table.filters):
+        place = ("algorithm", "filters", index)
+        found = bind("filter", given, place, base=base, defaults={})
+        if isinstance(found, list):
+            yield from found
+        elif table.group_size < 2 and "groups" in found.part.traits:
+            message = f"group_size = 1, and filter '{found.part.name}' compares the samples of a group"
+            yield Problem(place, message, "leave the filter out, or set group_size to 2 or more")
+    if table.filters and config.data.epochs is not None:
+        message = "filters leave prompts out, so that data.epochs would end before algorithm.steps are full"
+        yield Problem(("data", "epochs"), message, "leave data.epochs out", at="key")
+    if not table.filters and "refill" in table.model_fields_set:
+        yield Problem(("algorithm", "refill"), "refill has no effect without filters", "leave it out", at="key")
+
+
+def _streaming(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+    """Gradients before the batch is whole, asked for where there can be none."""
+    if not config.algorithm.streaming:
+        return
+    place = ("algorithm", "streaming")
+    whole = next((part for part in parts.all() if part.needs & {"batch", "values"}), None)
+    if whole is not None:
+        what = "needs the whole step's samples at once" if "batch" in whole.needs else "needs a critic's values"
+        message = f"streaming = true, and {whole.part.kind} '{whole.part.name}' {what}"
+        yield Problem(place, f"{message}: no gradient can be computed before the last group is there", "leave it out")
+    if config.algorithm.mode != "asynchronous":
+        message = f'streaming = true, and with mode = "{config.algorithm.mode}" engines and trainer take turns'
+        yield Problem(place, message, "leave it out")
 
 
 def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:

@@ -160,6 +160,10 @@ class Objective:
         by_sample = {id(sample): returns for sample, returns in zip(kept, placed, strict=True)}
         return [by_sample.get(id(sample)) for sample in samples]
 
+    def rewards(self, samples: Sequence[Sample]) -> list[float]:
+        """Rewards after the truncation policy, of those samples that it does not mask."""
+        return self._truncated(samples)[1]
+
     def _truncated(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[float]]:
         """The samples that are trained on, in order, with their rewards; the others are masked."""
         groups: dict[int, list[int]] = defaultdict(list)

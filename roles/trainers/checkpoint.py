@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from relax_rt.transport.errors import Corrupt, Refused, StaleEpoch
 
 STATE_FILE = "relax_rt.json"
+SAMPLING_FILE = "sampling.json"
+"""What became of the prompts so far, where filters or a sampler decide by it."""
 PREFIX = "step-"
 PARTIAL = ".partial-"
 TOKENIZER_FILES = (
@@ -133,6 +136,26 @@ def read_state(folder: Path) -> CheckpointState:
         raise Refused(f"checkpoint {folder}", why=f"it has no {STATE_FILE}") from None
     except msgspec.DecodeError as error:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
+
+
+def write_sampling(folder: Path, state: Mapping[str, Any]) -> None:
+    """Put what filters and samplers know into a checkpoint that is being made."""
+    if state:
+        (folder / SAMPLING_FILE).write_bytes(msgspec.json.encode(state))
+
+
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """What `write_sampling` put there; empty if the run that made the checkpoint had neither filters nor sampler.
+
+    Raises:
+        Refused: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((folder / SAMPLING_FILE).read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise Refused(f"{SAMPLING_FILE} of checkpoint {folder.name}", why=str(error)) from error
 
 
 def _sync(path: Path) -> None:

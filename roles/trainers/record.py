@@ -38,6 +38,8 @@ def step_record(
         "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
         "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
         **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
+        "parts": batch.parts,
+        **_filtered(batch),
         "skipped": "" if result.applied else result.why,
         "wait_s": batch.spent["wait"],
         "train_s": batch.spent["train"],
@@ -46,3 +48,10 @@ def step_record(
         "elapsed_s": elapsed_s,
         "digests": batch.digests,
     }
+
+
+def _filtered(batch: Batch) -> dict[str, Any]:
+    """What filters did, where there are any: groups that came, those left out by filter, the share kept."""
+    if not batch.scored:
+        return {}
+    return {"scored": batch.scored, "filtered": batch.filtered, "kept_share": batch.groups / batch.scored}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from relax_rt.role import Progress
     from relax_rt.roles.algorithms.objective import Objective
     from relax_rt.roles.trainers.base import TrainerBackend
+    from relax_rt.roles.trainers.sieve import Sieve
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
 
 TAKE_WAIT_S = 1.0
@@ -43,30 +44,43 @@ class Batch:
     """The groups of one step, as far as they are there.
 
     Attributes:
+        full: no more are waited for.
         leases: what they were taken under; the step finishes them together.
         leased, samples: the same samples, as they were leased and as they were read. digests: of what was read.
-        accumulated: so many samples, from the first on, have their gradients in the backend.
+        groups: how many there are.
+        accumulated: so many samples, from the first on, have their gradients in the backend, in so many parts.
         count: what the gradients so far are to be divided by.
+        scored: groups that came, also those that filters left out. filtered: groups left out, by filter.
         spent: on `wait`, `train` and `publish`. held_s: how long the update waited for the weights to be copied.
     """
 
     spent: Spent = field(default_factory=Spent)
+    full: bool = False
     leases: list[LeasedBatch] = field(default_factory=list)
     leased: list[LeasedSample] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    groups: int = 0
     accumulated: int = 0
+    parts: int = 0
     count: float = 0.0
+    scored: int = 0
+    filtered: dict[str, int] = field(default_factory=dict)
     held_s: float = 0.0
 
-    def add(self, lease: LeasedBatch) -> None:
-        """Further groups."""
-        leased = lease.samples
-        samples = [read_sample(one) for one in leased]
+    def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:
+        """Further groups: those of a lease, with its samples as they were read."""
         self.leases.append(lease)
-        self.leased += leased
+        self.leased += lease.samples
         self.samples += samples
         self.digests += [content_digest(sample) for sample in samples]
+        self.groups += len(lease.groups())
+
+    def waiting_tokens(self) -> int:
+        """Tokens whose gradients are not there yet; those of a common prompt count once."""
+        prompts = {(s.meta.group, s.prompt_length) for s in self.samples[self.accumulated :]}
+        own = sum(len(s.tokens) - s.prompt_length for s in self.samples[self.accumulated :])
+        return own + sum(length for _, length in prompts)
 
 
 class Collector:
@@ -74,6 +88,8 @@ class Collector:
 
     Args:
         groups: of a step.
+        parts: take groups as they become ready, instead of all of a step at once.
+        sieve: judges them as they come; goes with `parts`.
     """
 
     def __init__(
@@ -82,24 +98,48 @@ class Collector:
         progress: Progress,
         *,
         groups: int,
+        parts: bool = False,
+        sieve: Sieve | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue, self._progress, self._groups, self._clock = queue, progress, groups, clock
+        self._parts, self.sieve = parts or sieve is not None, sieve
         self._batch: Batch | None = None
 
-    async def collect(self) -> Batch | None:
-        """Take what is ready of the step's groups; None until all of them are there. Waits for a second at most."""
-        # A wait may take many calls; it counts from the first of them.
-        batch = self._batch = self._batch or Batch(Spent(self._clock))
-        lease = await self._queue.take("train", groups=self._groups, wait_s=TAKE_WAIT_S)
+    async def collect(self, step: int) -> Batch | None:
+        """Take what is ready of a step's groups; None if nothing is. Waits for a second at most.
+
+        Returns:
+            All that the step has so far; when it is full, the next call begins another one.
+        """
+        if self._batch is None:
+            # A wait may take many calls; it counts from the first of them.
+            self._batch = Batch(Spent(self._clock))
+            if self.sieve is not None:
+                await self.sieve.begin()
+        batch = self._batch
+        lacking = self._groups - batch.groups
+        lease = await self._queue.take("train", groups=lacking, at_least=int(self._parts), wait_s=TAKE_WAIT_S)
         if not lease:
-            self._progress.waiting(lease.waiting_on or "whole groups with rewards")
+            there = f"{batch.groups} of {self._groups} groups are there; " if batch.groups else ""
+            self._progress.waiting(there + (lease.waiting_on or "whole groups with rewards"))
             return None
         self._progress.waiting("")
         batch.spent.on("wait")
-        batch.add(lease)
-        self._batch = None
+        if self.sieve is None:
+            batch.add(lease, [read_sample(one) for one in lease.samples])
+        else:
+            await self.sieve.sift(lease, batch, step)
+        batch.full = batch.full or batch.groups >= self._groups
+        if batch.full:
+            self._batch = None
         return batch
+
+    async def give_up(self, reason: str) -> None:
+        """Give back what was taken for a step that will not be taken."""
+        batch, self._batch = self._batch, None
+        for lease in batch.leases if batch is not None else ():
+            await self._queue.abandon(lease, reason)
 
 
 def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, version: int) -> None:
@@ -117,3 +157,4 @@ def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, vers
     objective.advantages(samples)
     batch.count += backend.accumulate(samples).count
     batch.accumulated = len(batch.samples)
+    batch.parts += 1

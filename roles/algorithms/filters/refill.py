@@ -1,58 +1,36 @@
-"""Dynamic sampling: groups that teach nothing are left out, and others asked for, until a step is full."""
+"""Dynamic sampling: groups that teach nothing are left out, and others made, until a step is full."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import msgspec
-from pydantic import Field
 
-from relax_rt.config.schema import Table
 from relax_rt.roles.algorithms.filters.history import PromptHistory
+from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
 from relax_rt.roles.algorithms.registry import Bound
 from relax_rt.transport.errors import Refused
 
-
-class Ask(msgspec.Struct, frozen=True):
-    """So many further groups are wanted."""
-
-    groups: int
+State = Literal["lacking", "full", "short", "barren"]
+"""Of a step: groups are lacking; it has all; it is to be taken with fewer; nothing was kept of all it may cost."""
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """A group is left out."""
+    """A group is left out: by which rule, and why."""
 
     key: int
+    rule: str
     why: str
 
 
-class Full(msgspec.Struct, frozen=True):
-    """The step is to be taken with these groups, oldest first."""
-
-    keys: tuple[int, ...]
-
-
-Action = Ask | Drop | Full
-
-
-class RefillOptions(Table):
-    """How many groups a step may cost."""
-
-    over_sample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Groups asked for at once, by those still lacking; beside what the share of groups left out so far calls for."""
-    most: Annotated[float, Field(ge=1, le=64)] = 10.0
-    """A step is taken with what there is after this many times its groups were scored."""
-    memory: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Weight of the past in the running share of groups that are kept."""
-
-
 class Refill:
-    """A pure state machine: scored groups in, actions out. Groups above what a step takes are carried over to the next.
+    """A pure state machine: scored groups in, the verdict on them out.
 
-    Staleness is not its business: the queue refuses what is too old, and `lost` says so here.
+    Of the groups that are under way it says only how many there should be. Which of them are lost, late or too stale is
+    the queue's business, which makes others in their place.
 
     Args:
         wanted: groups of a step.
@@ -64,70 +42,60 @@ class Refill:
     ) -> None:
         self.wanted, self._filters, self._history = wanted, filters, history
         self._options = options or RefillOptions()
-        self._kept: list[int] = []
-        self._pending = 0
-        self._scored = 0
+        self._kept = self._scored = 0
         self._share = 1.0
         self.dropped: dict[str, int] = {}
 
-    def begin(self) -> list[Action]:
-        """A step begins; groups that were carried over count for it."""
-        self._scored = 0
-        return self._next()
+    def begin(self) -> None:
+        """A step begins."""
+        self._kept = self._scored = 0
 
-    def scored(self, group: ScoredGroup, step: int) -> list[Action]:
-        """A group came back with its rewards."""
-        self._pending = max(0, self._pending - 1)
+    def scored(self, group: ScoredGroup, step: int) -> Drop | None:
+        """A group came with its rewards; answers whether it is left out."""
         self._scored += 1
         self._history.record(group.item, group.rewards, step)
-        name, why = self._judge(group)
+        drop = self._judge(group)
         memory = self._options.memory
-        self._share = memory * self._share + (1 - memory) * (not why)
-        if not why:
-            self._kept.append(group.key)
-            return self._next()
-        self.dropped[name] = self.dropped.get(name, 0) + 1
-        return [Drop(group.key, f"{name}: {why}"), *self._next()]
+        self._share = memory * self._share + (1 - memory) * (drop is None)
+        if drop is None:
+            self._kept += 1
+        else:
+            self.dropped[drop.rule] = self.dropped.get(drop.rule, 0) + 1
+        return drop
 
-    def lost(self, key: int | None = None) -> list[Action]:
-        """A group will not come, or one that was kept can no longer be trained on (its key)."""
-        if key is None:
-            self._pending = max(0, self._pending - 1)
-        elif key in self._kept:
-            self._kept.remove(key)
-        return self._next()
-
-    def _judge(self, group: ScoredGroup) -> tuple[str, str]:
+    def _judge(self, group: ScoredGroup) -> Drop | None:
         for rule in self._filters:
             why = rule(group, self._history)
             if why:
-                return rule.part.name, str(why)
-        return "", ""
+                return Drop(group.key, rule.part.name, f"{rule.part.name}: {why}")
+        return None
 
-    def _next(self) -> list[Action]:
-        lacking = self.wanted - len(self._kept)
-        enough = self._scored >= self._options.most * self.wanted
-        if lacking <= 0 or (enough and self._kept):
-            keys, self._kept = tuple(self._kept[: self.wanted]), self._kept[self.wanted :]
-            self._scored = 0
-            return [Full(keys)]
+    @property
+    def state(self) -> State:
+        """How the step stands."""
+        if self._kept >= self.wanted:
+            return "full"
+        if self._scored < self._options.most * self.wanted:
+            return "lacking"
+        return "short" if self._kept else "barren"
+
+    @property
+    def spare(self) -> int:
+        """Groups that should be under way besides those that are lacking, so that enough of them are kept."""
+        lacking = max(0, self.wanted - self._kept)
         # A share near 0 would ask for all prompts at once: what a step may cost bounds it.
         share = max(self._share, 1 / self._options.most)
-        ask = math.ceil(lacking * self._options.over_sample / share) - self._pending
-        if ask <= 0:
-            return []
-        self._pending += ask
-        return [Ask(ask)]
+        return math.ceil(lacking * self._options.over_sample / share - 1e-9) - lacking
 
-    def state(self) -> dict[str, Any]:
-        """Plain data for the checkpoint. Groups under way are not in it: the queue gives their prompts out again."""
+    def save(self) -> dict[str, Any]:
+        """Plain data for the checkpoint. Groups under way are not in it: they are the queue's."""
         return {"share": self._share, "dropped": dict(self.dropped)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`.
+        """Go on from what `save` gave.
 
         Raises:
-            Refused: it is not what `state` gave.
+            Refused: it is something else.
         """
         try:
             self._share = float(state["share"])

@@ -13,13 +13,15 @@ from relax_rt.roles.algorithms.advantages.group import EQUAL
 from relax_rt.roles.algorithms.filters.history import PromptHistory
 from relax_rt.roles.algorithms.registry import part
 
+MASKED = "all its samples are masked"
+
 
 class ScoredGroup(msgspec.Struct, frozen=True):
     """A whole group with its rewards.
 
     Attributes:
         key: whatever names the group to its owner. item: stable id of the data item.
-        rewards: of its samples, after the truncation policy. truncated: of the same.
+        rewards: after the truncation policy, of those samples that it does not mask. truncated: of all its samples.
     """
 
     key: int
@@ -57,12 +59,14 @@ class TruncatedOptions(Table):
     """Groups with a larger share are left out."""
 
 
-@part("filter", "zero_variance", options=SpreadOptions)
+@part("filter", "zero_variance", options=SpreadOptions, traits=["groups"])
 def zero_variance(group: ScoredGroup, history: PromptHistory, options: SpreadOptions) -> str:
     """Groups of equal rewards are left out: no advantage comes of them.
 
     DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), together with `Refill`.
     """
+    if not group.rewards:
+        return MASKED
     if max(group.rewards) - min(group.rewards) < options.spread:
         return f"all rewards are {group.rewards[0]:g}"
     return ""
@@ -71,6 +75,8 @@ def zero_variance(group: ScoredGroup, history: PromptHistory, options: SpreadOpt
 @part("filter", "pass_rate", options=RateOptions)
 def pass_rate(group: ScoredGroup, history: PromptHistory, options: RateOptions) -> str:
     """Groups with too small or too large a share of successes are left out."""
+    if not group.rewards:
+        return MASKED
     share = sum(r > history.success for r in group.rewards) / len(group.rewards)
     if not options.low <= share <= options.high:
         return f"{share:.2f} of it succeeded"
@@ -80,7 +86,7 @@ def pass_rate(group: ScoredGroup, history: PromptHistory, options: RateOptions) 
 @part("filter", "truncated", options=TruncatedOptions)
 def truncated(group: ScoredGroup, history: PromptHistory, options: TruncatedOptions) -> str:
     """Groups of which too many completions were cut at the length limit are left out."""
-    share = sum(group.truncated) / len(group.rewards)
+    share = sum(group.truncated) / max(1, len(group.truncated))
     if share > options.most:
         return f"{share:.2f} of it was cut at max_new_tokens"
     return ""

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.algorithms.filters.history import PromptHistory
-from relax_rt.roles.algorithms.filters.refill import Ask, Drop, Full, Refill, RefillOptions
+from relax_rt.roles.algorithms.filters.options import RefillOptions
+from relax_rt.roles.algorithms.filters.refill import Drop, Refill
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
 from relax_rt.roles.algorithms.filters.samplers import PromptSampler, uniform
 from relax_rt.roles.algorithms.registry import bound, part
@@ -56,6 +57,9 @@ def test_rare_successes_are_those_that_succeeded_seldom_and_not_lately() -> None
         ({"name": "pass_rate", "low": 0.3, "high": 0.8}, [1.0, 1.0, 0.0, 0.0], [], ""),
         ("truncated", [1.0, 0.0, 0.0], [True, True, False], "0.67 of it was cut at max_new_tokens"),
         ("truncated", [1.0, 0.0], [True, False], ""),
+        ("zero_variance", [], [True, True], "all its samples are masked"),
+        ("pass_rate", [], [True, True], "all its samples are masked"),
+        ("truncated", [], [True, True], "1.00 of it was cut at max_new_tokens"),
     ],
 )
 def test_filters(rule: Any, rewards: list[float], cut: list[bool], why: str) -> None:
@@ -74,69 +78,63 @@ def dull(key: int) -> ScoredGroup:
     return ScoredGroup(key, f"q{key}", [1.0, 1.0])
 
 
-def test_a_dull_group_is_dropped_and_another_asked_for() -> None:
+def test_a_dull_group_is_dropped_and_more_are_made_for_it() -> None:
     machine = refill(memory=0.5)
-    assert machine.begin() == [Ask(2)]
-    assert machine.scored(good(0), 1) == []
-    # One lacks, none is under way, and half of what was scored of late was kept.
-    assert machine.scored(dull(1), 1) == [Drop(1, "zero_variance: all rewards are 1"), Ask(2)]
-    assert machine.scored(good(2), 1) == [Full((0, 2))]
+    machine.begin()
+    assert (machine.state, machine.spare) == ("lacking", 0)
+    assert machine.scored(good(0), 1) is None
+    assert machine.scored(dull(1), 1) == Drop(1, "zero_variance", "zero_variance: all rewards are 1")
+    # One lacks, and half of what was scored of late was kept.
+    assert (machine.state, machine.spare) == ("lacking", 1)
+    assert machine.scored(good(2), 1) is None
+    assert (machine.state, machine.spare) == ("full", 0)
     assert machine.dropped == {"zero_variance": 1}
-    # What was asked for above the need is carried over to the next step.
-    assert machine.scored(good(3), 1) == [Ask(2)]
-    assert machine.scored(good(4), 1) == [Full((3, 4))]
+    machine.begin()
+    assert machine.state == "lacking"
 
 
-def test_over_sampling_asks_for_more_at_once() -> None:
-    assert refill(wanted=4, over_sample=1.5).begin() == [Ask(6)]
+def test_over_sampling_has_more_made_at_once() -> None:
+    machine = refill(wanted=4, over_sample=1.5)
+    assert machine.spare == 2
+    machine.scored(good(0), 1)
+    assert machine.spare == 2
+    for key in range(1, 4):
+        machine.scored(good(key), 1)
+    assert machine.spare == 0
 
 
 def test_a_step_is_not_waited_for_for_ever() -> None:
-    machine = refill(wanted=2, most=3)
-    machine.begin()
-    actions = [machine.scored(good(0), 1)]
-    actions += [machine.scored(dull(key), 1) for key in range(1, 6)]
-    assert actions[-1] == [Drop(5, "zero_variance: all rewards are 1"), Full((0,))]
-    assert not any(isinstance(a, Full) for found in actions[:-1] for a in found)
+    machine, barren = refill(wanted=2, most=3), refill(wanted=2, most=3)
+    machine.scored(good(0), 1)
+    barren.scored(dull(0), 1)
+    for key in range(1, 6):
+        assert (machine.state, barren.state) == ("lacking", "lacking")
+        machine.scored(dull(key), 1)
+        barren.scored(dull(key), 1)
+    assert (machine.state, barren.state) == ("short", "barren")
+    # Nor are all prompts asked for at once.
+    assert barren.spare <= 4
 
 
-def test_lost_groups_are_asked_for_again() -> None:
-    machine = refill(wanted=2)
-    machine.begin()
-    assert machine.scored(good(0), 1) == []
-    assert machine.lost(0) == [Ask(1)]
-    assert machine.lost() == [Ask(1)]
-    assert machine.scored(good(1), 1) == []
-    assert machine.scored(good(2), 1) == [Full((1, 2))]
-
-
-@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.floats(1, 3))
-def test_every_kept_group_is_trained_once_and_what_is_asked_for_suffices(
-    kept: list[bool], wanted: int, over: float
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.floats(1, 3), st.integers(1, 5))
+def test_every_group_is_judged_once_and_what_is_under_way_suffices(
+    kept: list[bool], wanted: int, over: float, most: int
 ) -> None:
-    machine = refill(wanted=wanted, over_sample=over, most=64)
-    under_way, trained, dropped = 0, [], []
-
-    def follow(actions: list[Any]) -> None:
-        nonlocal under_way
-        for action in actions:
-            if isinstance(action, Ask):
-                under_way += action.groups
-            elif isinstance(action, Drop):
-                dropped.append(action.key)
-            else:
-                assert len(action.keys) == wanted
-                trained.extend(action.keys)
-                follow(machine.begin())
-
-    follow(machine.begin())
+    machine = refill(wanted=wanted, over_sample=over, most=most)
+    machine.begin()
+    step: list[bool] = []
     for key, fine in enumerate(kept):
-        assert under_way > 0
-        under_way -= 1
-        follow(machine.scored(good(key) if fine else dull(key), 1))
-    assert dropped == [k for k, fine in enumerate(kept) if not fine]
-    assert trained == [k for k, fine in enumerate(kept) if fine][: len(trained)]
-    assert sum(kept) - len(trained) < wanted
+        assert (machine.scored(good(key) if fine else dull(key), 1) is None) == fine
+        step.append(fine)
+        there, lacking = sum(step), max(0, wanted - sum(step))
+        assert 0 <= machine.spare <= lacking * over * most + 1
+        assert (lacking > 0) or machine.spare == 0
+        wants = "full" if not lacking else "lacking" if len(step) < most * wanted else "short" if there else "barren"
+        assert machine.state == wants
+        if machine.state != "lacking":
+            machine.begin()
+            step = []
+    assert machine.dropped.get("zero_variance", 0) == kept.count(False)
 
 
 def test_dynamic_sampling_goes_on_from_a_checkpoint() -> None:
@@ -144,8 +142,8 @@ def test_dynamic_sampling_goes_on_from_a_checkpoint() -> None:
     machine.begin()
     machine.scored(dull(0), 1)
     resumed = refill(memory=0.5)
-    resumed.restore(json.loads(json.dumps(machine.state())))
-    assert resumed.begin() == [Ask(4)]
+    resumed.restore(json.loads(json.dumps(machine.save())))
+    assert resumed.spare == 2
     assert resumed.dropped == {"zero_variance": 1}
     with pytest.raises(Refused, match="dynamic sampling of a checkpoint"):
         resumed.restore({"share": "half", "dropped": {}})
