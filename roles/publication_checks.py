@@ -8,6 +8,7 @@ from typing import Literal
 
 from relax_rt.config.problems import Problem
 from relax_rt.nodes.api import HEAD
+from relax_rt.nodes.gpus import count_gpus
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 
 CARRIER = ("publication", "carrier")
@@ -58,6 +59,7 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
     yield from _wire(config)
     yield from _broadcasts(config)
+    yield from _cuda_ipc(config)
 
 
 def _wire(config: RLConfig) -> Iterator[Problem]:
@@ -92,9 +94,29 @@ def _broadcasts(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("publication", "communicator"), message, 'give each a GPU, or set communicator = "gloo"')
 
 
+def _cuda_ipc(config: RLConfig) -> Iterator[Problem]:
+    """Memory of a device is shown to whoever shares that device: trainer and rollouts must fit on one together."""
+    if config.publication.carrier != "cuda_ipc":
+        return
+    tables = [table for table in config.roles.values() if isinstance(table, TrainerSettings | RolloutSettings)]
+    shares = [(table.gpus, table.count) for table in tables]
+    if without_gpu(config) or any(gpus >= 1 for gpus, _ in shares) or sum(gpus * count for gpus, count in shares) > 1:
+        message = 'carrier = "cuda_ipc" goes within one GPU, and trainer and rollouts do not share one'
+        hint = "give each a share, roles.trainer.gpus = 0.5 and roles.rollout.gpus = 0.5, of one in sum"
+        yield Problem(CARRIER, message, hint)
+
+
 def preflight_publication(config: RLConfig) -> Iterator[Problem]:
-    """Whether the libraries are there that the carrier needs."""
-    if config.publication.carrier == "collective" and communicator_of(config) == "nccl" and find_spec("cupy") is None:
-        message = "broadcasts between GPUs go over NCCL through CuPy, which is not installed"
-        hint = 'pip install cupy-cuda13x, or the build of your CUDA; or set communicator = "gloo"'
-        yield Problem(("publication", "communicator"), message, hint)
+    """Whether this machine has what the carrier needs."""
+    table = config.publication
+    nccl = table.carrier == "collective" and communicator_of(config) == "nccl"
+    if not nccl and table.carrier != "cuda_ipc":
+        return
+    path = ("publication", "communicator") if nccl else CARRIER
+    what = "broadcasts between GPUs go over NCCL" if nccl else 'carrier = "cuda_ipc" shows device memory'
+    other = 'set communicator = "gloo"' if nccl else 'set carrier = "auto"'
+    if find_spec("cupy") is None:
+        hint = f"pip install cupy-cuda13x, or the build of your CUDA; or {other}"
+        yield Problem(path, f"{what} through CuPy, which is not installed", hint)
+    if not count_gpus():
+        yield Problem(path, f"{what}, and this machine has no GPU", other)

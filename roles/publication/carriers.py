@@ -13,7 +13,7 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.locations import config_dir
 from relax_rt.roles.publication.place import stage_folder
 from relax_rt.roles.sections import RLConfig, RolloutSettings
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, RelaxError, Unreachable
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.api import StageApi
 from relax_rt.transport.weights.checks import check_manifest
@@ -52,6 +52,8 @@ def source_for(ctx: RoleContext) -> MakeSource:
     first = _from_stage(stage_folder(ctx)) if here or links is None else _from_stream(ctx, links)
     if here and table.carrier == "collective" and isinstance(ctx.settings, RolloutSettings):
         return _from_broadcast(ctx, first)
+    if here and table.carrier == "cuda_ipc" and isinstance(ctx.settings, RolloutSettings):
+        return _from_device(ctx, first)
     return first if folder is None or table.carrier != "auto" else _with_files(ctx, first, folder)
 
 
@@ -90,6 +92,23 @@ def _from_broadcast(ctx: RoleContext, first: MakeSource) -> MakeSource:
         return found
 
     return source
+
+
+def _from_device(ctx: RoleContext, first: MakeSource) -> MakeSource:
+    """A version as the trainer shows it on the device, or by `first`."""
+    from relax_rt.transport.weights.cuda_ipc import CudaIpcSource
+
+    stage = stage_folder(ctx)
+
+    def told(record: VersionRecord, error: RelaxError) -> None:
+        ctx.event("device_unused", version=record.version, why=str(error))
+        ctx.log.warning("a version is not taken from the device", version=record.version, why=str(error))
+
+    def shown(record: VersionRecord) -> CudaIpcSource:
+        return CudaIpcSource(stage, record, read_manifest(stage, record.version))
+
+    # Refused: it lies on another device, or there is no library for it here.
+    return lambda record, _: FallbackSource(lambda: shown(record), lambda: first(record, None), told, also=(Refused,))
 
 
 def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
@@ -144,6 +163,7 @@ class FallbackSource:
     Args:
         first, second: make the sources. Whatever the second one lacks, it is the first one's error that is raised.
         told: hears why the second one is used.
+        also: errors that the second one may do better at, besides those that pass.
     """
 
     def __init__(
@@ -151,12 +171,13 @@ class FallbackSource:
         first: Callable[[], WeightSource],
         second: Callable[[], WeightSource],
         told: Callable[[VersionRecord, RelaxError], None],
+        also: tuple[type[RelaxError], ...] = (),
     ) -> None:
-        self._second, self._told = second, told
+        self._second, self._told, self._fell = second, told, (*_FELL, *also)
         self._fallen = False
         try:
             self._use(first())
-        except _FELL as error:
+        except self._fell as error:
             self._fall(error)
 
     def _use(self, source: WeightSource) -> None:
@@ -169,7 +190,7 @@ class FallbackSource:
         """See WeightSource."""
         try:
             self._source.copy_into(into)
-        except _FELL as error:
+        except self._fell as error:
             # What is no whole version rests on what lies in `into`, which is spoilt by now.
             if self._fallen or self.manifest.payload != "full":
                 raise

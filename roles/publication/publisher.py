@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from relax_rt.role import RoleContext
+from relax_rt.roles.publication.device import DeviceWeights
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.publication.machine import Late, Lost, Publication, Report, Settled
 from relax_rt.roles.publication.spread import Spreader
@@ -77,7 +78,7 @@ class Publisher:
     ) -> None:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
         self._committed, self._files = committed, files
-        self._spread = Spreader.of(ctx, table)
+        self._spread, self._device = Spreader.of(ctx, table), DeviceWeights.of(ctx, table)
         self._machine = Publication(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
@@ -152,6 +153,8 @@ class Publisher:
             await self._spread.close()
         # The thread that writes the stage cannot be cancelled; the stage must not be closed under it.
         await asyncio.to_thread(self._idle.wait, COPY_S)
+        if self._device is not None:
+            await asyncio.to_thread(self._device.close)
 
     async def _publish(self, weights: VersionRecord) -> VersionRecord:
         """Stage, seal with digests, commit under this incarnation's epoch, retire the one before."""
@@ -181,6 +184,8 @@ class Publisher:
         await asyncio.to_thread(self._stage.retire, record.version)
         if self._spread is not None:
             await self._spread.retire(record.version)
+        if self._device is not None:
+            await asyncio.to_thread(self._device.retire, record.version)
         self._ctx.event(
             "published",
             version=record.version,
@@ -229,6 +234,8 @@ class Publisher:
             self._copied.set()
             copied = time.monotonic()
             manifest = self._sealed(version, layout, file, view)
+            if self._device is not None:
+                self._device.show(manifest, view)
             delta_bytes = 0
             if self._table.delta and self._committed:
                 # To the version that engines have or are getting; one that has not got it takes this one in full.

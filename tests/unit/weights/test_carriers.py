@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import structlog
 from structlog.testing import capture_logs
 from weight_versions import LAYOUT, fill, version_of
 
+from relax_rt.config.schema import SupervisionTable
 from relax_rt.nodes.links import Links
 from relax_rt.role import RoleContext
 from relax_rt.roles.checks import check
 from relax_rt.roles.publication import files as weight_files
 from relax_rt.roles.publication import stage_folder
 from relax_rt.roles.publication.carriers import FallbackSource, files_folder, source_for
+from relax_rt.roles.publication.device import DeviceWeights
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.publication.place import offers_folder
+from relax_rt.roles.publication_checks import check_publication, preflight_publication
 from relax_rt.roles.sections import PublicationTable, RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.collective.communicator import HostMemory
+from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
 from relax_rt.transport.weights.collective.offers import Offers
+from relax_rt.transport.weights.cuda_ipc import Export
 from relax_rt.transport.weights.directory import DirectorySource, WeightDirectory
 from relax_rt.transport.weights.source import StageSource, WeightSource
 from relax_rt.transport.weights.stage import WeightStage
@@ -306,8 +313,8 @@ def test_a_forced_carrier_is_checked(table: dict[str, Any], listen: str, node: s
 class Engine(Context):
     """A rollout of a run whose versions are broadcast."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, carrier="collective")
+    def __init__(self, folder: Path, carrier: str = "collective") -> None:
+        super().__init__(folder, carrier=carrier)
         self.config.roles.update(rollout=RolloutSettings(), trainer=TrainerSettings())
         self.settings, self.who = RolloutSettings(), Incarnation("rollout/0", 3)
 
@@ -364,3 +371,74 @@ async def test_an_engine_without_room_to_receive_does_without(tmp_path: Path, mo
     assert copied(make(record, None)) == data == copied(make(record, None))
     assert broadcast(ctx, record, data) == []
     assert [kind for kind, _ in ctx.events] == ["broadcasts_off"], "said once"
+
+
+def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise Refused("CUDA through CuPy", why="no device is visible")
+
+    monkeypatch.setattr("relax_rt.transport.weights.device.cupy", none)
+
+
+async def test_what_the_device_does_not_give_is_taken_from_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_a_device(monkeypatch)
+    ctx = Engine(tmp_path, carrier="cuda_ipc")
+    make = source_for(cast(RoleContext, ctx))
+    data = fill(LAYOUT)
+    record = stage(ctx, data)
+    source = make(record, None)
+    assert (copied(source), source.carrier) == (data, "shared_memory")
+    folder = stage_folder(cast(RoleContext, ctx))
+    memory = DeviceMemory(b"h" * 64, "GPU-1", 0, LAYOUT.nbytes)
+    mine = os.getpid()
+    export = Export(record.version, record.digest, memory, ("x",), "cuda0.pin", mine, start_time(mine))
+    (folder / f"v{record.version:08d}.cuda").write_bytes(msgspec.msgpack.encode(export))
+    (folder / "cuda0.pin").touch()
+    source = make(record, None)
+    assert source.carrier == "cuda_ipc"
+    assert (copied(source), source.carrier) == (data, "shared_memory")
+    assert [kind for kind, _ in ctx.events] == ["device_unused"] * 2
+    assert "not shown" in ctx.events[0][1]["why"] and "no device is visible" in ctx.events[1][1]["why"]
+
+
+def test_a_trainer_without_a_device_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_device(monkeypatch)
+    ctx = Context(tmp_path)
+    assert DeviceWeights.of(cast(RoleContext, ctx), PublicationTable()) is None
+    device = DeviceWeights.of(cast(RoleContext, ctx), PublicationTable(carrier="cuda_ipc"))
+    assert device is not None
+    data = fill(LAYOUT)
+    device.show(version_of(data)[1], memoryview(data))
+    device.retire(8)
+    device.close()
+    assert [kind for kind, _ in ctx.events] == ["weights_not_shown"]
+    assert not list(stage_folder(cast(RoleContext, ctx)).glob("*.cuda"))
+
+
+@pytest.mark.parametrize(
+    ("table", "missing"),
+    [({"carrier": "cuda_ipc"}, True), ({"carrier": "collective", "communicator": "nccl"}, True), ({}, False)],
+)
+def test_a_machine_without_a_gpu_is_refused_in_words(
+    table: dict[str, Any], missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_rt.roles.publication_checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("relax_rt.roles.publication_checks.find_spec", lambda _: None)
+    config = cast(Any, RLConfig).model_construct(publication=PublicationTable(**table), roles={})
+    messages = [problem.message for problem in preflight_publication(config)]
+    assert len(messages) == 2 * missing
+    assert not missing or ("CuPy, which is not installed" in messages[0] and "has no GPU" in messages[1])
+
+
+def test_one_gpu_must_have_room_for_all_who_share_it() -> None:
+    def found(trainer: float, rollout: float, count: int) -> list[str]:
+        roles = {"trainer": TrainerSettings(gpus=trainer), "rollout": RolloutSettings(gpus=rollout, count=count)}
+        table = PublicationTable(carrier="cuda_ipc")
+        config = cast(Any, RLConfig).model_construct(publication=table, roles=roles, supervision=SupervisionTable())
+        return [problem.message for problem in check_publication(config)]
+
+    assert found(0.5, 0.25, 2) == []
+    for shares in ((0, 0.5, 1), (1, 1, 1), (0.5, 0.5, 2)):
+        assert "do not share one" in found(*shares)[0]
