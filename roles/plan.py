@@ -157,7 +157,9 @@ def _steps(config: RLConfig) -> list[PlanLine]:
 
 def _checkpoints(config: RLConfig) -> str:
     parameters = model_size(config.model.path, Path(config.config_dir)).parameters
-    each = f", {_mib(12 * parameters)} each (float32 weights and two moments)" if parameters else ""
+    whole = settings(config, "trainer", TrainerSettings).lora is None
+    nbytes, what = (12, "float32 weights and two moments") if whole else (4, "float32 weights; adapters besides")
+    each = f", {_mib(nbytes * parameters)} each ({what})" if parameters else ""
     return f"every {config.checkpoint.every_steps} steps, the newest {config.checkpoint.keep} kept{each}"
 
 
@@ -199,16 +201,21 @@ def _memory(config: RLConfig) -> list[PlanLine]:
 
 def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
     table = settings(config, "trainer", TrainerSettings)
-    state, snapshot = 16 * size.parameters, 12 * size.parameters
+    # FSDP2 divides all of it but the copy of the weights; adapters are small beside the model.
+    over = table.count if table.backend == "torch" else 1
+    state, moments = (4, 0) if table.lora is not None else (16, 8)
+    state = state * size.parameters // over
+    snapshot = 4 * size.parameters + moments * size.parameters // over
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     trained = table.tokens_per_micro_batch * config.sampling.max_new_tokens // longest
     # Logits of the trained tokens: the autocast copy, float32, their log-softmax and its gradient.
     logits = max(trained, 1) * size.vocabulary * 14
+    held = "weights" if table.lora is not None else "weights, gradients, moments"
     return PlanLine(
         "memory, estimated",
-        "trainer",
+        f"trainer, rank 0 of {over}" if over > 1 else "trainer",
         _mib(state + snapshot + logits + RUNTIME_MIB["torch"] * MIB),
-        f"{_mib(state)} weights, gradients, moments (float32), {_mib(snapshot)} checkpoint copy, about {_mib(logits)} "
+        f"{_mib(state)} {held} (float32), {_mib(snapshot)} checkpoint copy, about {_mib(logits)} "
         f"logits of a micro-batch, {RUNTIME_MIB['torch']} MiB torch; activations besides",
     )
 

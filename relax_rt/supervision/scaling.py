@@ -11,6 +11,7 @@ from relax_rt.config.job import Planner, load_job
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings, RunConfig
 from relax_rt.config.validation import validate
+from relax_rt.loading import load_role
 from relax_rt.supervision.plan import RolePlan
 from relax_rt.supervision.rundir import SHM_ROOT
 from relax_rt.transport.errors import Refused
@@ -34,6 +35,7 @@ def check_count(
         Refused: with the message of `relax-rt validate`, or with what there is not enough of.
     """
     what = f"cannot scale {kind} to {count}"
+    plans = list(plans)
     settings = {plan.kind: plan.settings for plan in plans}
     before = _with_counts(config, settings, counts)
     after = _with_counts(config, settings, {**counts, kind: count})
@@ -43,8 +45,17 @@ def check_count(
         # What is wrong already is not the new count's doing.
         if problem not in known:
             raise Refused(what, why=problem.message, hint=problem.hint)
+    if isinstance(after, RunConfig):
+        _refuse_new_gang(after, plans, kind, what)
     if count > counts.get(kind, 0) and isinstance(after, RunConfig) and isinstance(before, RunConfig):
         _check_room(after, before, what, cores)
+
+
+def _refuse_new_gang(after: RunConfig, plans: Iterable[RolePlan], kind: str, what: str) -> None:
+    plan = next((plan for plan in plans if plan.kind == kind and kind in after.roles), None)
+    if plan is not None and not plan.gang and load_role(plan.target).is_gang(after.roles[kind]):
+        hint = f"change roles.{kind}.count and start the run again: it resumes"
+        raise Refused(what, why="so many are a gang, whose ranks start together", hint=hint)
 
 
 def _with_counts(

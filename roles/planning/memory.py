@@ -8,7 +8,8 @@ import msgspec
 
 from relax_rt.roles.planning.parallel import Sizes, stage_layers
 from relax_rt.roles.planning.shape import ModelShape, Weights
-from relax_rt.roles.sections import EngineSettings, ShardedSettings, TrainedSettings
+from relax_rt.roles.sections import EngineSettings, ShardedSettings, TrainedSettings, TrainerSettings
+from relax_rt.roles.trainers.torch.settings import LoraTable
 
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -205,12 +206,33 @@ def _fsdp_state(shape: ModelShape, table: ShardedSettings, sizes: Sizes) -> Iter
     what = "float32 master" if held == MASTER else table.dtype
     yield Component("weights", -(-total * held // over), f"{total:,} x {held} ({what}) over {over}")
     if isinstance(table, TrainedSettings):
-        yield Component("gradients", -(-total * MASTER // over), f"{total:,} x {MASTER} (float32) over {over}")
-        yield Component("optimizer", -(-total * 8 // over), f"{total:,} x 8 (two moments, float32) over {over}")
+        lora = table.lora if isinstance(table, TrainerSettings) else None
+        trained, of = (total, "") if lora is None else (adapter_elements(shape, lora), "adapters, ")
+        yield Component("gradients", -(-trained * MASTER // over), f"{of}{trained:,} x {MASTER} (float32) over {over}")
+        how = f"{of}{trained:,} x 8 (two moments, float32) over {over}"
+        yield Component("optimizer", -(-trained * 8 // over), how)
     if over > 1:
         layer = max(sum(part.elements for part in shape.layer_weights(n)) for n in range(shape.layers))
         gathered = max(layer, shape.vocabulary * shape.hidden)
-        yield Component("gathered layers", 2 * gathered * width, f"two of {gathered:,} x {width} ({table.dtype})")
+        yield Component("gathered layers", 2 * gathered * held, f"two of {gathered:,} x {held} ({what})")
+
+
+def adapter_elements(shape: ModelShape, lora: LoraTable) -> int:
+    """Elements of A [rank, in] and B [out, rank] of every linear layer that is a target; experts have none."""
+    hidden, ffn = shape.hidden, shape.ffn
+    sizes = {
+        "q_proj": (hidden, shape.query),
+        "k_proj": (hidden, shape.key),
+        "v_proj": (hidden, shape.key),
+        "o_proj": (shape.query, hidden),
+        "gate_proj": (hidden, ffn),
+        "up_proj": (hidden, ffn),
+        "down_proj": (ffn, hidden),
+    }
+    chosen = sizes if isinstance(lora.targets, str) else {n: sizes[n] for n in lora.targets if n in sizes}
+    dense = sum(not sparse for sparse in shape.sparse)
+    layers = {name: dense if name in ("gate_proj", "up_proj", "down_proj") else shape.layers for name in chosen}
+    return lora.rank * sum(layers[name] * sum(two) for name, two in chosen.items())
 
 
 def _in_flight(sizes: Sizes, rank: int, batches: int) -> int:

@@ -30,7 +30,7 @@ from relax_rt.roles.trainers.torch import adapters
 from relax_rt.roles.trainers.torch.pieces import Piece
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch.weights import Weights
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, RelaxError
 
 DTYPE = "float32"
 """Of the weights in a checkpoint: what the optimizer goes on from."""
@@ -110,18 +110,17 @@ class Snapshots:
 
         Raises:
             Refused: it is of another model, or lacks something. SafetensorError, OSError: a file cannot be read.
+            RelaxError: it is good, and of a training with other adapters; to pass over it would lose that.
         """
         weights, state = self._weights, OptimizerFiles(folder)
         model = _checked(TensorFiles(folder), weights.published, "")
         read: Read = model
         pieces, prefix = list(weights.published), ""
         if self._lora is not None:
-            if not (folder / adapters.FOLDER).is_dir():
-                raise Refused(f"checkpoint {folder}", why="it has no adapters: it is of a training of all weights")
             pieces, prefix = weights.trained, adapters.PREFIX
-            read = _checked(TensorFiles(folder / adapters.FOLDER, adapters.WEIGHTS_FILE), pieces, prefix)
+            read = self._adapters_of(folder)
         elif (folder / adapters.FOLDER).is_dir():
-            raise Refused(f"checkpoint {folder}", why="it is of adapters, whose moments fit no other training")
+            raise _other_training(folder, "it is of a training of adapters")
         elif state.has(MASTER):
             read = state.reader(MASTER)
         moments = self._moments_of(state)
@@ -131,9 +130,20 @@ class Snapshots:
                     block = piece.block._replace(name=prefix + piece.name)
                     piece.matrix.copy_(read(block))
         optimizer.state.clear()
+        self.forget()
         for piece in weights.trained:
             if piece.name in moments:
                 optimizer.state[piece.values] = {**moments[piece.name], "step": torch.tensor(float(state.steps))}
+
+    def _adapters_of(self, folder: Path) -> TensorFiles:
+        inner = folder / adapters.FOLDER
+        if not inner.is_dir():
+            raise _other_training(folder, "it is of a training of all weights")
+        files = TensorFiles(inner, adapters.WEIGHTS_FILE)
+        try:
+            return _checked(files, self._weights.trained, adapters.PREFIX)
+        except Refused as error:
+            raise _other_training(folder, error.why) from error
 
     def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
         """Of this rank's rows, by the name of the tensor; none where no step was taken yet."""
@@ -144,6 +154,11 @@ class Snapshots:
             for piece in self._weights.trained
             if piece.rows
         }
+
+
+def _other_training(folder: Path, why: str) -> RelaxError:
+    hint = "set roles.trainer.lora as it was, or give this training a run of its own (run.name)"
+    return RelaxError(f"checkpoint {folder}", why=why, hint=hint)
 
 
 def _keep(kept: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:

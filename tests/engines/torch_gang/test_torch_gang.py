@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gang_harness import Gang, samples
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.engines.weights import model_layout
@@ -206,8 +205,7 @@ def test_a_rank_without_memory_leaves_word_of_it(torch_gang: Gangs, shared_model
     two = built(torch_gang(2), shared_model("dense"), kept=tmp_path / "kept.json")
     for rank in (0, 1):
         two.call("poor", rank=rank, calls=0)
-    with pytest.raises(AssertionError, match="memory ran out on rank 0 of the trainer.*micro-batches of"):
+    with pytest.raises(AssertionError, match=r"memory ran out on rank 0 of the trainer.*micro-batches of"):
         two.call("step", batches=[samples(8)], count=20.0)
-    assert load_file(shared_model("dense") / "model.safetensors")
     again = built(torch_gang(2), shared_model("dense"), kept=tmp_path / "kept.json")
     assert again.call("step", batches=[samples(8)], count=20.0)[0].applied

@@ -176,7 +176,7 @@ def test_a_plan_needs_neither_the_interpreter_nor_the_folder_of_the_run() -> Non
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ((f"{TRAINER}.backend=torch", f"{TRAINER}.count=2"), "trainer.count = 2: this version trains in one process"),
+        ((f"{TRAINER}.lora.rank=8",), "adapters are trained by the torch backend alone"),
         ((f"{TRAINER}.backend=torch", f"{TRAINER}.tensor_parallel=1"), "recompute has no effect with backend"),
         ((f"{TRAINER}.optimizer_dtype=bfloat16",), "optimizer_dtype = bfloat16: moments of other types than float32"),
         ((f"{TRAINER}.attention=unfused",), "attention = unfused: packed sequences have fused attention alone"),

@@ -30,7 +30,7 @@ class Starter:
 @pytest.mark.parametrize(
     ("kind", "count", "why"),
     [
-        ("trainer", 2, "this version trains in one process"),
+        ("trainer", 2, "so many are a gang, whose ranks start together"),
         ("evaluator", 2, "at most 1, not 2"),
         ("rollout", 0, "at least 1, not 0"),
         ("reward", 0, "a run needs at least one reward"),
