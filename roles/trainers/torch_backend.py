@@ -160,7 +160,7 @@ class TorchBackend:
             for part in self._parts[begin:]:
                 self._add(part)
 
-        self._fitting(work, divisible="pairs" not in self.objective.needs)
+        self._fitting(work)
         return Partial(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
 
     def _begin(self) -> None:
@@ -190,7 +190,7 @@ class TorchBackend:
 
     def _micro_batch(self, rows: list[Row]) -> None:
         """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
-        self._budget.trying(rows)
+        self._budget.trying(rows, whole_groups="pairs" in self.objective.needs)
         batch = collate(rows)
         logprobs, entropy = self._predicted(batch, entropy="entropy" in self.objective.needs)
         loss, metrics = self.objective.loss(tokens_of(batch, logprobs, entropy))
@@ -220,7 +220,7 @@ class TorchBackend:
         found = self._scored(batch, self._temperature, self._autocast, entropy)
         return found
 
-    def _fitting(self, work: Callable[[], T], *, divisible: bool = True) -> T:
+    def _fitting(self, work: Callable[[], T]) -> T:
         """Do it, with smaller micro-batches each time that memory runs out.
 
         Raises:
@@ -235,7 +235,7 @@ class TorchBackend:
                     raise
                 why = (str(error) or type(error).__name__).splitlines()[0]
             # Only here are the frames gone that held what the pass had made.
-            self._budget.halve(why, divisible=divisible)
+            self._budget.halve(why)
             if self._ranks is not None:
                 raise RelaxError(
                     f"memory ran out on rank {self._ranks.rank} of the trainer",
