@@ -23,6 +23,7 @@ from relax_rt.roles.publication_checks import preflight_publication
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.dry_run import Verifier, dry_run
 from relax_rt.roles.sections import RLConfig, ShardedSettings
+from relax_rt.roles.trainers.torch.checks import check_adapters
 from relax_rt.transport.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
@@ -51,6 +52,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
     return [
         *_division(config, folder),
+        *check_adapters(config, folder),
         *_context(config, folder, source.report.longest_tokens),
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),
