@@ -105,8 +105,8 @@ class PromptSource:
         """Number of prompts in the run's order; None if it has no end (data.epochs is not set)."""
         return None if self.epochs is None else self.epochs * len(self.train)
 
-    def prompt(self, index: int) -> PromptItem:
-        """The training prompt at `index` of the run's order; a pure function of data, run seed and index.
+    def place(self, index: int) -> int:
+        """Place in `train` that the run's order has at `index`; a pure function of data, run seed and index.
 
         Raises:
             IndexError: past the last epoch.
@@ -114,7 +114,21 @@ class PromptSource:
         if index < 0 or (self.limit is not None and index >= self.limit):
             raise IndexError(f"prompt {index} of {self.limit}")
         epoch, place = divmod(index, len(self.train))
-        return self.train[self._order(epoch)[place] if self.shuffle else place]
+        return self._order(epoch)[place] if self.shuffle else place
+
+    def prompt(self, index: int, item: int | None = None) -> PromptItem:
+        """The training prompt at `index` of the run's order.
+
+        Args:
+            item: place in `train` that a sampler chose for the index, which is then the order's no more.
+
+        Raises:
+            IndexError: past the last epoch, or there is no such place: the data changed since it was chosen.
+        """
+        place = self.place(index) if item is None else item
+        if not 0 <= place < len(self.train):
+            raise IndexError(f"prompt {index} was chosen to be item {item}, there are {len(self.train)}")
+        return self.train[place]
 
     def sample_seed(self, prompt: int, member: int, attempt: int) -> int:
         """Seed of one sample; see `order.sample_seed`."""

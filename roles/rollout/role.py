@@ -281,7 +281,7 @@ class RolloutRole(Role):
         for ticket in tickets:
             if ticket.group not in self.queue.groups:
                 continue  # lost meanwhile
-            number, origin = next(self._requests), self.maker.origin(ticket.prompt)
+            number, origin = next(self._requests), self.maker.origin(ticket)
             request = self._request(number, ticket, origin, found)
             self.work.begin(number, ticket, request, origin)
             requests.append(request)
@@ -297,7 +297,7 @@ class RolloutRole(Role):
         sampling, stop_ids = self.config.sampling, self.tokenizer.stop_ids
         return GroupRequest(
             id=number,
-            prompt=tuple(self.source.prompt(ticket.prompt).tokens),
+            prompt=tuple(self.source.prompt(ticket.prompt, ticket.item).tokens),
             seeds=tuple(self.source.sample_seed(ticket.prompt, m, ticket.attempt) for m in ticket.wanted()),
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,

@@ -13,7 +13,7 @@ from relax_rt.roles.engines.base import Completion
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.work import Job
 from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
-from relax_rt.transport.queue.api import SampleKey, VersionSpan
+from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
 
 
@@ -30,16 +30,16 @@ class SampleMaker:
         self._source, self._tokenizer = source, tokenizer
         self._temperature, self._max_new_tokens, self._engine = temperature, max_new_tokens, engine
 
-    def origin(self, prompt: int) -> bytes:
-        """What a completion of this prompt depends on besides weights and seed: see Mark."""
-        digest = xxhash.xxh3_128(np.array(self._source.prompt(prompt).tokens, np.int32).tobytes())
+    def origin(self, ticket: Ticket) -> bytes:
+        """What a completion of the ticket's prompt depends on besides weights and seed: see Mark."""
+        digest = xxhash.xxh3_128(np.array(self._source.prompt(ticket.prompt, ticket.item).tokens, np.int32).tobytes())
         digest.update(f"{self._temperature!r} {self._tokenizer.tokenizer_digest}".encode())
         return digest.digest()
 
     def make(self, job: Job, completion: Completion) -> Sample:
         """The sample of a finished member."""
         ticket, member = job.ticket, job.member(completion.member)
-        item = self._source.prompt(ticket.prompt)
+        item = self._source.prompt(ticket.prompt, ticket.item)
         start, total = len(item.tokens), len(item.tokens) + len(completion.tokens)
         mask, logprobs = np.zeros(total, np.uint8), np.zeros(total, np.float32)
         mask[start:] = 1

@@ -83,6 +83,6 @@ class PromptHistory:
         """
         try:
             items = msgspec.convert(state["items"], dict[str, Outcomes])
-        except (KeyError, msgspec.ValidationError) as error:
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise Refused("prompt history of a checkpoint", why=str(error)) from error
         self._items = items

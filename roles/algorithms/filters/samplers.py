@@ -151,6 +151,10 @@ class PromptSampler:
             self._chosen[index] = found
         return self._chosen[index]
 
+    def renew(self, first: int) -> None:
+        """Choices from this index on were not used yet: they are made again, by what is known by now."""
+        self._chosen = {i: place for i, place in self._chosen.items() if i < first}
+
     def forget(self, below: int) -> None:
         """Indices below this one will not be asked for again: a committed checkpoint covers them."""
         self._chosen = {i: place for i, place in self._chosen.items() if i >= below}
@@ -170,6 +174,48 @@ class PromptSampler:
         except (KeyError, msgspec.ValidationError) as error:
             raise Refused("prompt choices of a checkpoint", why=str(error)) from error
         self._chosen = {i: self._place[item] for i, item in chosen.items() if item in self._place}
+
+
+class Ahead:
+    """Chooses the prompts of the places that come next in the run's order, so many that admission finds one each time.
+
+    Args:
+        places: how many are chosen. end: the run's order ends before this index; None: it does not end.
+    """
+
+    def __init__(self, sampler: PromptSampler, history: PromptHistory, *, places: int, end: int | None = None) -> None:
+        self.history = history
+        self._sampler, self._places, self._end = sampler, places, end
+
+    def after_step(self, step: int, next_index: int) -> dict[int, int]:
+        """The place in the items of each index that comes next.
+
+        What was chosen for indices that were not given out is chosen again: the history knows more by now.
+
+        Args:
+            step: of the trainer. next_index: the first that was not given out.
+
+        Raises:
+            Refused: a user's sampler returned no place.
+        """
+        self._sampler.renew(next_index)
+        self._sampler.forget(next_index)
+        end = next_index + self._places
+        indices = range(next_index, end if self._end is None else min(end, self._end))
+        return {index: self._sampler.choose(index, step) for index in indices}
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for the checkpoint. Choices are in the queue, which keeps those that were given out."""
+        return {"history": self.history.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; anew from one that is empty.
+
+        Raises:
+            Refused: it is not what `state` gave.
+        """
+        if state:
+            self.history.restore(state.get("history", {}))
 
 
 def uniform(seed: int, index: int, i: int) -> float:

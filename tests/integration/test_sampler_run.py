@@ -1,0 +1,131 @@
+"""Prompt samplers in real runs: the prompts follow the history, and no death changes a choice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tiny_run import TinyRun
+
+from relax_rt.roles.data.items import PromptItem
+from relax_rt.roles.data.kept import Kept
+from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.transport.journal import Journal
+from relax_rt.transport.ledger import Entry, Ledger
+from relax_rt.transport.ledger import events as ev
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+STEPS, GROUPS = 16, 8
+TINY = Path(__file__).resolve().parent.parent / "tiny_job" / "roles.toml"
+REWARDS = '''
+"""Rewards that depend on the prompt: sums that end in 0 or 1 succeed now and then, even ones always, others never."""
+
+
+def easy(answer: str, completion: str) -> float:
+    last = int(answer[-1])
+    if last < 2:
+        return float(sum(map(ord, completion)) % 5 == 0)
+    return float(last % 2 == 0)
+'''
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    resolve_model("package:tiny", Path())
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    config = tmp_path / "roles.toml"
+    config.write_text(TINY.read_text().replace("reward.py:right", "rewards.py:easy"))
+    runs: list[TinyRun] = []
+
+    def start(name: str, **overrides: Any) -> TinyRun:
+        sets = {"algorithm.steps": STEPS, "data.size": 80, "evaluation.items": 4, "evaluation.during_items": 4}
+        runs.append(TinyRun(tmp_path / name, config, **sets, **overrides))
+        return runs[-1].start()
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+
+
+def entries(run: TinyRun) -> list[Entry]:
+    """The queue's journal, from a copy: to recover it cuts off what is torn."""
+    copy = run.run_dir.parent / f"{run.run_dir.name}-journal"
+    shutil.copytree(run.run_dir / "queue", copy)
+    recovered = Journal(copy).recover()
+    assert not recovered.snapshot, "the journal of so short a run is whole"
+    return [msgspec.msgpack.decode(payload, type=Entry) for _, payload in recovered.records]
+
+
+def prompts(run: TinyRun) -> list[PromptItem]:
+    (kept,) = run.run_dir.glob("prompts-*.msgpack")
+    return msgspec.msgpack.decode(kept.read_bytes(), type=Kept).train
+
+
+def trained_items(run: TinyRun) -> tuple[list[tuple[int, int]], dict[int, set[int]]]:
+    """Place in the order and item of each group trained, step by step; and what was ever chosen for each place."""
+    ledger, chosen = Ledger(), dict[int, set[int]]()
+    for entry in entries(run):
+        ledger.apply(entry)
+        if isinstance(entry.event, ev.Choose):
+            for index, item in entry.event.items.items():
+                chosen.setdefault(index, set()).add(item)
+    found = [record.prompt for _, records in sorted(ledger.state.path.items()) for record in records]
+    return [(prompt.index, prompt.item) for prompt in found if prompt is not None], chosen
+
+
+def history(run: TinyRun) -> dict[str, list[Any]]:
+    """What the last checkpoint knows of each item: groups, samples, successes, rate, step."""
+    folder = max((run.run_dir / "checkpoints").glob("step-*"))
+    return dict(json.loads((folder / "sampling.json").read_text())["history"]["items"])
+
+
+def check(run: TinyRun) -> list[PromptItem]:
+    """The queue's word and the samples' own agree; the prompts of all groups, in the order of steps."""
+    items, (trained, chosen) = prompts(run), trained_items(run)
+    assert len(trained) == STEPS * GROUPS and len({index for index, _ in trained}) == len(trained)
+    assert all(item in chosen[index] for index, item in trained)
+    assert Counter(items[item].item for _, item in trained) == Counter({k: v[0] for k, v in history(run).items()})
+    return [items[item] for _, item in trained]
+
+
+def always(item: PromptItem) -> bool:
+    return int(item.answer[-1]) in (2, 4, 6, 8)
+
+
+def sometimes(item: PromptItem) -> bool:
+    return int(item.answer[-1]) < 2
+
+
+def test_a_curriculum_comes_to_the_prompts_of_the_wanted_difficulty_whoever_dies(make: Any) -> None:
+    table = '{ name = "curriculum", target = 1.0, width = 0.1, unknown = 0.3, floor = 0.002, candidates = 64 }'
+    run = make("curriculum", **{"algorithm.sampler": table})
+    run.until("some steps", lambda: run.last_step() >= 4)
+    run.kill("queue/0")
+    run.kill("rollout/0")
+    run.until("more steps", lambda: run.last_step() >= 7)
+    run.kill("trainer/0")
+    assert run.wait() == 0, run.text()
+    groups = check(run)
+    share = sum(map(always, prompts(run))) / len(prompts(run))
+    assert 0.2 < share < 0.6
+    late = [always(item) for item in groups[len(groups) // 2 :]]
+    assert sum(late) / len(late) > max(0.8, 1.5 * share)
+
+
+def test_replay_comes_back_to_prompts_that_rarely_succeed(make: Any) -> None:
+    run = make("replay", **{"algorithm.sampler": '{ name = "replay", share = 0.8, below = 0.6, after = 1 }'})
+    assert run.wait() == 0, run.text()
+    groups = check(run)
+    share = sum(map(sometimes, prompts(run))) / len(prompts(run))
+    late = [sometimes(item) for item in groups[len(groups) // 2 :]]
+    assert 0.05 < share < 0.4 and sum(late) / len(late) > 1.5 * share
