@@ -34,6 +34,7 @@ def step_record(
         "versions": [sorted({span.version for span in s.versions}) for s in samples],
         "trained_version": weights.parent,
         "keys": [str(s.key) for s in batch.leased],
+        "sample_rewards": rewards.tolist(),
         "prompts": sorted({s.meta.prompt for s in samples}),
         "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
         "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
