@@ -88,12 +88,20 @@ def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
     return batches
 
 
-def group_batches(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each group together, for losses that compare a group's samples; no budget divides them."""
-    batches: dict[int, list[Row]] = {}
+def group_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+    """Whole groups together, for losses that compare a group's samples: as many of similar length as fit the budget, and
+    no budget divides one."""
+    groups: dict[int, list[Row]] = {}
     for row in rows:
-        batches.setdefault(row.members[0][1].meta.group, []).append(row)
-    return list(batches.values())
+        groups.setdefault(row.members[0][1].meta.group, []).append(row)
+    batches: list[list[Row]] = []
+    for group in sorted(groups.values(), key=lambda g: max(r.length for r in g)):
+        longest = max(row.length for row in group)
+        if batches and (len(batches[-1]) + len(group)) * longest <= budget:
+            batches[-1] += group
+        else:
+            batches.append(group)
+    return batches
 
 
 def collate(rows: Sequence[Row]) -> MicroBatch:

@@ -186,7 +186,7 @@ class TorchBackend:
 
     def _batches(self, rows: list[Row]) -> list[list[Row]]:
         pairs = "pairs" in self.objective.needs
-        return group_batches(rows) if pairs else micro_batches(rows, self._budget.tokens)
+        return (group_batches if pairs else micro_batches)(rows, self._budget.tokens)
 
     def _micro_batch(self, rows: list[Row]) -> None:
         """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
