@@ -89,8 +89,8 @@ def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
 
 
 def group_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
-    """Whole groups together, for losses that compare a group's samples: as many of similar length as fit the budget, and
-    no budget divides one."""
+    """Whole groups together, for losses that compare a group's samples: as many of similar length as fit the budget,
+    which divides none."""
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.members[0][1].meta.group, []).append(row)
