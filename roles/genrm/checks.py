@@ -69,10 +69,11 @@ def _table(table: JudgeTable) -> Iterator[Problem]:
     if not table.lowest < table.highest:
         message = f"lowest = {table.lowest:g} is not below highest = {table.highest:g}"
         yield Problem((*PLACE, "highest"), message)
-    for name, value in {"otherwise": table.otherwise, **table.words}.items():
-        if value is not None and not 0 <= value <= 1:
-            at = name if name == "otherwise" else "words"
-            yield Problem((*PLACE, at), f"{name} = {value:g}: verdicts go from 0 to 1")
+    for word, value in table.words.items():
+        if not 0 <= value <= 1:
+            yield Problem((*PLACE, "words"), f"{word} = {value:g}: verdicts go from 0 to 1")
+    if table.otherwise is not None and not 0 <= table.otherwise <= 1:
+        yield Problem((*PLACE, "otherwise"), f"otherwise = {table.otherwise:g}: verdicts go from 0 to 1")
     if table.samples > 1 and table.temperature == 0:
         message = f"samples = {table.samples} at temperature 0 are {table.samples} times the same"
         yield Problem((*PLACE, "samples"), message, "raise temperature, or leave samples out")

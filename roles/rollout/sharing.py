@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-import psutil
 
 from relax_rt.roles.engines.turns import EngineTurns
 from relax_rt.roles.trainers.memory import give_back
@@ -71,5 +71,5 @@ class SharedDevice:
 
 def _resident() -> float:
     """Memory of this process that is its own, MiB."""
-    found = psutil.Process().memory_info()
-    return round((found.rss - found.shared) / (1 << 20), 1)
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return round((resident - shared) * os.sysconf("SC_PAGESIZE") / (1 << 20), 1)
