@@ -49,7 +49,8 @@ def at_trained_tokens(
     on_progress: Callable[[int], object],
     *,
     before: Callable[[Sequence[Row]], object] = lambda _: None,
-    after: Callable[[int], object] = lambda _: None,
+    passes: Callable[[int], int] = lambda count: count,
+    idle: Callable[[], object] = lambda: None,
 ) -> list[NDArray[np.float32]]:
     """What `compute` finds for each trained token of a micro-batch, [m], at the tokens' places; float32 [T] each.
 
@@ -57,13 +58,15 @@ def at_trained_tokens(
 
     Args:
         budget: tokens of a micro-batch. on_progress: told of as many as went through the model.
-        before: told of the rows of each micro-batch. after: told at the end how many micro-batches there were.
+        before: told of the rows of each micro-batch.
+        passes: how many passes to make, given how many micro-batches there are. idle: makes one of those beyond them.
     """
     found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
     trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
     rows = shared_rows([sample for _, sample in trained], budget)
     with denormals_flushed(), torch.no_grad():
         batches = micro_batches(rows, budget)
+        beyond = passes(len(batches)) - len(batches)
         for chosen in batches:
             before(chosen)
             batch = collate(chosen)
@@ -72,5 +75,6 @@ def at_trained_tokens(
                 mine = batch.sample == own
                 found[trained[own][0]][batch.token[mine].numpy()] = values[mine].numpy()
             on_progress(sum(row.length for row in chosen))
-        after(len(batches))
+        for _ in range(beyond):
+            idle()
     return found

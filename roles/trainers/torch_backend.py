@@ -134,9 +134,14 @@ class TorchBackend:
             return self._predicted(batch, entropy=False)[0]
 
         def work() -> list[NDArray[np.float32]]:
-            budget, progress = self._budget, self._on_progress
             return at_trained_tokens(
-                computed, samples, budget.tokens, progress, before=budget.trying, after=self._keep_step
+                computed,
+                samples,
+                self._budget.tokens,
+                self._on_progress,
+                before=self._budget.trying,
+                passes=self._passes,
+                idle=self._pass_for_nothing,
             )
 
         found = self._fitting(work)
@@ -176,13 +181,15 @@ class TorchBackend:
         merge(self._sums, {"trained": float(sum(int(s.loss_mask.sum()) for s in samples))})
         rows = shared_rows([s for s in samples if not self.objective.idle(s)], self._budget.tokens)
         batches = self._batches(rows)
+        beyond = self._passes(len(batches)) - len(batches)
         with denormals_flushed():
             for chosen in batches:
                 if not self._bad:
                     self._micro_batch(chosen)
                 elif self._ranks is not None:
                     self._pass_for_nothing()
-            self._keep_step(len(batches))
+            for _ in range(beyond):
+                self._pass_for_nothing()
 
     def _batches(self, rows: list[Row]) -> list[list[Row]]:
         pairs = "pairs" in self.objective.needs
@@ -203,11 +210,9 @@ class TorchBackend:
         merge(self._sums, {**metrics, "loss": loss.item(), "computed": float(computed)})
         self._on_progress(computed)
 
-    def _keep_step(self, passes: int) -> None:
-        """Make as many passes as the rank that makes most."""
-        if self._ranks is not None:
-            for _ in range(max(self._ranks.gather(passes)) - passes):
-                self._pass_for_nothing()
+    def _passes(self, mine: int) -> int:
+        """As many as the rank makes that has most: all gather each layer at the same time."""
+        return mine if self._ranks is None else max(self._ranks.gather(mine))
 
     def _pass_for_nothing(self) -> None:
         """A pass whose gradients are 0."""
