@@ -173,7 +173,8 @@ class FallbackSource:
         told: Callable[[VersionRecord, RelaxError], None],
         also: tuple[type[RelaxError], ...] = (),
     ) -> None:
-        self._second, self._told, self._fell = second, told, (*_FELL, *also)
+        self._second, self._told = second, told
+        self._fell: tuple[type[RelaxError], ...] = (*_FELL, *also)
         self._fallen = False
         try:
             self._use(first())

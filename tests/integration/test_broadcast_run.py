@@ -21,7 +21,7 @@ from relax_rt.roles.models.resolve import resolve_model
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-STEPS = 150
+STEPS = 250
 OVERRIDES: dict[str, Any] = {
     "algorithm.steps": STEPS,
     "checkpoint.every_steps": 50,
