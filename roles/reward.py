@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
-from relax_rt.roles.sections import GenrmSettings, RewardSettings, RLConfig
+from relax_rt.roles.sections import RewardSettings, RLConfig
 from relax_rt.transport.errors import ProtocolError, RelaxError
 
 if TYPE_CHECKING:
@@ -117,12 +117,11 @@ class RewardRole(Role):
         if self.judging is None:
             yield
             return
+        from relax_rt.roles.genrm.role import genrm_settings
         from relax_rt.roles.rewards.judge import Judge
         from relax_rt.roles.router import Router
 
-        table = self.config.roles["genrm"]
-        follows = isinstance(table, GenrmSettings) and table.follow
-        async with Router(self.ctx, "genrm", frozen=not follows) as router:
+        async with Router(self.ctx, "genrm", frozen=not genrm_settings(self.config).follow) as router:
             self.judge = Judge(self.judging, router.generate)
             yield
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, ClassVar
 
+from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.locations import MODEL_CODE
@@ -23,6 +24,11 @@ REPORT_EVERY_S = 2.0
 IDLE = "questions of reward workers"
 
 
+def genrm_settings(config: RLConfig) -> GenrmSettings:
+    """The table of [roles.genrm], which lies there plainly in the processes of a run."""
+    return role_settings(config, "genrm", GenrmSettings)
+
+
 def judge_folder(config: RLConfig, config_dir: Path) -> Path:
     """The folder of the judge's model; a package is converted here.
 
@@ -31,9 +37,7 @@ def judge_folder(config: RLConfig, config_dir: Path) -> Path:
     """
     from relax_rt.roles.models.resolve import resolve_model
 
-    table = config.roles["genrm"]
-    assert isinstance(table, GenrmSettings)
-    return resolve_model(table.model or config.model.path, config_dir)
+    return resolve_model(genrm_settings(config).model or config.model.path, config_dir)
 
 
 class GenrmRole(Role):
