@@ -107,7 +107,7 @@ def replay(choice: Choice, history: PromptHistory, options: ReplayOptions) -> in
 
 class PromptSampler:
     """Which prompt each group of the run is of. A choice stands once it is made: asked again, also after a restart from
-    a checkpoint, the same index gets the same prompt, so that leases of prompts mean what they say.
+    a checkpoint, the same index gets the same prompt, unless it was never used (`renew`).
 
     Args:
         rule: a sampler; None: the run's order.
