@@ -23,7 +23,7 @@ def check_cold_start(config: RLConfig) -> Iterator[Problem]:
     """What is wrong with [cold_start] as far as it shows without model or data."""
     table = config.cold_start
     if not table.wanted:
-        if table.model_fields_set:
+        if table != ColdStartTable():
             message = "neither path nor answers is set, so that there is nothing to learn from"
             yield Problem(PLACE, message, 'path = "conversations.jsonl", or answers = true', at="key")
         return
@@ -31,7 +31,7 @@ def check_cold_start(config: RLConfig) -> Iterator[Problem]:
     yield from _length(table)
     if table.kind == "sft":
         for key in ("beta", "label_smoothing"):
-            if key in table.model_fields_set:
+            if getattr(table, key) != ColdStartTable.model_fields[key].default:
                 message = f'{key} belongs to kind = "dpo"; with "sft" it has no effect'
                 yield Problem((*PLACE, key), message, "leave it out", at="key")
     trainer = config.roles.get("trainer")
@@ -51,7 +51,7 @@ def _source(table: ColdStartTable) -> Iterator[Problem]:
     if table.answers and table.kind == "dpo":
         message = "an answer is one completion, and dpo compares two"
         yield Problem((*PLACE, "answers"), message, 'give a path with chosen and rejected, or kind = "sft"')
-    if not table.answers and "completion" in table.model_fields_set:
+    if not table.answers and table.completion != ColdStartTable.model_fields["completion"].default:
         message = "completion is for answers = true; a file has its own completions"
         yield Problem((*PLACE, "completion"), message, "leave it out", at="key")
     if "{" not in table.completion.replace("{{", ""):
