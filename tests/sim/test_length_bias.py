@@ -61,7 +61,9 @@ def draw(rng: random.Random) -> int:
 class FrozenPolicyRun:
     """Engines, a reward that takes no time, and a trainer, on the ledger itself."""
 
-    def __init__(self, seed: int, on_straggler: str, max_staleness: float) -> None:
+    def __init__(self, seed: int, on_straggler: str, max_staleness: float, *, parts: bool) -> None:
+        self.parts = parts
+        self.taken: list[tuple[int, list[SampleKey]]] = []
         self.kernel, self.ledger, self.rng = Kernel(seed), Ledger(), random.Random(seed)
         self.policy = LedgerPolicy(
             tasks={"reward": ("tokens",), "train": ("tokens", "reward")},
@@ -103,10 +105,19 @@ class FrozenPolicyRun:
             ticket, member = self.waiting.popleft()
             self.begin(SampleKey(ticket.group, member), draw(self.rng), self.version)
         if not self.training:
-            batch = self.apply(ev.Take("train", Want(groups=GROUPS)), TRAINER)
-            if batch.samples:
-                self.training = True
-                self.kernel.after(STEP_S, lambda: self.stepped(batch.lease, [info.key for info in batch.samples]))
+            self.take()
+
+    def take(self) -> None:
+        """What is ready of a step, in parts or all of it; the last of it begins the training."""
+        lacking = GROUPS - len({key.group for _, keys in self.taken for key in keys})
+        batch = self.apply(ev.Take("train", Want(groups=lacking, at_least=int(self.parts))), TRAINER)
+        if not batch.samples:
+            return
+        keys = [info.key for info in batch.samples]
+        self.taken.append((batch.lease, keys))
+        if len({key.group for key in keys}) == lacking:
+            self.training = True
+            self.kernel.after(STEP_S, self.stepped)
 
     def admit(self) -> bool:
         tickets = self.apply(ev.Admit(self.version, 4), ENGINE).tickets
@@ -130,25 +141,28 @@ class FrozenPolicyRun:
             self.apply(ev.Complete("reward", batch.lease, [put], []), JUDGE)
         self.go_on()
 
-    def stepped(self, lease: int, keys: list[SampleKey]) -> None:
+    def stepped(self) -> None:
         self.training, self.step = False, self.step + 1
-        self.trained += [self.length[key] for key in keys]
-        self.publish(ev.Trained([lease], self.step, VersionRecord(self.version + 1, self.version, self.step)))
+        taken, self.taken = self.taken, []
+        self.trained += [self.length[key] for _, keys in taken for key in keys]
+        leases = [lease for lease, _ in taken]
+        self.publish(ev.Trained(leases, self.step, VersionRecord(self.version + 1, self.version, self.step)))
         self.apply(ev.Committed(self.step, "x"), TRAINER)
         self.go_on()
 
 
-def lengths(seed: int, on_straggler: str, max_staleness: float) -> tuple[list[int], list[int]]:
+def lengths(seed: int, on_straggler: str, max_staleness: float, *, parts: bool = False) -> tuple[list[int], list[int]]:
     """What was trained on, and all that was begun to be generated."""
-    run = FrozenPolicyRun(seed, on_straggler, max_staleness)
+    run = FrozenPolicyRun(seed, on_straggler, max_staleness, parts=parts)
     run.run(-(-MIN_TRAINED // (GROUP * GROUPS)) + 2)
     assert len(run.trained) >= MIN_TRAINED
     return run.trained, run.begun
 
 
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_under_wait_the_trained_lengths_follow_the_generated_ones(seed: int) -> None:
-    trained, begun = lengths(seed, "wait", 1.0)
+def test_under_wait_the_trained_lengths_follow_the_generated_ones(seed: int, parts: bool) -> None:
+    trained, begun = lengths(seed, "wait", 1.0, parts=parts)
     assert two_sample_p(trained, begun) > ALPHA
     other = random.Random(1_000_000 + seed)
     assert two_sample_p(trained, [draw(other) for _ in range(20_000)]) > ALPHA

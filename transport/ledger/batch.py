@@ -87,6 +87,19 @@ def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
     return ""
 
 
+def places(core: Core, groups: int) -> int:
+    """How many of the groups that a step lacks may be taken before its stragglers are there, which need the others.
+
+    Else what is made fast would take the places of what takes long, and the update refuse that.
+    """
+    if core.policy.on_straggler != "wait":
+        return groups
+    late = stragglers(core)
+    waited_for = len(late) - len(_beyond_bound(core, late))
+    ready = sum(urgent(core, core.state.groups[id_]) for id_ in core.step_ready)
+    return max(ready, groups - waited_for, 0)
+
+
 def _beyond_bound(core: Core, late: list[Group]) -> list[Group]:
     """The newest stragglers, as many as are surplus, less what goes on already: the batch does not wait for them."""
     over = outstanding(core) - bound(core, core.state.trainer_version or 0) - _going_on(core)

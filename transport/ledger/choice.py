@@ -9,7 +9,7 @@ from itertools import islice
 import msgspec
 
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger.batch import blocked, hold_for_stragglers, refuse_stale, urgent
+from relax_rt.transport.ledger.batch import blocked, hold_for_stragglers, places, refuse_stale, urgent
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.state import Group
 from relax_rt.transport.queue.api import SampleKey, Want
@@ -119,16 +119,24 @@ def settle(core: Core, who: Incarnation, want: Want) -> tuple[Want | None, str]:
         if lease.task == core.policy.step_task and not alone:
             holder = (lease.holders or lease.finished)[0]
             return None, f"lease {lease.id} of {holder} is not finished; its update decides what is stale"
-    ready, least = len(core.step_ready), want.at_least or want.groups
-    if ready < want.groups:
-        blocked(core, None)
-        granted, waiting_on = ready, f"{ready} of {want.groups} groups are ready for training"
-    else:
-        waiting_on = hold_for_stragglers(core, ends_step=not want.at_least)
-        granted = want.groups - bool(waiting_on)
-    if granted < least or granted < 1:
+    granted, waiting_on = _granted(core, want)
+    if granted < (want.at_least or want.groups) or granted < 1:
         return None, waiting_on
     return msgspec.structs.replace(want, groups=granted), ""
+
+
+def _granted(core: Core, want: Want) -> tuple[int, str]:
+    """How many groups may be granted of what a step lacks, and why not all of them."""
+    ready = len(core.step_ready)
+    room = places(core, want.groups) if want.at_least else want.groups
+    lacking = f"{ready} of {want.groups} groups are ready for training"
+    if ready < want.groups and (room or not ready):
+        blocked(core, None)
+        return min(ready, room), lacking
+    waiting_on = hold_for_stragglers(core, ends_step=not want.at_least)
+    if waiting_on:
+        return min(want.groups - 1, room), waiting_on
+    return min(ready, want.groups), lacking
 
 
 def _for_step(core: Core, sampler: Sampler | None, want: Want) -> tuple[list[SampleKey], str]:

@@ -337,11 +337,13 @@ class Model(Holdings):
         if any(not part or lease.holders != {who} for lease in at_work):
             return []
         ready = self.step_ready()
+        room = self._places(ready, groups) if part else groups
         granted = min(groups, len(ready))
-        if len(ready) < groups:
+        if len(ready) < groups and (room or not ready):
             self.blocked = None
+            granted = min(granted, room)
         elif self._held(ready, now, part=part):
-            granted -= 1
+            granted = min(groups - 1, room)
         if granted < (1 if part else groups):
             return []
         ready.sort(key=lambda group: (-self.staleness(group), group.id))
@@ -366,6 +368,18 @@ class Model(Holdings):
             self.end(group, "dropped(straggler)")
         self.blocked = None
         return False
+
+    def _places(self, ready: list[Group], groups: int) -> int:
+        """Those of a step that stragglers do not need; what the next update ends comes first."""
+        assert self.trainer is not None
+        if self.policy.on_straggler != "wait":
+            return groups
+        late = self._stragglers(ready)
+        over = self.outstanding() - self.bound(self.trainer) - self.going_on() if self.surplus() else 0
+        while late and over > 0:
+            over -= len(late.pop().alive())
+        soon = [group for group in ready if self.staleness(group) + 1 > self.policy.max_staleness]
+        return max(len(soon), groups - len(late), 0)
 
     def _stragglers(self, ready: list[Group]) -> list[Group]:
         if self.policy.on_straggler == "mask":
