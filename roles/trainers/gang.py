@@ -7,7 +7,7 @@ make the same calls in the same order, and collectives never cross each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -146,13 +146,12 @@ class Leader(Member):
         self,
         name: str,
         samples: Sequence[Sample] = (),
-        *,
-        table: dict[str, Any] | None = None,
-        **options: str | int | float,
+        options: Mapping[str, str | int | float] | None = None,
+        table: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
         """Give an order; it is carried out on this rank within the context."""
         with self._turn:
-            give(Order(name, sent(samples), options, table or {}), self.ranks.control)
+            give(Order(name, sent(samples), dict(options or {}), dict(table or {})), self.ranks.control)
             yield
 
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
@@ -162,7 +161,7 @@ class Leader(Member):
             options["longest"] = objective.longest
         if temperature is not None:
             options["temperature"] = temperature
-        with self._order("use", table=table.model_dump(), **options):
+        with self._order("use", options=options, table=table.model_dump()):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -174,14 +173,14 @@ class Leader(Member):
         """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
         a checkpoint gave it to rank 0 alone."""
         objective = self.backend.objective
-        with self._order("accumulate", samples, **objective.state()):
+        with self._order("accumulate", samples, objective.state()):
             self._accumulate(samples)
         return Partial(objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
         before_update()
-        with self._order("apply", count=count, number=number):
+        with self._order("apply", options={"count": count, "number": number}):
             return self.backend.apply(count, number)
 
     def layout(self, dtype: str) -> Layout:
@@ -190,7 +189,7 @@ class Leader(Member):
 
     def export(self, into: memoryview, dtype: str) -> None:
         """The weights of all ranks by Hugging Face names."""
-        with self._order("export", dtype=dtype):
+        with self._order("export", options={"dtype": dtype}):
             self.backend.export(into, dtype)
 
     def snapshot(self) -> None:
@@ -200,7 +199,7 @@ class Leader(Member):
 
     def write(self, folder: Path) -> None:
         """Every rank writes its part of the last snapshot, beside whatever is ordered next."""
-        with self._order("write", folder=str(folder)):
+        with self._order("write", options={"folder": str(folder)}):
             pass
         self.backend.write(folder)
 
@@ -210,7 +209,7 @@ class Leader(Member):
         Raises:
             Refused: one of them could not; none must go on without another `restore`.
         """
-        with self._order("restore", folder=str(folder)):
+        with self._order("restore", options={"folder": str(folder)}):
             self._restore(folder)
 
     def close(self) -> None:

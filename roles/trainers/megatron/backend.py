@@ -21,7 +21,7 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
-from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, await_files, file_of, write
+from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, Read, await_files, file_of, write
 from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
@@ -36,7 +36,7 @@ from relax_rt.roles.trainers.megatron.packs import Pack, column, fill, pack
 from relax_rt.roles.trainers.megatron.passes import Passes
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 from relax_rt.roles.trainers.megatron.state import OptimizerState
-from relax_rt.roles.trainers.megatron.weights import Files, Read, with_tied_copy
+from relax_rt.roles.trainers.megatron.weights import Files, with_tied_copy
 from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
 from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from relax_rt.roles.trainers.blocks import MASTER, MOMENTS, OptimizerFiles, key_of
-from relax_rt.roles.trainers.megatron.weights import Place, Read, blocks_of, fill
+from relax_rt.roles.trainers.blocks import MASTER, MOMENTS, OptimizerFiles, Read, key_of
+from relax_rt.roles.trainers.megatron.weights import Place, blocks_of, fill
 from relax_rt.roles.trainers.resharding.layout import Local
 
 
