@@ -226,6 +226,8 @@ def _after_put(core: Core, group: Group) -> None:
             core.state.reopened[group.id] = None
             core.touched.add(ROOM)
     core.refresh(group)
+    # What it has now may be fresher than the ticket or the marks that it was counted with.
+    core.may_end_hold()
     if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
         # An engine that still served a branch the trainer has left.
         core.end(group, "refused(stale)")
