@@ -58,15 +58,12 @@ def _streaming(config: RLConfig, parts: Parts) -> Iterator[Problem]:
     """Gradients before the batch is whole, asked for where there can be none."""
     if not config.algorithm.streaming:
         return
-    place = ("algorithm", "streaming")
     whole = next((part for part in parts.all() if part.needs & {"batch", "values"}), None)
     if whole is not None:
         what = "needs the whole step's samples at once" if "batch" in whole.needs else "needs a critic's values"
         message = f"streaming = true, and {whole.part.kind} '{whole.part.name}' {what}"
-        yield Problem(place, f"{message}: no gradient can be computed before the last group is there", "leave it out")
-    if config.algorithm.mode != "asynchronous":
-        message = f'streaming = true, and with mode = "{config.algorithm.mode}" engines and trainer take turns'
-        yield Problem(place, message, "leave it out")
+        message += ": no gradient can be computed before the last group is there"
+        yield Problem(("algorithm", "streaming"), message, "leave it out")
 
 
 def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:

@@ -90,6 +90,19 @@ def test_presets_with_their_roles_pass(tmp_path: Path) -> None:
         ({"aggregation": "pair_mean"}, "algorithm.aggregation", "counts pairs", "token_mean"),
         ({"loss": "sft"}, "algorithm.advantage", "looks at no advantage", '"none"'),
         ({"advantage": "none"}, "algorithm.advantage", "judges no token", "grpo"),
+        (
+            {"streaming": True, "advantage": "reinforce_pp_baseline"},
+            "algorithm.streaming",
+            "advantage 'reinforce_pp_baseline' needs the whole step's samples at once",
+            "leave it out",
+        ),
+        (
+            {"filters": ["truncated", "zero_variance"], "group_size": 1, "advantage": "reinforce_pp"},
+            "algorithm.filters.1",
+            "filter 'zero_variance' compares the samples of a group",
+            "leave the filter out",
+        ),
+        ({"refill": {"most": 4}}, "algorithm.refill", "no effect without filters", "leave it out"),
     ],
 )
 def test_refused(tmp_path: Path, keys: dict[str, object], place: str, message: str, hint: str) -> None:
@@ -107,6 +120,9 @@ def test_refused_beside_roles_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def distance(tokens, options):\n    return tokens.logprobs\n")
     own = {"name": "mine.py:distance", "coefficient": 1.0, "place": "reward"}
     assert "has no function 'cost'" in one(tmp_path, kl=own)[1]
+    gae = {"name": "gae", "whiten": False}
+    place, message, _ = one(tmp_path, "critic", advantage=gae, streaming=True)
+    assert place == "algorithm.streaming" and "needs a critic's values" in message
     place, message, _ = one(tmp_path, "reference", name="dpo", aggregation="token_mean")
     assert place == "algorithm.aggregation" and "counts none" in message
 
@@ -115,6 +131,7 @@ def test_what_does_go_together_passes(tmp_path: Path) -> None:
     proximal = {"name": "ppo_clip", "ratio_to": "proximal"}
     assert problems(tmp_path, loss=proximal, corrections=["tis", "rejection"]) == []
     assert problems(tmp_path, corrections=[{"name": "rejection", "level": "geometric", "low": 0.99}]) == []
+    assert problems(tmp_path, streaming=True, filters=["zero_variance"], refill={"most": 4}) == []
     assert problems(tmp_path, "reference", kl={"name": "k1", "place": "reward", "coefficient": 0.01}) == []
 
 
