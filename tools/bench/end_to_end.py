@@ -46,8 +46,8 @@ Trial = tuple[str, int, int]
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects among the lines."""
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    """The JSON objects among the lines; a trainer may print dictionaries of its own."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"')]
 
 
 def run_system(steps: int, every: int, items: int) -> list[dict[str, Any]]:
