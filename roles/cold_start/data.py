@@ -125,7 +125,8 @@ def load(config: RLConfig, config_dir: Path, source: PromptSource, tokenizer: Ch
     report["evaluated"] = len(rows) - len(kept)
     chosen = [rows[index] for index in kept]
     items = _encoded(table, config.data, tokenizer, chosen, [prompts[index] for index in kept] if prompts else [])
-    train, validation = [], []
+    train: list[ColdItem] = []
+    validation: list[ColdItem] = []
     for row, item in zip(chosen, items, strict=True):
         longest = max(len(one.tokens) for one in item.sequences)
         if longest > table.max_tokens:

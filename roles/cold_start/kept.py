@@ -68,13 +68,14 @@ def finished(run_dir: Path) -> Path | None:
 def write_reference(folder: Path, values: list[list[Floats]], digest: str) -> None:
     """Keep log-probabilities of the weights before the phase, of each sequence of each row; whole or not at all."""
     flat = [one for row in values for one in row]
-    tensors = {
+    joined: Floats = np.concatenate(flat).astype(np.float32)
+    tensors: dict[str, np.ndarray] = {
         "lengths": np.array([len(one) for one in flat], np.int64),
         "members": np.array([len(row) for row in values], np.int64),
-        "values": np.concatenate(flat).astype(np.float32),
+        "values": joined,
     }
     temporary = folder / f".{REFERENCE_FILE}.partial"
-    save_file(tensors, temporary, metadata={"digest": digest, "check": _check(tensors["values"])})
+    save_file(tensors, temporary, metadata={"digest": digest, "check": _check(joined)})
     temporary.replace(folder / REFERENCE_FILE)
 
 
