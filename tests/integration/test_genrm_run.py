@@ -50,6 +50,8 @@ def run(tmp_path: Path) -> Iterator[TinyRun]:
 
 def test_verdicts_depend_on_the_completion_and_a_death_of_the_judge_costs_only_time(run: TinyRun) -> None:
     run.start()
+    run.until("the end of the checks, which call the function too", lambda: run.events("run_started"))
+    (run.run_dir.parent / "seen.jsonl").unlink()
     run.until("a few steps", lambda: run.last_step() >= 4)
     run.kill("genrm/0")
     run.until("it judges again", lambda: len(run.events("first_work")) and run.last_step() >= 8)
@@ -74,14 +76,17 @@ def test_verdicts_depend_on_the_completion_and_a_death_of_the_judge_costs_only_t
     # The policy moves and the judge does not. Greedy words may turn where two tokens are as good as equally likely.
     assert sum(len(verdicts) == 1 for verdicts in by_pair.values()) >= 0.98 * len(by_pair)
 
-    pairs = sorted(by_pair)[:64]
+    pairs = sorted(by_pair)[:32]
     ours = verdicts_of(pairs)
-    assert sum(verdict in by_pair[pair] for pair, verdict in zip(pairs, ours, strict=True)) >= 62
+    assert sum(verdict in by_pair[pair] for pair, verdict in zip(pairs, ours, strict=True)) >= len(pairs) - 1, (
+        "not what its own weights say"
+    )
 
 
 def verdicts_of(pairs: list[tuple[str, str]]) -> list[float]:
     """What the tiny model's own greedy words say, asked here one by one."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.set_num_threads(1)
     folder = resolve_model("package:tiny", Path())
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
