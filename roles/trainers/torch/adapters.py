@@ -35,7 +35,10 @@ def add_adapters(model: Any, table: LoraTable, *, seed: int) -> None:
     config = peft.LoraConfig(
         r=table.rank, lora_alpha=table.alpha, target_modules=table.targets, lora_dropout=0.0, bias="none"
     )
-    tied = tied_modules(model)
+    for name in () if isinstance(table.targets, str) else sorted(tied_modules(model)):
+        if any(f".{name}".endswith(f".{target}") for target in table.targets):
+            why = "its weight is the embedding's as well, so that the change could not be merged"
+            raise Refused(f"roles.trainer.lora.targets: {name}", why=why, hint="leave it out")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -43,12 +46,8 @@ def add_adapters(model: Any, table: LoraTable, *, seed: int) -> None:
         except ValueError as error:
             raise Refused(f"roles.trainer.lora.targets = {table.targets}", why=str(error).splitlines()[0]) from error
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A"):
-            if not isinstance(module, peft.tuners.lora.Linear):
-                raise Refused(f"roles.trainer.lora.targets: {name}", why="it is no linear layer")
-            if name in tied:
-                why = "its weight is the embedding's as well, so that the change could not be merged"
-                raise Refused(f"roles.trainer.lora.targets: {name}", why=why, hint="leave it out")
+        if hasattr(module, "lora_A") and not isinstance(module, peft.tuners.lora.Linear):
+            raise Refused(f"roles.trainer.lora.targets: {name}", why="it is no linear layer")
 
 
 def tied_modules(model: Any) -> frozenset[str]:

@@ -33,7 +33,9 @@ class Scored(torch.nn.Module):
         self, batch: MicroBatch, temperature: float, autocast: bool, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `predicted`."""
-        return predicted(self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy)
+        found, entropies = predicted(self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy)
+        # FSDP2 hangs its hook on what is returned, and warns of views.
+        return found.clone(), entropies
 
 
 def shard(scored: Scored, ranks: TorchRanks) -> None:
