@@ -14,8 +14,8 @@ from relax_rt.roles.cold_start.checks import preflight_cold_start
 from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.evaluation_checks import preflight_evaluation
-from relax_rt.roles.models.cache import say
 from relax_rt.roles.genrm.checks import preflight_judge
+from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
@@ -57,9 +57,9 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, verifier(config)),
+        *preflight_judge(config, config_dir, source.train),
         *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
         *preflight_cold_start(config, config_dir, source, tokenizer, _positions(folder)),
-        *preflight_judge(config, config_dir, source.train),
     ]
 
 
