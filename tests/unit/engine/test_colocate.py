@@ -168,8 +168,9 @@ class World:
 
     def step(self) -> None:
         self.now += 0.1
-        often = (self.ask, self.arrive, self.answer, self.leave, self.list)
-        self.random.choice([*often, *often, self.look, self.want, self.done, self.announce, self.deaths, self.again])()
+        often = (self.ask, self.ask, self.arrive, self.arrive, self.answer, self.answer, self.leave, self.leave)
+        seldom = (self.look, self.want, self.list, self.list, self.done, self.announce, self.deaths, self.again)
+        self.random.choice([*often, *seldom])()
 
     def one(self) -> Engine | None:
         return self.random.choice([*self.engines.values(), None])
