@@ -40,7 +40,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    problems: list[Problem] = [*check_sglang(config, config_dir), *preflight_publication(config)]
+    problems: list[Problem] = [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
     folder, tokenizer = _model(config, config_dir, problems)
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:
@@ -51,6 +51,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     if len(source.held_out) < config.evaluation.items:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
     return [
+        *problems,
         *_division(config, folder),
         *check_adapters(config, folder),
         *_context(config, folder, source.report.longest_tokens),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from relax_rt.config.problems import Problem
@@ -106,9 +108,22 @@ def _cuda_ipc(config: RLConfig) -> Iterator[Problem]:
         yield Problem(CARRIER, message, hint)
 
 
-def preflight_publication(config: RLConfig) -> Iterator[Problem]:
+def _not_writable(folder: Path) -> str:
+    """Why nothing could be put into a folder, which need not be there yet; empty where it could."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with TemporaryDirectory(prefix=".relax-", dir=there):
+            return ""
+    except OSError as error:
+        return f"{there}: {error.strerror or error}"
+
+
+def preflight_publication(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
     """Whether this machine has what the carrier needs."""
     table = config.publication
+    if table.directory is not None and (why := _not_writable(config_dir / Path(table.directory).expanduser())):
+        message = f"publication.directory cannot be written: {why}"
+        yield Problem(("publication", "directory"), message, "name a folder that this user may write in")
     nccl = table.carrier == "collective" and communicator_of(config) == "nccl"
     if not nccl and table.carrier != "cuda_ipc":
         return

@@ -45,6 +45,15 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "agent_died": ("error", "the node agent died: {cause}"),
 }
 """Events that are told as they are, with the fields they carry."""
+TOLD_ONCE: dict[str, tuple[Tone, str]] = {
+    "weights_not_filed": ("warning", "version {version} is not in publication.directory: {why}"),
+    "weights_from_files": ("warning", "version {version} is taken from publication.directory: {why}"),
+    "broadcasts_off": ("warning", "there are no broadcasts, versions go by the stage: {why}"),
+    "checkpoint_damaged": ("warning", "checkpoint {checkpoint} is passed over: {why}"),
+    "step_skipped": ("warning", "step {step} was thrown away: {why}"),
+    "step_short": ("warning", "step {step} was taken with fewer groups than prompts_per_step"),
+}
+"""Events that may come at each step: the first one is told, the others are in the event log."""
 
 
 class _Fields(dict[str, Any]):
@@ -67,6 +76,7 @@ class Story:
 
     def __init__(self) -> None:
         self._down: dict[str, float] = {}
+        self._told: set[str] = set()
 
     def note(self, event: dict[str, Any]) -> Note | None:
         """The note for one event of the event log, if it deserves one."""
@@ -82,11 +92,17 @@ class Story:
                 self._mark_down(slot, at)
             case "run_draining":
                 return self._ending(at, str(event.get("reason", "")), event.get("exit_code"))
-        told = TOLD.get(str(kind))
+        told = TOLD.get(str(kind)) or self._first(str(kind))
         if told is None:
             return None
         tone, text = told
         return Note(at, tone, clip(text.format_map(_Fields(event)), LINE))
+
+    def _first(self, kind: str) -> tuple[Tone, str] | None:
+        if kind not in TOLD_ONCE or kind in self._told:
+            return None
+        self._told.add(kind)
+        return TOLD_ONCE[kind]
 
     def _ending(self, at: float, reason: str, exit_code: Any) -> Note:
         if reason == "Ctrl-C":

@@ -348,6 +348,8 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, lambda: self.stop("SIGTERM", 128 + signal.SIGTERM))
         loop.add_signal_handler(signal.SIGHUP, lambda: self.stop("the terminal was closed", 128 + signal.SIGHUP))
+        # Some servers send it to their parent when they fail; what they leave behind comes to us, the subreaper.
+        loop.add_signal_handler(signal.SIGQUIT, lambda: self._log.warning("SIGQUIT does not end a run; use `down`"))
 
     def _interrupted(self) -> None:
         self._interrupts += 1

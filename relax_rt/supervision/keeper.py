@@ -1,8 +1,8 @@
 """The keeper: a tiny process above the agent that leaves nothing behind when the agent is gone.
 
 ``python -m relax_rt.supervision.keeper --run-id I --run-dir D -- <agent's command>`` starts the agent in a session
-of its own, hands SIGINT, SIGTERM and SIGHUP on to it and ends with its exit status. As a subreaper it becomes the
-parent of every orphan below it, so that after the agent's death it kills until none is left.
+of its own, hands SIGINT, SIGTERM, SIGHUP and SIGQUIT on to it and ends with its exit status. As a subreaper it becomes
+the parent of every orphan below it, so that after the agent's death it kills until none is left.
 
 ``--watch PID`` is the stand-in that the agent starts when its keeper dies: it watches the agent by pidfd.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from relax_rt.supervision import procfs
 from relax_rt.supervision.rundir import RunPaths, end_run
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 AWAITED = (*FORWARDED, signal.SIGCHLD)
 
 

@@ -56,3 +56,17 @@ def test_stopped_idle_role_is_found_by_its_silence(tmp_path: Path) -> None:
         os.kill(run.pid("idler/0"), signal.SIGSTOP)
         assert "no sign of life" in run.event("slot_hung", slot="idler/0")["reason"]
         run.event("slot_ready", slot="idler/0", nth=1)
+
+
+def test_what_a_failing_server_sends_to_its_parent_does_not_end_the_run(tmp_path: Path) -> None:
+    """SGLang's processes send SIGQUIT to their parent; orphaned ones are the agent's."""
+    with LiveRun(tmp_path, "[roles.worker]\n[roles.aide]") as run:
+        run.ready("worker/0", "aide/0")
+        before = run.pid("worker/0")
+        keeper = procfs.stat_fields(run.agent_pid)
+        assert keeper is not None
+        for pid in (run.agent_pid, int(keeper[1])):
+            os.kill(pid, signal.SIGQUIT)
+        control.restart(run.run_dir, "aide/0")
+        run.event("slot_ready", slot="aide/0", nth=1)
+        assert run.pid("worker/0") == before and control.status(run.run_dir).status == "running"

@@ -71,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     procfs.become_subreaper()
     # Ctrl-C goes to the whole terminal: it is the role that says when the server ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SGLang's processes send it to their parent when they fail, and orphans of theirs are our children. A handler, not
+    # SIG_IGN, which the server would inherit.
+    signal.signal(signal.SIGQUIT, lambda *_: None)
     os.set_inheritable(options.lifeline, False)
     environment = {name: value for name, value in os.environ.items() if name not in options.unset}
     environment |= dict(pair.split("=", 1) for pair in options.set)

@@ -21,6 +21,8 @@ from relax_rt.roles.engines.sglang.options import Boot, Option, as_arguments
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
 
 PORT_TRIES = 3
+ROLE_NAMES = ("RELAX_SLOT", "RELAX_EPOCH")
+"""By these in its environment the agent knows what a dead role left behind, and kills it."""
 PROBE_EVERY_S = 0.1
 PROBE_TIMEOUT_S = 5.0
 LOG_MIB = 8
@@ -158,7 +160,9 @@ class Server:
                 [*guard, "--log", str(self._place.log), "--log-mib", str(LOG_MIB), *self._changes(), "--", *command],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(reading,),
-                # Out of the role's group: the guard outlives the role by the moment that it takes to clean up.
+                # Out of the role's group, without its names: the guard outlives the role by the moment that it takes to
+                # clean up. Shot with the role it would leave the server's own processes to the agent, which they may signal.
+                env={name: value for name, value in os.environ.items() if name not in ROLE_NAMES},
                 start_new_session=True,
             )
         finally:
@@ -168,7 +172,7 @@ class Server:
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
 
     def _changes(self) -> list[str]:
-        """How the server's environment differs from ours; the guard runs in ours."""
+        """How the server's environment differs from ours; the guard's is ours but for the role's names."""
         theirs = self._place.environment
         changed = [f"--set={name}={value}" for name, value in theirs.items() if os.environ.get(name) != value]
         return [*changed, *(f"--unset={name}" for name in os.environ if name not in theirs)]

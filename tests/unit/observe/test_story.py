@@ -38,3 +38,10 @@ def test_a_start_is_told_once_and_only_if_it_was_seen() -> None:
     assert starts.take({"t": 4.5, "kind": "slot_ready", "slot": "b/0"}) == "b/0 ready in 2.5 s"
     starts.take({"t": 6.0, "kind": "slot_spawned", "slot": "b/0"})
     assert starts.take({"t": 7.0, "kind": "slot_ready", "slot": "b/0"}) == ""
+
+
+def test_what_may_come_at_each_step_is_told_once() -> None:
+    story = Story()
+    notes = [story.note({"t": float(n), "kind": "weights_not_filed", "version": n, "why": "full"}) for n in (1, 2, 3)]
+    assert [note is not None for note in notes] == [True, False, False]
+    assert notes[0] is not None and notes[0].text == "version 1 is not in publication.directory: full"

@@ -28,6 +28,7 @@ from relax_rt.roles.engines.sglang.options import (
 )
 from relax_rt.roles.engines.sglang.server import Place, Server, ServerDied
 from relax_rt.roles.sections import EngineSettings, RLConfig
+from relax_rt.supervision.process import kill_strays
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
 ANSWERS = """
@@ -123,6 +124,26 @@ async def test_an_end_that_nobody_asked_for_is_told_once(tmp_path: Path) -> None
     assert "exit status 7; its last lines: serving | out of cheese" in str(told[0])
     await server.stop()
     assert len(told) == 1
+
+
+async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cleans up after the server; without it the server's own processes would come to the agent."""
+    monkeypatch.setenv("RELAX_SLOT", "rollout/0")
+    monkeypatch.setenv("RELAX_EPOCH", "7")
+    named = await asyncio.to_thread(subprocess.Popen, ["sleep", "600"])
+    server = stand_in(tmp_path, answering(tmp_path))
+    await server.start(20.0)
+    try:
+        await asyncio.to_thread(kill_strays, "rollout/0", 7)
+        assert not alive(named.pid) and alive(server.pid)
+        os.kill(server.pid, signal.SIGQUIT)
+        answer = await server.client.call("/model_info", timeout_s=10.0)
+        assert answer["served_model_name"] and alive(server.pid)
+    finally:
+        named.wait()
+        await server.stop()
 
 
 GUARD = [sys.executable, "-m", "relax_rt.roles.engines.sglang.guard"]

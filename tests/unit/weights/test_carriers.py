@@ -422,14 +422,24 @@ def test_a_trainer_without_a_device_says_so_and_goes_on(tmp_path: Path, monkeypa
     [({"carrier": "cuda_ipc"}, True), ({"carrier": "collective", "communicator": "nccl"}, True), ({}, False)],
 )
 def test_a_machine_without_a_gpu_is_refused_in_words(
-    table: dict[str, Any], missing: bool, monkeypatch: pytest.MonkeyPatch
+    table: dict[str, Any], missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_rt.roles.publication_checks.count_gpus", lambda: 0)
     monkeypatch.setattr("relax_rt.roles.publication_checks.find_spec", lambda _: None)
     config = cast(Any, RLConfig).model_construct(publication=PublicationTable(**table), roles={})
-    messages = [problem.message for problem in preflight_publication(config)]
+    messages = [problem.message for problem in preflight_publication(config, tmp_path)]
     assert len(messages) == 2 * missing
     assert not missing or ("CuPy, which is not installed" in messages[0] and "has no GPU" in messages[1])
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left_in_one_that_can(tmp_path: Path) -> None:
+    def found(folder: str) -> list[str]:
+        table = PublicationTable(directory=folder)
+        config = cast(Any, RLConfig).model_construct(publication=table, roles={})
+        return [problem.message for problem in preflight_publication(config, tmp_path)]
+
+    assert "cannot be written: /proc" in found("/proc/weights/here")[0]
+    assert found("weights/here") == [] and list(tmp_path.iterdir()) == []
 
 
 def test_one_gpu_must_have_room_for_all_who_share_it() -> None:
