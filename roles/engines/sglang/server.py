@@ -161,7 +161,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(reading,),
                 # Out of the role's group, without its names: the guard outlives the role by the moment that it takes to
-                # clean up. Shot with the role it would leave the server's own processes to the agent, which they may signal.
+                # clean up. Shot with the role it would leave the server's processes to the agent, whom they may signal.
                 env={name: value for name, value in os.environ.items() if name not in ROLE_NAMES},
                 start_new_session=True,
             )
