@@ -64,17 +64,19 @@ def _table(path: str, model: type[BaseModel], about: str = "", only: list[str] |
         yield from _key(name, model.model_fields[name])
     for name, inner in tables.items():
         yield ""
-        lines = _table(f"{path}.{name}" if path else name, inner)
-        yield from _one_of_many(lines) if get_origin(model.model_fields[name].annotation) is list else lines
+        lines, field = _table(f"{path}.{name}" if path else name, inner), model.model_fields[name]
+        many = get_origin(field.annotation) is list
+        unset = not field.is_required() and field.default is None
+        yield from _as_comments(lines, many=many) if many or unset else lines
     if path and not tables:
         yield ""
 
 
-def _one_of_many(lines: Iterator[str]) -> Iterator[str]:
-    """A table of an array that is empty unless one writes it: shown as comments."""
+def _as_comments(lines: Iterator[str], *, many: bool) -> Iterator[str]:
+    """A table that is not there unless one writes it, or one of an array of those."""
     for line in lines:
         if line.startswith("["):
-            yield f"# [{line}]"
+            yield f"# [{line}]" if many else f"# {line}"
         else:
             yield f"# {line}" if line and not line.startswith("#") else line
 

@@ -171,7 +171,8 @@ def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) ->
     # The template is read with the items of the task, and needs no model; nor do mistakes of keys hide any of it.
     del wrong["data.task"]
     wrong |= {"data.template": 'data.template="{expresion}"', "run.seed": "run.seed=-1"}
-    wrong |= {"roles.trainer.count": "roles.trainer.count=2", "roles.rollout.count": "roles.rollout.count=-1"}
+    wrong |= {"roles.trainer.tensor_parallel": "roles.trainer.tensor_parallel=2"}
+    wrong |= {"roles.rollout.count": "roles.rollout.count=-1"}
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
 
 
@@ -179,8 +180,9 @@ def test_a_missing_key_hides_no_check_of_others(toml: Path) -> None:
     text = toml.read_text().replace('path = "model"', "").replace('name = "r"', "")
     toml = toml.with_name("missing.toml")
     toml.write_text(text)
-    found = problems(toml, "roles.trainer.count=2", "sampling.top_p=0.5", 'reward.function="x.py:y"', preflight=True)
-    assert found.keys() == {"model.path", "run.name", "roles.trainer.count", "sampling.top_p", "reward.function"}
+    cut = "roles.trainer.tensor_parallel"
+    found = problems(toml, f"{cut}=2", "sampling.top_p=0.5", 'reward.function="x.py:y"', preflight=True)
+    assert found.keys() == {"model.path", "run.name", cut, "sampling.top_p", "reward.function"}
 
 
 def test_errors_become_problems_of_the_setting_they_name() -> None:
