@@ -11,7 +11,6 @@ import torch
 from conformance import *  # noqa: F403
 from harness import Driver, Traits
 
-from relax_rt.roles.engines.colocate import Colocation, abort_all
 from relax_rt.roles.engines.embedded import EmbeddedEngine
 
 
@@ -26,15 +25,12 @@ async def driver(conformance_model: Path) -> AsyncIterator[Driver]:
 async def test_a_trainer_on_the_device_has_the_engines_room(driver: Driver) -> None:
     await driver.complete(driver.request([7, 8, 9], n=8, new=64))
 
-    async def drain() -> None:
-        await abort_all(driver.engine, list, 10.0)
-
     gc.collect()
     serving = torch.cuda.memory_allocated()
-    async with Colocation({"e": (driver.engine, drain)}).training() as without:
-        assert without == ()
-        gc.collect()
-        assert torch.cuda.memory_allocated() < serving / 2, "weights and cache are not on the device"
+    await driver.engine.release_memory()
+    gc.collect()
+    assert torch.cuda.memory_allocated() < serving / 2, "weights and cache are not on the device"
+    await driver.engine.resume_memory()
     request = driver.request([7, 8, 9])
     (completion,) = await driver.complete(request)
     driver.check(request, completion)
