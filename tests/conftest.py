@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 from netns import nodes
 
 __all__ = ["nodes"]
+
+# No test judges by absolute time, hypothesis's own included: machines are slow, and shared.
+settings.register_profile("relax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("relax")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
