@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,12 @@ __all__ = ["nodes"]
 # No test judges by absolute time, hypothesis's own included: machines are slow, and shared.
 settings.register_profile("relax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("relax")
+
+
+def pytest_configure() -> None:
+    # A shell that starts us in the background has them ignored, and so would all that we start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
