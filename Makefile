@@ -26,7 +26,8 @@ up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minu
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
 test: $(STAMP)  ## unit tests and simulations, TEST_JOBS at a time, then whole runs one after the other
-	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile tests/unit tests/golden tests/sim
+	# Simulations first, and files in order: those with few and slow tests would come last, one job waiting for the other.
+	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/sim tests/unit tests/golden
 	$(BIN)/python -m pytest -m "not long" tests/integration tests/chaos tests/gpu
 
 test-engines: $(STAMP) $(VENV)/.megatron .venv-sglang/.installed  ## engines and trainer backends: a real SGLang server, real gangs of Megatron-Core, on the CPU

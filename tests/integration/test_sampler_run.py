@@ -106,12 +106,13 @@ def sometimes(item: PromptItem) -> bool:
 
 def test_a_curriculum_comes_to_the_prompts_of_the_wanted_difficulty_whoever_dies(make: Any) -> None:
     table = '{ name = "curriculum", target = 1.0, width = 0.1, unknown = 0.3, floor = 0.002, candidates = 64 }'
-    run = make("curriculum", 60, **{"algorithm.sampler": table})
+    run = make("curriculum", 120, **{"algorithm.sampler": table})
     run.until("some steps", lambda: run.last_step() >= 4)
-    for slot in ("queue/0", "rollout/0", "trainer/0"):
+    for slot in ("trainer/0", "queue/0", "rollout/0"):
         run.kill(slot)
+    assert run.last_step() < 120, "too late to be killed within the run"
     assert run.wait() == 0, run.text()
-    groups = check(run, 60)
+    groups = check(run, 120)
     share = sum(map(always, prompts(run))) / len(prompts(run))
     assert 0.2 < share < 0.6
     late = [always(item) for item in groups[len(groups) // 2 :]]
