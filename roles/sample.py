@@ -54,6 +54,24 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = {}
 
 
+def bare_meta(group: int, member: int) -> SampleMeta:
+    """Of a sample that no engine of a run made, as a supervised row: it has its place in a group and nothing else."""
+    return SampleMeta(
+        group=group,
+        member=member,
+        prompt=group,
+        attempt=0,
+        item="",
+        split="train",
+        finish_reason="stop",
+        truncated=False,
+        sampling={},
+        tokenizer_digest="",
+        template_digest="",
+        turns=[],
+    )
+
+
 class Sample(msgspec.Struct, kw_only=True):
     """One trajectory. T tokens = prompt and completion; all per-token columns have length T.
 

@@ -18,7 +18,7 @@ from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.data.items import PromptItem, RawItem
 from relax_rt.roles.data.source import PromptSource, conversation, fill
 from relax_rt.roles.models.tokenizer import ChatTokenizer
-from relax_rt.roles.sample import Sample, SampleMeta
+from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import DataTable, RLConfig
 from relax_rt.transport.errors import RelaxError
 
@@ -230,7 +230,7 @@ def samples_of(items: Sequence[ColdItem], reference: Sequence[Sequence[Floats]] 
         for member, one in enumerate(item.sequences):
             samples.append(
                 Sample(
-                    meta=_meta(group, member),
+                    meta=bare_meta(group, member),
                     tokens=one.tokens,
                     loss_mask=one.mask.copy(),
                     behaviour_logprobs=np.zeros(len(one.tokens), np.float32),
@@ -240,20 +240,3 @@ def samples_of(items: Sequence[ColdItem], reference: Sequence[Sequence[Floats]] 
                 )
             )
     return samples
-
-
-def _meta(group: int, member: int) -> SampleMeta:
-    return SampleMeta(
-        group=group,
-        member=member,
-        prompt=group,
-        attempt=0,
-        item="",
-        split="train",
-        finish_reason="stop",
-        truncated=False,
-        sampling={},
-        tokenizer_digest="",
-        template_digest="",
-        turns=[],
-    )

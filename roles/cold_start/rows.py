@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.roles.data.files import parse_messages, read_rows
+from relax_rt.roles.data.files import misspelt, parse_messages, read_rows
 from relax_rt.roles.data.items import Message
 from relax_rt.transport.errors import RelaxError
 
@@ -71,7 +70,7 @@ def parse(where: str, row: Any, kind: Kind) -> Row:
     if not isinstance(row, dict):
         raise RelaxError(where, why=f"a row is an object, not {row!r:.80}")
     if ("messages" in row) == ("prompt" in row):
-        raise RelaxError(where, why="give one of `messages` and `prompt`" + _near(row, "prompt", "messages"))
+        raise RelaxError(where, why="give one of `messages` and `prompt`" + misspelt(row, KEYS, "prompt", "messages"))
     metadata = row.get("metadata", {})
     if not isinstance(metadata, dict):
         raise RelaxError(where, why=f"`metadata` is an object, not {metadata!r:.80}")
@@ -131,19 +130,11 @@ def _completion(where: str, row: dict[str, Any], name: str) -> str:
 
 def _text(where: str, row: dict[str, Any], name: str, called: str = "") -> str:
     if name not in row:
-        raise RelaxError(where, why=f"there is no `{name}`" + _near(row, name))
+        raise RelaxError(where, why=f"there is no `{name}`" + misspelt(row, KEYS, name))
     value = row[name]
     if not isinstance(value, str) or not value.strip():
         raise RelaxError(where, why=f"{called or f'`{name}`'} is text that is not empty, not {value!r:.80}")
     return value
-
-
-def _near(row: dict[str, Any], *wanted: str) -> str:
-    """A remark on a key of the row that looks like a misspelt one."""
-    for name in wanted:
-        if close := difflib.get_close_matches(name, [key for key in row if key not in KEYS], n=1):
-            return f"; is {close[0]!r} meant to be {name!r}?"
-    return ""
 
 
 def user_texts(messages: list[Message]) -> Iterator[str]:

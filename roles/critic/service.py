@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_rt.roles.critic.api import CriticReport, Piece, Place
 from relax_rt.roles.critic.model import CriticModel, Values
-from relax_rt.roles.sample import Sample, SampleMeta
+from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.transport.errors import Refused, StaleEpoch
 
 T = TypeVar("T")
@@ -162,20 +162,7 @@ def _sample(piece: Piece, number: int) -> Sample:
     mask = np.frombuffer(piece.mask, np.uint8)
     if len(tokens) != len(mask):
         raise Refused(f"sample {number} for the critic", why=f"{len(tokens)} tokens and a mask of {len(mask)}")
-    meta = SampleMeta(
-        group=piece.group,
-        member=number,
-        prompt=0,
-        attempt=0,
-        item="",
-        split="train",
-        finish_reason="stop",
-        truncated=False,
-        sampling={},
-        tokenizer_digest="",
-        template_digest="",
-        turns=[],
-    )
+    meta = bare_meta(piece.group, number)
     return Sample(
         meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=np.zeros(len(tokens), np.float32), versions=[]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,10 @@ def _item(where: str, row: Any) -> RawItem:
     if not isinstance(row, dict):
         raise RelaxError(where, why=f"a row is an object with the keys {', '.join(KEYS)}, not {row!r:.80}")
     if ("messages" in row) == ("prompt" in row):
-        raise RelaxError(where, why="give one of `messages` and `prompt`" + _near(row, "prompt", "messages"))
+        raise RelaxError(where, why="give one of `messages` and `prompt`" + misspelt(row, KEYS, "prompt", "messages"))
     if "answer" not in row:
-        raise RelaxError(where, why="there is no `answer`" + _near(row, "answer"), hint='write "" if there is none')
+        why = "there is no `answer`" + misspelt(row, KEYS, "answer")
+        raise RelaxError(where, why=why, hint='write "" if there is none')
     answer, metadata = row["answer"], row.get("metadata", {})
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise RelaxError(where, why=f"`answer` is text or a number, not {answer!r:.80}")
@@ -120,9 +121,13 @@ def parse_messages(where: str, value: Any) -> list[Message]:
     return value
 
 
-def _near(row: dict[str, Any], *wanted: str) -> str:
-    """A remark on a key of the row that looks like a misspelt one."""
+def misspelt(row: Collection[str], known: Collection[str], *wanted: str) -> str:
+    """A remark on a key of the row that looks like a misspelt one; empty if none does.
+
+    Args:
+        known: keys that mean themselves. wanted: those that are missing.
+    """
     for name in wanted:
-        if close := difflib.get_close_matches(name, [key for key in row if key not in KEYS], n=1):
+        if close := difflib.get_close_matches(name, [key for key in row if key not in known], n=1):
             return f"; is {close[0]!r} meant to be {name!r}?"
     return ""

@@ -71,5 +71,11 @@ class GymTask:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON-like data (str for what has no such form), so that it can cross the wire."""
-    return msgspec.to_builtins(value, str_keys=True, enc_hook=str)
+    """The value as JSON-like data (str for what has no such form), so that it comes out of the wire as it went in."""
+    return _with_lists(msgspec.to_builtins(value, str_keys=True, enc_hook=str))
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_with_lists(one) for one in value]
+    return {key: _with_lists(one) for key, one in value.items()} if isinstance(value, dict) else value

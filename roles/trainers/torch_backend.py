@@ -16,7 +16,7 @@ from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
-from relax_rt.roles.sample import Sample, SampleMeta
+from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.logprobs import at_trained_tokens
@@ -348,22 +348,8 @@ def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor |
     )
 
 
-_META = SampleMeta(
-    group=0,
-    member=0,
-    prompt=0,
-    attempt=0,
-    item="",
-    split="",
-    finish_reason="stop",
-    truncated=False,
-    sampling={},
-    tokenizer_digest="",
-    template_digest="",
-    turns=[],
-)
 _NOBODY = Sample(
-    meta=_META,
+    meta=bare_meta(0, 0),
     tokens=np.zeros(2, np.int32),
     loss_mask=np.array([0, 1], np.uint8),
     behaviour_logprobs=np.zeros(2, np.float32),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_rt.roles.sample import Sample, SampleMeta
+from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.transport.queue.api import VersionSpan
 
 HERE = Path(__file__).parent
@@ -99,7 +99,7 @@ def samples(count: int, *, seed: int = 0, longest: int = 24) -> list[Sample]:
         value = 0.0 if index % 5 == 4 else float(random.normal())
         made.append(
             Sample(
-                meta=_meta(index),
+                meta=bare_meta(index // 2, index % 2),
                 tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
                 loss_mask=mask,
                 behaviour_logprobs=near(random, mask),
@@ -116,20 +116,3 @@ def samples(count: int, *, seed: int = 0, longest: int = 24) -> list[Sample]:
 def near(random: np.random.Generator, mask: np.ndarray) -> np.ndarray:
     """Log-probabilities about as large as those of a random model; float32 [T]."""
     return (-4.9 + 0.3 * random.normal(size=len(mask))).astype(np.float32) * mask
-
-
-def _meta(index: int) -> SampleMeta:
-    return SampleMeta(
-        group=index // 2,
-        member=index % 2,
-        prompt=index // 2,
-        attempt=0,
-        item="",
-        split="train",
-        finish_reason="stop",
-        truncated=False,
-        sampling={},
-        tokenizer_digest="",
-        template_digest="",
-        turns=[],
-    )

@@ -39,6 +39,17 @@ def test_the_second_time_nothing_is_read(
     assert [again.prompt(i) for i in range(20)] != [first.prompt(i) for i in range(20)], "the order is the seed's"
 
 
+def test_prompts_of_a_task_are_kept_as_well(
+    tokenizer: ChatTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their metadata have tuples, which come out of a file as lists."""
+    pytest.importorskip("reasoning_gym")
+    data = DataTable(task="basic_arithmetic", size=60, template="{expression}")
+    first = load(data, tokenizer, tmp_path)
+    monkeypatch.setattr(PromptSource, "load", None)
+    assert load(data, tokenizer, tmp_path).train == first.train
+
+
 def test_other_data_are_read_and_take_their_place(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     load(rows(tmp_path / "a.jsonl", 60), tokenizer, tmp_path / "run")

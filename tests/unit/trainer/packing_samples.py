@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from relax_rt.roles.sample import Sample, SampleMeta
+from relax_rt.roles.sample import Sample, bare_meta
 
 
 def make_sample(group: int, member: int, prompt: list[int], tail: list[int], mask: list[int] | None = None) -> Sample:
@@ -12,20 +13,7 @@ def make_sample(group: int, member: int, prompt: list[int], tail: list[int], mas
     rng = np.random.default_rng(group * 100 + member)
     length = len(prompt) + len(tail)
     loss_mask = np.array([0] * len(prompt) + (mask or [1] * len(tail)), np.uint8)
-    meta = SampleMeta(
-        group=group,
-        member=member,
-        prompt=group,
-        attempt=0,
-        item="i",
-        split="train",
-        finish_reason="stop",
-        truncated=False,
-        sampling={},
-        tokenizer_digest="",
-        template_digest="",
-        turns=[],
-    )
+    meta = msgspec.structs.replace(bare_meta(group, member), item="i")
     return Sample(
         meta=meta,
         tokens=np.array(prompt + tail, np.int32),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_rt.roles.sample import Sample, SampleMeta
+from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.trainers.megatron.packs import column, fill, pack
 from relax_rt.roles.trainers.orders import received, sent
 from relax_rt.roles.trainers.sharing import share
@@ -22,20 +22,7 @@ def sample(index: int, length: int) -> Sample:
     """A sample of which every token is another one; the first half is its prompt."""
     mask = np.zeros(length, np.uint8)
     mask[length // 2 :] = 1
-    meta = SampleMeta(
-        group=index // 3,
-        member=index % 3,
-        prompt=index // 3,
-        attempt=0,
-        item="",
-        split="train",
-        finish_reason="stop",
-        truncated=False,
-        sampling={},
-        tokenizer_digest="",
-        template_digest="",
-        turns=[],
-    )
+    meta = bare_meta(index // 3, index % 3)
     tokens = (100 * index + np.arange(length)).astype(np.int32)
     return Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=-tokens.astype(np.float32), versions=[])
 
