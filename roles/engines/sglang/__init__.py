@@ -58,5 +58,6 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
         device=device,
         weights_folder=folder / "weights",
         kv_tokens=kv_tokens,
-        booting=lambda seconds: ctx.progress.extend(seconds, "starting the SGLang server"),
+        booting=lambda seconds: ctx.progress.extend(seconds, "starting its SGLang server"),
+        tell=lambda how_far: ctx.progress.advance(0, how_far),
     )

@@ -46,7 +46,7 @@ from relax_rt.roles.engines.sglang.weights import (
     recipes,
 )
 from relax_rt.roles.sections import EngineSettings
-from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
+from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
@@ -83,6 +83,7 @@ class SglangEngine:
         place: where the server lives; the copy of the weights lies beside it.
         kv_tokens: room of its cache, until the server says what it has.
         booting: told how long the start may take, when it begins.
+        tell: told how far the start is.
     """
 
     name = "sglang"
@@ -98,6 +99,7 @@ class SglangEngine:
         weights_folder: Path,
         kv_tokens: int,
         booting: Callable[[float], object] = lambda _: None,
+        tell: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.settings, self._table = settings, settings.sglang
         self._copy = PrivateCopy(weights_folder)
@@ -106,7 +108,7 @@ class SglangEngine:
         text = json.loads((model / "config.json").read_text())
         self.context = int(text.get("max_position_embeddings") or text["text_config"]["max_position_embeddings"])
         self.vocabulary = int(text.get("vocab_size") or text["text_config"]["vocab_size"])
-        self._server = Server(place, model, functools.partial(options, context=self.context), self._fail)
+        self._server = Server(place, model, functools.partial(options, context=self.context), self._fail, tell)
         self._limits = Limits(self.context, kv_tokens, settings.max_sequences)
         self._line = Line()
         self._running: dict[str, Member] = {}
@@ -170,9 +172,10 @@ class SglangEngine:
         try:
             await self._server.client.call("/generate", body, timeout_s=max(1.0, timeout_s))
         except RelaxError as error:
-            raise DeadlineExceeded(
-                "the first token of the SGLang server", why=f"{error}; {self._server.describe()}"
-            ) from error
+            if isinstance(error, Unreachable):
+                await self._server.end_told()
+            late = DeadlineExceeded("the first token of the SGLang server", why=str(error))
+            raise self._failed or self._server.explain(late) from error
 
     def _find_recipes(self, names: dict[str, str]) -> dict[str, Recipe]:
         from relax_rt.transport.weights.manifest import layout_of
@@ -213,7 +216,7 @@ class SglangEngine:
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if self._running and (stalled := self._stalled(time.monotonic())):
-                self._fail(DeadlineExceeded(stalled[0], why=f"{stalled[1]}; {self._server.describe()}"))
+                self._fail(self._server.explain(DeadlineExceeded(stalled[0], why=stalled[1])))
             if lost := [member.rid for member in self._running.values() if member.aborted]:
                 await self._abort_segments(lost)
 
@@ -305,19 +308,20 @@ class SglangEngine:
         """Nobody awaits these: what went wrong in one, foreseen or not, ends the engine."""
         self._streams.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(self._explained(error) if isinstance(error, RelaxError) else error)
+            self._fail(self._server.explain(error) if isinstance(error, RelaxError) else error)
 
     async def _sample(self, batch: Batch, version: int) -> None:
         """One call of the server: a segment of each member."""
-        async for event in self._server.client.generate(self._body(list(batch.members.values()))):
-            self._take(batch, event, version)
+        try:
+            async for event in self._server.client.generate(self._body(list(batch.members.values()))):
+                self._take(batch, event, version)
+        except Unreachable:
+            await self._server.end_told()  # its own end is the better reason
+            raise
         if batch.running:
             raise ProtocolError(
                 f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
             )
-
-    def _explained(self, error: RelaxError) -> RelaxError:
-        return type(error)(error.what, why=f"{error.why}; {self._server.describe()}", hint=error.hint)
 
     def _body(self, members: list[Member]) -> dict[str, Any]:
         first = members[0].request
@@ -404,7 +408,7 @@ class SglangEngine:
             try:
                 await self._drain()
             except RelaxError as error:
-                self._fail(self._explained(error))
+                self._fail(self._server.explain(error))
                 raise
             except BaseException:
                 # Whoever gave up does not resume: what was interrupted goes on.
@@ -439,7 +443,7 @@ class SglangEngine:
                     await self._idle.wait()
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    why = f"not within {self._table.update_timeout_s:g} s; {self._server.describe()}"
+                    why = f"not within {self._table.update_timeout_s:g} s"
                     raise DeadlineExceeded(f"the end of {len(self._running)} running sequences", why=why) from None
         self._flush()
         self._check_running()
@@ -457,7 +461,7 @@ class SglangEngine:
                 await self._drain()
                 yield
             except RelaxError as error:
-                self._fail(self._explained(error))
+                self._fail(self._server.explain(error))
                 raise
             except BaseException as error:
                 self._fail(Refused(f"a change of the SGLang server ({why})", why=f"it was broken off: {error!r}"))

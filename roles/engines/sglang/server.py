@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,9 +27,13 @@ ROLE_NAMES = ("RELAX_SLOT", "RELAX_EPOCH")
 """By these in its environment the agent knows what a dead role left behind, and kills it."""
 PROBE_EVERY_S = 0.1
 PROBE_TIMEOUT_S = 5.0
+TELL_EVERY_S = 1.0
+END_TOLD_S = 8.0
+"""A broken connection comes before the word that the server has ended: its guard cleans up first."""
 LOG_MIB = 8
-TAIL_LINES = 12
+TAIL_LINES = 6
 TAIL_BYTES = 16 << 10
+LINE = 300
 PORT_TAKEN = ("address already in use", "port is not available", "is occupied", "port is already in use")
 
 
@@ -58,16 +64,60 @@ def free_port() -> int:
         return port
 
 
-def read_tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log that say something, on one line."""
+def read_tail(log: Path) -> list[str]:
+    """The lines at the end of a log that say something."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
-        return ""
-    said = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(said[-lines:])
+        return []
+    return [line.strip()[:LINE] for line in text.splitlines() if line.strip()]
+
+
+_CRASHED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Refused): .+")
+_CONSEQUENCES = ("EOFError", "BrokenPipeError", "RuntimeError: Initialization failed")
+"""What a server's processes say when another of them has ended: the reason stands before it."""
+
+
+def crash_in(lines: Sequence[str]) -> str:
+    """Which of a server's processes was ended, by its watchdog's word (SGLang, utils/watchdog.py); empty: none.
+
+    One that a signal ends says nothing itself, and what the others say of it afterwards is noise.
+    """
+    for line in reversed(lines):
+        if found := _CRASHED.search(line):
+            return f"its {found[1]} {_how(int(found[2]))}"
+    return ""
+
+
+def exception_in(lines: Sequence[str]) -> str:
+    """The exception that ended a server; empty: none is told. Processes that miss the first tell theirs after it."""
+    said = [line for line in lines if _EXCEPTION.match(line)]
+    return next((line for line in reversed(said) if not line.startswith(_CONSEQUENCES)), said[-1] if said else "")
+
+
+def _how(code: int) -> str:
+    """The end of a process, by its exit code as multiprocessing gives it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {int(one): one.name for one in signal.Signals}
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
+
+
+def told_by(log: Path, what: str, *, ended: bool) -> str:
+    """What has come over a server: the cause, `what`, the last lines of its log; each once.
+
+    Args:
+        ended: it is over, so that an exception in the log is the cause; while it lives it may be of long ago.
+    """
+    lines = read_tail(log)
+    if crash := crash_in(lines):
+        return f"{crash}; {what}"
+    cause = exception_in(lines) if ended else ""
+    last = [line for line in lines[-TAIL_LINES:] if not cause or cause not in line]
+    return "; ".join(filter(None, [cause, what, f"its last lines: {' | '.join(last) or 'none'}"]))
 
 
 class Server:
@@ -76,6 +126,7 @@ class Server:
     Args:
         options: of `sglang.launch_server`, for what differs from start to start.
         on_exit: called on the loop when it ends without having been asked to.
+        tell: told how far its start is, every second.
     """
 
     def __init__(
@@ -84,8 +135,9 @@ class Server:
         model: Path,
         options: Callable[[Boot], dict[str, Option]],
         on_exit: Callable[[RelaxError], None],
+        tell: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._place, self._model, self._options, self._on_exit = place, model, options, on_exit
+        self._place, self._model, self._options, self._on_exit, self._tell = place, model, options, on_exit, tell
         self._guard: subprocess.Popen[bytes] | None = None
         self._pidfd = self._lifeline = -1
         self._booting = False
@@ -104,8 +156,21 @@ class Server:
             ServerDied: it ended, with its last lines.
             DeadlineExceeded: it does not answer in time, with its last lines.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         self._booting = True
+        telling = asyncio.create_task(self._tell_of_start(began, timeout_s))
+        try:
+            await self._start_within(began + timeout_s, timeout_s)
+        finally:
+            telling.cancel()
+        self._booting = False
+
+    async def _tell_of_start(self, began: float, timeout_s: float) -> None:
+        while True:
+            self._tell(f"starting its SGLang server, {time.monotonic() - began:.0f} s of {timeout_s:g} s")
+            await asyncio.sleep(TELL_EVERY_S)
+
+    async def _start_within(self, deadline: float, timeout_s: float) -> None:
         for attempt in range(PORT_TRIES):
             try:
                 await self._start_once(deadline, timeout_s)
@@ -118,7 +183,6 @@ class Server:
             except BaseException:
                 await self.stop()
                 raise
-        self._booting = False
 
     async def _start_once(self, deadline: float, timeout_s: float) -> None:
         self._place.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -137,7 +201,7 @@ class Server:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         "the start of the SGLang server",
-                        why=f"no answer within {timeout_s:g} s; its last lines: {read_tail(self._place.log)}",
+                        why=told_by(self._place.log, f"no answer within {timeout_s:g} s", ended=False),
                         hint=f"see {self._place.log}, or raise sglang.boot_timeout_s",
                     ) from None
                 await asyncio.sleep(PROBE_EVERY_S)
@@ -194,13 +258,20 @@ class Server:
         how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
         return ServerDied(
             "the SGLang server ended",
-            why=f"{how}; its last lines: {read_tail(self._place.log) or 'none'}",
+            why=told_by(self._place.log, how, ended=True),
             hint=f"see {self._place.log}",
         )
 
-    def describe(self) -> str:
-        """Where it is and what it said last, for errors about it."""
-        return f"{self.client.url}, log {self._place.log}, last lines: {read_tail(self._place.log, 3) or 'none'}"
+    async def end_told(self, within_s: float = END_TOLD_S) -> None:
+        """Wait until its end is known and `on_exit` was called; not longer than that where it has not ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._died.wait()
+
+    def explain(self, error: RelaxError) -> RelaxError:
+        """The same error with what the server's log says of the cause, and where the log is."""
+        why = told_by(self._place.log, error.why, ended=False)
+        return type(error)(error.what, why=why, hint=error.hint or f"see {self._place.log}")
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End it and all its processes; its folder is removed."""

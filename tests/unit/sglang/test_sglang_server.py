@@ -46,7 +46,12 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def stand_in(tmp_path: Path, script: str, on_exit: Callable[[RelaxError], None] = lambda _: None) -> Server:
+def stand_in(
+    tmp_path: Path,
+    script: str,
+    on_exit: Callable[[RelaxError], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Server:
     """A server whose interpreter runs `script` in the shell instead; $PORT and $NAME are those of the start."""
     python = tmp_path / "python"
     python.write_text(
@@ -61,7 +66,7 @@ def stand_in(tmp_path: Path, script: str, on_exit: Callable[[RelaxError], None] 
     def options(boot: Boot) -> dict[str, Option]:
         return {"port": boot.port, "served-model-name": boot.name, "config": str(boot.secrets)}
 
-    return Server(place, tmp_path, options, on_exit)
+    return Server(place, tmp_path, options, on_exit, tell)
 
 
 def answering(tmp_path: Path, name: str = "$NAME", lives_s: float = 60.0) -> str:
@@ -124,6 +129,76 @@ async def test_an_end_that_nobody_asked_for_is_told_once(tmp_path: Path) -> None
     assert "exit status 7; its last lines: serving | out of cheese" in str(told[0])
     await server.stop()
     assert len(told) == 1
+
+
+CRASH = """\
+[2026-11-21 22:01:02] Received 3 requests
+[2026-11-21 22:01:07] Subprocess scheduler_0 (pid=4711) crashed with exit code -9. Triggering SIGQUIT for cleanup...
+[2026-11-21 22:01:07] SIGQUIT received. signum=3, frame=<frame>. It usually means one child failed.
+"""
+RAISED = """\
+[2026-11-21 22:01:02] Scheduler hit an exception: Traceback (most recent call last):
+  File "/x/scheduler.py", line 1, in run
+    raise ValueError
+ValueError: there is no Qwen3ForNobody
+
+Traceback (most recent call last):
+  File "/x/engine.py", line 2, in launch
+RuntimeError: Initialization failed. Please see the error messages above.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (CRASH, "its scheduler_0 was killed by SIGKILL; exit status 3"),
+        (CRASH.replace("-9", "1"), "its scheduler_0 ended with exit code 1; exit status 3"),
+        (RAISED, "ValueError: there is no Qwen3ForNobody; exit status 3; its last lines: "),
+        ("", "exit status 3; its last lines: none"),
+    ],
+)
+async def test_the_cause_of_a_servers_end_comes_first_and_once(tmp_path: Path, said: str, told: str) -> None:
+    (tmp_path / "said").write_text(said)
+    server = stand_in(tmp_path, f"cat {tmp_path / 'said'}; exit 3")
+    with pytest.raises(ServerDied) as caught:
+        await server.start(20.0)
+    assert caught.value.why.startswith(told), caught.value.why
+    assert caught.value.why.count(told.partition(";")[0]) == 1
+
+
+async def test_an_error_of_a_server_that_lives_keeps_its_own_reason_first(tmp_path: Path) -> None:
+    """An exception in its log may be of long ago."""
+    server = stand_in(tmp_path, answering(tmp_path))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/server.log").write_text(RAISED)
+    told = server.explain(DeadlineExceeded("a token", why="none within 90 s"))
+    assert isinstance(told, DeadlineExceeded)
+    assert told.why.startswith("none within 90 s; its last lines: ") and "Nobody" in told.why
+    assert "server.log" in told.hint
+
+
+async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("relax_rt.roles.engines.sglang.server.TELL_EVERY_S", 0.05)
+    server = stand_in(tmp_path, "sleep 600", tell=said.append)
+    with pytest.raises(DeadlineExceeded):
+        await server.start(1.2)
+    assert said[0] == "starting its SGLang server, 0 s of 1.2 s"
+    assert said[-1] == "starting its SGLang server, 1 s of 1.2 s"
+    told = len(said)
+    await asyncio.sleep(0.2)
+    assert len(said) == told, "no word of a start that is over"
+
+
+async def test_the_end_of_a_server_is_waited_for_where_it_is_coming(tmp_path: Path) -> None:
+    ended: list[RelaxError] = []
+    server = stand_in(tmp_path, answering(tmp_path, lives_s=1.0), ended.append)
+    await server.start(20.0)
+    await server.end_told(0.01)
+    assert not ended
+    await server.end_told(20.0)
+    assert len(ended) == 1
+    await server.stop()
 
 
 async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
