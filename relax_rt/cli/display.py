@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -16,14 +16,16 @@ from rich.text import Text
 
 from relax_rt.cli.doctor.finding import Finding
 from relax_rt.cli.figures import Figures
-from relax_rt.cli.incidents import Incident
+from relax_rt.cli.incidents import Incident, gist
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
-from relax_rt.observe.text import NOTHING, clip, count, duration, waits
+from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
 TRACE_LINES, LOG_LINES = 15, 5
+GIST, REASON = 80, 160
+"""Characters of a cause where it is told in full elsewhere, and of the reason that stands in a headline."""
 PIPE_WIDTH = 240
 WIDE = 110
 """From this width on `ps` has room for all of its columns."""
@@ -41,6 +43,7 @@ STYLE = {
     "backoff": "red",
     "hung": "bold red",
 }
+ALIVE = ("requested", "starting", "ready")
 LEVEL = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 TONE = {"good": "green", "warning": "yellow", "error": "red"}
 
@@ -99,7 +102,7 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
     if status.exit_code is None:
         head += f"  up {duration(status.uptime_s)}"
     if status.reason:
-        head += f"  {escape(status.reason)}"
+        head += f"  {escape(clip(status.reason, REASON))}"
     console.print(f"{head}  [bright_black]{escape(status.run_dir)}[/]")
     for diagnosis in (status.first, status.diagnosis):
         if diagnosis is not None:
@@ -171,12 +174,13 @@ def _row(slot: SlotStatus, figures: Figures) -> dict[str, Text]:
     doing = slot.detail
     if slot.waiting:
         doing = slot.waiting if slot.state == "ended" else waits(slot.waiting)
-    if slot.state not in ("ready", "starting") and slot.last is not None and slot.last.failed:
+    if slot.state not in ALIVE and slot.last is not None and slot.last.failed:
         doing = f"{slot.last.kind}: {slot.last.cause}"
+    elif not doing and (missing := lacks(slot.state)):
+        doing = waits(missing)
     if slot.given_up:
         doing = f"given up, the others go on: {doing}"
     ready_s = slot.state_s if slot.state == "ready" else None
-    depth = _known(figures.depth) + (f"/{count(figures.depth_bound)}" if figures.depth_bound is not None else "")
     return {
         "slot": Text(slot.slot),
         "role": Text(slot.kind),
@@ -190,7 +194,7 @@ def _row(slot: SlotStatus, figures: Figures) -> dict[str, Text]:
         "lag": Text(_known(figures.lag), "yellow" if (figures.lag or 0) > 1 else ""),
         "stale": Text(_known(figures.staleness)),
         "progress": Text(count(slot.progress)),
-        "depth": Text(depth),
+        "depth": Text(_depth(figures)),
         "now": Text(clip(doing, 120), overflow="ellipsis"),
     }
 
@@ -199,10 +203,19 @@ def _known(value: int | None) -> str:
     return NOTHING if value is None else count(value)
 
 
+def _depth(figures: Figures) -> str:
+    """``96/128``; ``128/128 +16``: so many are beyond what is admitted."""
+    depth, bound = figures.depth, figures.depth_bound
+    if depth is None or bound is None:
+        return _known(depth)
+    beyond = f" +{count(depth - bound)}" if depth > bound else ""
+    return f"{count(min(depth, bound))}/{count(bound)}{beyond}"
+
+
 def show_why(found: Account, asked: str = "") -> None:
     """Print the account of a run; of one role, its last failure in full."""
     console = console_for_output()
-    head = f"{found.name} is {found.status}" + (f": {found.reason}" if found.reason else "")
+    head = f"{found.name} is {found.status}" + (f": {clip(found.reason, REASON)}" if found.reason else "")
     console.print(Text(head, "bold"))
     if found.agent_died:
         _show_agent_death(console, found)
@@ -213,11 +226,11 @@ def show_why(found: Account, asked: str = "") -> None:
         _show_diagnosis(console, "First failure", found.first)
     if not asked and found.final is not None and found.final != found.first:
         _show_diagnosis(console, "What ended the run", found.final)
-    _show_incidents(console, found)
+    _show_incidents(console, found, () if asked else (found.first, found.final))
     if found.waiting:
         console.print(Text("\nWho waits for what", "bold"))
     for slot in found.waiting:
-        console.print(Text(f"  {slot.slot}  {slot.state} for {duration(slot.state_s)}  {slot.reason}"))
+        console.print(Text(f"  {slot.slot}  {slot.state} for {duration(slot.state_s)}  {clip(slot.reason, REASON)}"))
     if found.notes:
         console.print(Text("\nWhat else happened", "bold"))
     if found.notes_left_out:
@@ -226,13 +239,15 @@ def show_why(found: Account, asked: str = "") -> None:
         console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
 
 
-def _show_incidents(console: Console, found: Account) -> None:
+def _show_incidents(console: Console, found: Account, told: Collection[Diagnosis | None]) -> None:
+    """The slots that failed, each failure in a line, the last one's story; what was told in full is told in short."""
     if found.deaths:
         console.print(Text("\nFailed and restarted", "bold"))
     for death in found.deaths:
         times = "once" if death.failures == 1 else f"{death.failures} times"
         state = f"back, away for {duration(death.away_s)} in all" if death.back else "not back"
-        console.print(Text(f"  {death.slot}  {times}, {state}; last: {death.last.kind}: {death.last.cause}"))
+        last = f"{death.last.kind}: {clip(death.last.cause, GIST)}"
+        console.print(Text(f"  {death.slot}  {times}, {state}; last: {last}"), soft_wrap=True)
     if len(found.incidents) > 1:
         console.print(Text("\nEach failure", "bold"))
         if found.incidents_left_out:
@@ -240,15 +255,16 @@ def _show_incidents(console: Console, found: Account) -> None:
         for incident in found.incidents:
             console.print(Text(f"  {_clock(incident.at)}  {incident.line()}"), soft_wrap=True)
     if found.incidents:
-        _show_incident(console, found.incidents[-1])
+        newest = found.incidents[-1]
+        _show_incident(console, newest, in_short=newest.diagnosis in told)
 
 
-def _show_incident(console: Console, incident: Incident) -> None:
+def _show_incident(console: Console, incident: Incident, *, in_short: bool) -> None:
     """The causal story of one failure."""
     console.print(Text(f"\nLast failure: {incident.slots[0]}", "bold"))
     rows: list[tuple[str, str]] = [("cause", str(incident.fault))] if incident.fault else []
     rows += [("seen", line) for line in incident.before]
-    rows.append((_clock(incident.at), f"{incident.diagnosis}"))
+    rows.append((_clock(incident.at), gist(incident.diagnosis) if in_short else f"{incident.diagnosis}"))
     rows += [("with it", ", ".join(incident.slots[1:]))] if incident.slots[1:] else []
     rows += [("policy", line) for line in incident.policy] or [("policy", "not restarted")]
     rows += [("affected", line) for line in incident.affected] or [("affected", "no sample, as far as the log tells")]
@@ -343,8 +359,15 @@ def visible(text: str) -> str:
 def _show_diagnosis(console: Console, title: str, diagnosis: Diagnosis) -> None:
     console.print(Text(f"\n{title}", "bold"))
     console.print(Text(f"  {_clock(diagnosis.at)}  {diagnosis}", "red"))
-    for line in diagnosis.trace.splitlines()[-TRACE_LINES:] or diagnosis.last_lines[-LOG_LINES:]:
+    # A traceback ends with what it is about, which has just been said.
+    trace = [line for line in diagnosis.trace.splitlines() if not _repeats(line, diagnosis.cause)]
+    for line in trace[-TRACE_LINES:] or diagnosis.last_lines[-LOG_LINES:]:
         console.print(Text(f"    {line}", "bright_black"))
+
+
+def _repeats(line: str, cause: str) -> bool:
+    """Whether a line of a traceback says the cause: as it is, or behind the name of an exception."""
+    return bool(cause) and (line.startswith(cause[:GIST]) or line.partition(": ")[2].startswith(cause[:GIST]))
 
 
 def _clock(t: float) -> str:

@@ -15,7 +15,7 @@ MAX_INCIDENTS = 200
 MAX_LINES = 12
 MAX_OPEN = 4096
 MAX_PERHAPS = 4
-LINE = 200
+LINE, SHORT = 200, 110
 SETTLE_S = 2.0
 """What the queue says of a death may come after the role is back: so long it still belongs to it."""
 FAULT_BEFORE_S = 120.0
@@ -72,7 +72,7 @@ class Incident(msgspec.Struct, kw_only=True):
 
     def line(self) -> str:
         """All of it in one line."""
-        parts = [f"{self.diagnosis}" + (f" [{self.fault}]" if self.fault else "")]
+        parts = [gist(self.diagnosis) + (f" [{self.fault}]" if self.fault else "")]
         others = len(self.slots) - 1
         parts += [f"{others} more with it"] if others else []
         parts += [*self.policy[:2], *self.affected[:2], *self.doubts()]
@@ -82,6 +82,11 @@ class Incident(msgspec.Struct, kw_only=True):
     def doubts(self) -> list[str]:
         """Who else may have caused what was affected, as a sentence; none: nobody."""
         return [f"or by the end of {', '.join(self.perhaps)}, away at the same time"] if self.perhaps else []
+
+
+def gist(diagnosis: Diagnosis) -> str:
+    """A diagnosis as far as it fits into a line: the cause stands first in it."""
+    return clip(f"{diagnosis}", SHORT)
 
 
 class _Open:
@@ -172,7 +177,9 @@ class Incidents:
     def _again(self, one: _Open, diagnosis: Diagnosis) -> None:
         fault = self._fault(diagnosis.slot)
         told = f" [{fault}]" if fault is not None else ""
-        one.say(one.incident.policy, f"failed again before it was ready: {diagnosis.kind}: {diagnosis.cause}{told}")
+        same = diagnosis.cause == one.incident.diagnosis.cause
+        why = ", for the same reason" if same else f": {diagnosis.kind}: {diagnosis.cause}"
+        one.say(one.incident.policy, f"failed again before it was ready{why}{told}")
 
     def _ready(self, at: float, slot: str) -> None:
         self._before.pop(slot, None)

@@ -124,6 +124,13 @@ def show_logs(run_dir: Path, patterns: Sequence[str], *, lines: int, follow: boo
         time.sleep(POLL_S)
 
 
+def logged(run_dir: Path) -> set[str]:
+    """The slots and roles that a run has logs of, by all names that mean them."""
+    stems = [path.stem for path in (run_dir / "logs").glob("*.log")]
+    parts = [stem.rpartition("-") for stem in stems]
+    return {*stems, *(role for role, _, _ in parts), *(f"{role}/{index}" for role, _, index in parts)}
+
+
 def select(run_dir: Path, patterns: Sequence[str]) -> list[Path]:
     """The logs of slots, roles, or patterns of either; of the whole run without any.
 

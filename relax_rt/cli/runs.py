@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from relax_rt.config.loader import read_resolved
-from relax_rt.config.problems import did_you_mean
+from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON
@@ -21,9 +22,8 @@ def find_run_dir(given: Path | None) -> Path:
     """
     known = _runs()
     if given is not None:
-        for candidate in (given, RUNS / given):
-            if (candidate / RUN_JSON).is_file():
-                return candidate
+        if (found := named_run(given)) is not None:
+            return found
         names = [path.name for path in known]
         hint = did_you_mean(str(given), names) or (f"there is {', '.join(names[:8])}" if names else "")
         raise NoRun(f"no run in {given}", why="there is no run.json", hint=hint)
@@ -39,6 +39,37 @@ def find_run_dir(given: Path | None) -> Path:
             hint="name the one that is meant",
         )
     return living[0] if living else known[0]
+
+
+def named_run(given: Path | str) -> Path | None:
+    """The run directory of that path or name; None: there is none."""
+    return next((path for path in (Path(given), RUNS / given) if (path / RUN_JSON).is_file()), None)
+
+
+def split_run(word: str, run: Path | None, slots: Callable[[Path], Collection[str]]) -> tuple[Path, str]:
+    """The run meant, and the slot or role that is asked for (empty: none), where one word may be either.
+
+    Args:
+        run: the run where it is named besides: then the word is no run.
+        slots: the slots and roles of a run.
+
+    Raises:
+        NoRun: see find_run_dir.
+        BadInput: it may be both; what it is must be said.
+    """
+    named = named_run(word) if run is None and word else None
+    if named is None:
+        return find_run_dir(run), word
+    try:
+        meant = find_run_dir(None)
+    except NoRun:
+        return named, ""
+    if word in slots(meant):
+        raise BadInput(
+            f"{word!r} may be the run in {named} or {word} of the run in {meant}",
+            hint=f"--run {word} is the run; {word} --run {meant} is what the run in {meant} has of that name",
+        )
+    return named, ""
 
 
 def resolved_config(run_dir: Path) -> RunConfig:

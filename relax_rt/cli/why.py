@@ -10,6 +10,7 @@ import msgspec
 
 from relax_rt.cli.incidents import Incident, Incidents
 from relax_rt.observe.story import MAX_SLOTS, Note, Story
+from relax_rt.observe.text import lacks
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 
@@ -92,6 +93,11 @@ class _Start:
         self.incidents = Incidents()
         self.agent_died = ""
         self.last_event: float | None = None
+
+
+def known_names(status: RunStatus) -> list[str]:
+    """The slots and roles of a run that can be asked for."""
+    return sorted({slot.slot for slot in status.slots} | {slot.kind for slot in status.slots})
 
 
 def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "") -> Account:
@@ -201,9 +207,10 @@ def _waiting(status: RunStatus, asked: str) -> list[Waiting]:
             continue
         reason = slot.waiting
         if not reason and slot.state in ENDED:
-            reason = "the tiers below it" if slot.state == "pending" else "nothing: it has ended"
+            reason = lacks(slot.state) or "nothing: it has ended"
+        reason = reason or slot.detail
         if not reason and slot.last is not None and slot.last.failed:
             reason = f"after {slot.last.kind}: {slot.last.cause}"
-        reason = reason or slot.detail or ("to be ready" if slot.state == "starting" else "")
+        reason = reason or lacks(slot.state)
         found.append(Waiting(slot.slot, slot.state, reason, slot.state_s))
     return found

@@ -74,6 +74,12 @@ def waits(reason: str) -> str:
     return reason if reason.startswith("waits ") else f"waits: {reason}"
 
 
+def lacks(state: str) -> str:
+    """What a slot that says nothing waits for, by its state; empty: nothing is known to be missing."""
+    known = {"pending": "the tiers below it", "requested": "its process", "starting": "to be ready"}
+    return known.get(state, "")
+
+
 def clip(text: str, width: int) -> str:
     """Text on one line, cut to width with an ellipsis."""
     line = " ".join(text.split())

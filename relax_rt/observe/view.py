@@ -14,7 +14,7 @@ from rich.text import Text
 
 from relax_rt.observe.board import Board, SlotLike, StatusLike, clock_time
 from relax_rt.observe.headline import SPARK, Headline, Value
-from relax_rt.observe.text import NOTHING, clip, count, duration, sparkline, waits
+from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, sparkline, waits
 
 GAP = 3
 WIDE = 100
@@ -182,7 +182,7 @@ def _doing(members: Sequence[SlotLike]) -> Text:
     for slot in members:
         if slot.detail and not slot.waiting:
             return Text(clip(slot.detail, 200))
-    waiting = next((slot.waiting for slot in members if slot.waiting), "")
+    waiting = next((reason for slot in members if (reason := slot.waiting or lacks(slot.state))), "")
     return Text(clip(waits(waiting), 200), "bright_black") if waiting else Text("")
 
 

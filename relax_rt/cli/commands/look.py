@@ -34,7 +34,10 @@ def ps(run: Run = None, *, json: Json = False) -> int:
 def logs(
     patterns: Annotated[
         list[str] | None,
-        Parameter(help="Slots or roles, or patterns of them as 'roll*'; all logs if left out.", negative_iterable=()),
+        Parameter(
+            help="Slots or roles, or patterns of them as 'roll*'; all logs if left out. A run before them, as --run.",
+            negative_iterable=(),
+        ),
     ] = None,
     *,
     run: Run = None,
@@ -43,16 +46,18 @@ def logs(
     json: Json = False,
 ) -> int:
     """What the roles wrote, rotated files included."""
-    from relax_rt.cli.logs import show_logs
-    from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.logs import logged, show_logs
+    from relax_rt.cli.runs import split_run
 
-    show_logs(find_run_dir(run), patterns or (), lines=lines, follow=follow, as_json=json)
+    first, *others = patterns or [""]
+    run_dir, first = split_run(first, run, logged)
+    show_logs(run_dir, [*([first] if first else []), *others], lines=lines, follow=follow, as_json=json)
     return OK
 
 
 @app.command(group=LOOK)
 def why(
-    slot: Annotated[str | None, Parameter(help="Tell of this slot or role only.")] = None,
+    slot: Annotated[str | None, Parameter(help="Tell of this slot or role only; or the run, as below.")] = None,
     run: Run = None,
     *,
     json: Json = False,
@@ -60,17 +65,18 @@ def why(
     """Why a run, or a role, is as it is: who waits for what, and of each failure the cause, what was done, and whom it
     touched."""
     from relax_rt.cli.display import show_json, show_why
-    from relax_rt.cli.runs import find_run_dir
-    from relax_rt.cli.why import account
+    from relax_rt.cli.runs import split_run
+    from relax_rt.cli.why import account, known_names
     from relax_rt.config.problems import BadInput, did_you_mean
     from relax_rt.events import read_events
     from relax_rt.supervision import control
 
-    run_dir = find_run_dir(run)
+    run_dir, asked = split_run(slot or "", run, lambda path: known_names(control.status(path)))
     status = control.status(run_dir)
-    known = sorted({s.slot for s in status.slots} | {s.kind for s in status.slots})
-    if slot and known and slot not in known:
-        raise BadInput(f"there is no slot {slot!r}", hint=did_you_mean(slot, known) or f"slots: {', '.join(known)}")
-    found = account(read_events(run_dir), status, slot or "")
-    show_json(found) if json else show_why(found, slot or "")
+    known = known_names(status)
+    if asked and known and asked not in known:
+        hint = did_you_mean(asked, known) or f"slots and roles: {', '.join(known)}"
+        raise BadInput(f"there is no slot, role or run {asked!r}", hint=hint)
+    found = account(read_events(run_dir), status, asked)
+    show_json(found) if json else show_why(found, asked)
     return OK

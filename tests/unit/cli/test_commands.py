@@ -179,6 +179,32 @@ def test_ps_and_why_of_a_run_that_has_ended(capsys: Capture) -> None:
     assert json.loads(call(capsys, "why", "--json")[1])["final"]["kind"] == "oom"
 
 
+def test_why_and_logs_take_the_run_as_other_commands_do(capsys: Capture) -> None:
+    old = make_run("old", age_s=100.0, status="failed", exit_code=1, reason="of old")
+    new = make_run("new")
+    for run_dir in (old, new):
+        (run_dir / "logs/trainer-0.log").write_text(f"{run_dir.name} trains\n")
+    for named in ("runs/old", "old", str(old.absolute())):
+        assert "of old" in call(capsys, "why", named)[1]
+        assert call(capsys, "logs", named)[1] == "old trains\n"
+        assert call(capsys, "logs", named, "trainer")[1] == "old trains\n"
+    assert "of old" not in call(capsys, "why")[1]
+    assert call(capsys, "logs", "trainer")[1] == "new trains\n"
+    assert call(capsys, "logs", "trainer", "--run", "old")[1] == "old trains\n"
+    assert call(capsys, "logs", "nothing")[0] == 2
+
+
+def test_a_word_that_may_be_a_run_or_a_role_is_asked_about(capsys: Capture) -> None:
+    make_run("trainer", age_s=100.0)
+    new = make_run("new")
+    (new / "logs/trainer-0.log").write_text("new trains\n")
+    code, _, err = call(capsys, "logs", "trainer")
+    assert code == 2
+    assert "may be the run in runs/trainer or trainer of the run in runs/new" in err
+    assert "--run trainer is the run" in err
+    assert call(capsys, "logs", "trainer", "--run", "runs/new")[1] == "new trains\n"
+
+
 def test_an_agent_that_does_not_answer_is_1(capsys: Capture) -> None:
     make_run("mute", alive=True, run_id="ffffffff")
     code, _, err = call(capsys, "ps")

@@ -108,3 +108,33 @@ def test_a_sample_is_shown_whole_and_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 def test_masks_are_told_by_their_runs() -> None:
     assert display.runs_of([0, 0, 1, 0, 1, 1, 1]) == "0x2 1x1 0x1 1x3"
     assert display.runs_of([]) == ""
+
+
+def of_slots(*slots: SlotStatus) -> RunStatus:
+    return RunStatus(run_id="ab", name="two", run_dir="/runs/two", status="running", slots=list(slots))
+
+
+@pytest.mark.parametrize(
+    ("depth", "bound", "told"), [(96, 128, " 96/128 "), (128, 128, " 128/128 "), (144, 128, " 128/128 +16 ")]
+)
+def test_what_is_beyond_the_bound_is_shown_as_such(
+    monkeypatch: pytest.MonkeyPatch, depth: int, bound: int, told: str
+) -> None:
+    queue = SlotStatus(slot="queue/0", kind="queue", tier=1, state="ready", detail="step 3")
+    (line,) = shown(monkeypatch, 200, of_slots(queue), {"queue/0": Figures(depth=depth, depth_bound=bound)})[2:]
+    assert told in line
+
+
+def test_slots_without_a_process_say_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Diagnosis(slot="rollout/2", epoch=4, kind="oom", cause="too big")
+    slots = of_slots(
+        SlotStatus(slot="rollout/0", kind="rollout", tier=1, state="requested"),
+        SlotStatus(slot="rollout/1", kind="rollout", tier=1, state="starting", detail="its server, 12 s of 150 s"),
+        SlotStatus(slot="rollout/2", kind="rollout", tier=1, state="backoff", last=failed),
+        SlotStatus(slot="evaluator/0", kind="evaluator", tier=2, state="pending"),
+    )
+    lines = {line.split()[0]: line for line in shown(monkeypatch, 200, slots, {})}
+    assert lines["rollout/0"].endswith("waits: its process")
+    assert lines["rollout/1"].endswith("its server, 12 s of 150 s")
+    assert lines["rollout/2"].endswith("oom: too big")
+    assert lines["evaluator/0"].endswith("waits: the tiers below it")

@@ -114,6 +114,42 @@ def test_paragraphs_name_failure_trace_and_waits(capsys: pytest.CaptureFixture[s
     assert "evaluator has not failed" in capsys.readouterr().out
 
 
+def test_each_thing_is_said_once_and_its_cause_first(capsys: pytest.CaptureFixture[str]) -> None:
+    last_words = " | ".join(f"line {n} of the server" for n in range(12))
+    cause = f"the SGLang server ended: its scheduler_0 was killed by SIGKILL; signal 9; its last lines: {last_words}"
+    diagnosis = Diagnosis(
+        slot="rollout/0",
+        epoch=4,
+        kind="exception",
+        cause=cause,
+        at=20.0,
+        trace=f"Traceback (most recent call last):\n  File x\nrelax_rt.server.ServerDied: {cause}",
+    )
+    died = event(20.0, "slot_exited", "rollout/0", diagnosis=msgspec.to_builtins(diagnosis))
+    again = {**died, "t": 21.0, "diagnosis": {**died["diagnosis"], "epoch": 5, "at": 21.0}}
+    told = [event(10.0, "run_started"), died, again, event(22.0, "slot_ready", "rollout/0")]
+    for asked in ("", "rollout"):
+        show_why(account(told, RUNNING, asked), asked)
+        out = capsys.readouterr().out
+        assert out.count("line 11 of the server") == 1
+        assert "its last lines" in out and "failed again before it was ready, for the same reason" in out
+        for line in out.splitlines():
+            assert "SIGKILL" not in line or line.index("SIGKILL") < 140, "the cause stands first"
+    ended = msgspec.structs.replace(RUNNING, status="failed", exit_code=1, reason=f"rollout/0 failed: {cause}")
+    show_why(account(told, msgspec.structs.replace(ended, diagnosis=diagnosis)))
+    assert capsys.readouterr().out.count("line 11 of the server") == 1
+
+
+def test_who_has_no_process_yet_says_what_is_missing() -> None:
+    slots = [
+        SlotStatus(slot="rollout/0", kind="rollout", tier=1, state="requested"),
+        SlotStatus(slot="rollout/1", kind="rollout", tier=1, state="starting"),
+        SlotStatus(slot="rollout/2", kind="rollout", tier=1, state="starting", detail="its server, 12 s of 150 s"),
+    ]
+    waiting = account([], msgspec.structs.replace(RUNNING, slots=slots)).waiting
+    assert [one.reason for one in waiting] == ["its process", "to be ready", "its server, 12 s of 150 s"]
+
+
 def test_an_injected_fault_is_named_with_what_followed(capsys: pytest.CaptureFixture[str]) -> None:
     told = [
         event(10.0, "run_started"),
