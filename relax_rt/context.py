@@ -40,6 +40,7 @@ CALL_TIMEOUT_S = 60.0
 PROGRESS_EVERY_S = 0.2
 BEAT_S = 1.0
 RETRY_S = 0.5
+FINISHED = "finished"
 
 
 class ProgressReporter:
@@ -264,10 +265,10 @@ class HostContext:
             self.remote = await self._server.listen(self._links.listen)
         send_now(self._control, AddressMsg(self.address, self.remote))
 
-    async def close(self) -> None:
-        """Leave the registry and end all connections."""
+    async def close(self, how: str = FINISHED) -> None:
+        """Leave the registry, with the word how this incarnation ends, and end all connections."""
         if self.membership is not None:
-            await self.membership.leave()
+            await self.membership.leave(how)
         await self._directory.close()
         if self._server is not None:
             await self._server.close()
@@ -372,12 +373,12 @@ class Membership:
             except TimeoutError:
                 pass
 
-    async def leave(self, wait_s: float = 1.0) -> None:
-        """Tell the registry that we go; without an answer the agent's own word will do."""
+    async def leave(self, how: str = FINISHED, wait_s: float = 1.0) -> None:
+        """Tell the registry that we go, and why; without an answer the agent's own word will do."""
         if not self._announced or self._away:
             return
         try:
-            await asyncio.wait_for(self._registry.leave("finished"), wait_s)
+            await asyncio.wait_for(self._registry.leave(how), wait_s)
         except (RelaxError, TimeoutError) as error:
             self._ctx.log.info("could not take leave of the registry", error=str(error))
 

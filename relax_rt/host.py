@@ -24,9 +24,8 @@ import structlog
 import uvloop
 
 from relax_rt.config.loader import read_resolved, role_settings
-from relax_rt.config.problems import ConfigErrors
 from relax_rt.config.target import TargetError
-from relax_rt.context import HostContext
+from relax_rt.context import FINISHED, HostContext
 from relax_rt.events import EventLog
 from relax_rt.faults import Faults
 from relax_rt.gang import Gang
@@ -47,7 +46,7 @@ from relax_rt.supervision.channel import (
     decode_to_role,
     send_now,
 )
-from relax_rt.supervision.diagnosis import Kind, Report, classify_exception
+from relax_rt.supervision.diagnosis import Kind, Report, cause_of, classify_exception
 from relax_rt.supervision.rundir import RESOLVED_CONFIG
 from relax_rt.supervision.zygote import MAX_FDS, fresh_environment, stamp
 from relax_rt.supervision.zygote import MAX_PACKET_BYTES as MAX_ORDER_BYTES
@@ -229,10 +228,9 @@ def main() -> int:
 
     try:
         uvloop.run(run())
-    except ConfigErrors as error:
-        return _fail(control, "config", error, EXIT_CONFIG)
     except Exception as error:  # noqa: BLE001 the process ends here, and its diagnosis must say why
-        return _fail(control, classify_exception(error), error, EXIT_FAILED)
+        kind = classify_exception(error)
+        return _fail(control, kind, error, EXIT_CONFIG if kind == "config" else EXIT_FAILED)
     return EXIT_FINISHED
 
 
@@ -256,7 +254,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         StaleEpoch: a newer incarnation holds the slot.
         Exception: whatever the role raised.
     """
-    role = role_class(ctx)
+    role, how = role_class(ctx), FINISHED
     watches: list[asyncio.Task[NoReturn]] = []
     stop_wait = asyncio.create_task(ctx.stopping.wait())
     try:
@@ -270,6 +268,9 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
             await _first(role.run(), *watches)
             if not ctx.stopping.is_set():
                 finished()
+    except Exception as error:
+        how = f"{classify_exception(error)}: {cause_of(error)}"
+        raise
     finally:
         stop_wait.cancel()
         try:
@@ -278,7 +279,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         finally:
             for watch in watches:
                 watch.cancel()
-            await ctx.close()
+            await ctx.close(how)
 
 
 class LiveProbeFailed(RelaxError):
@@ -318,7 +319,7 @@ async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) ->
 
 def _fail(control: socket.socket, kind: Kind, error: BaseException, exit_code: int) -> int:
     trace = "".join(traceback.format_exception(error))
-    cause = str(error) if isinstance(error, RelaxError) else f"{type(error).__name__}: {error}"
+    cause = cause_of(error)
     structlog.get_logger().error("role failed", kind=kind, cause=cause)
     sys.stderr.write(trace)
     send_now(control, FailedMsg(Report(kind=kind, cause=cause[:2000], trace=trace[-TRACE_BYTES:])))

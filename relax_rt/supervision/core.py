@@ -230,7 +230,8 @@ class Supervisor(Requests):
         if diagnosis.kind == "config" or (diagnosis.kind == "import_error" and not s.was_ready):
             # Another start would fail in the same way.
             self._end(s, failed=True)
-            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" else 1, "cannot start")
+            what = "cannot go on" if s.was_ready else "cannot start"
+            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" else 1, what)
             return
         if s.role.rules.gang:
             generation = s.role.generation

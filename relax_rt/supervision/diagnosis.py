@@ -12,6 +12,9 @@ from typing import Literal
 
 import msgspec
 
+from relax_rt.config.problems import BadInput
+from relax_rt.transport.errors import RelaxError
+
 Kind = Literal["clean", "killed", "oom", "exception", "import_error", "config", "hang", "cuda", "node_lost", "unknown"]
 
 OwnKill = Literal["killed", "hang", "oom"]
@@ -177,8 +180,13 @@ def _traceback(lines: list[str]) -> str:
 
 
 def classify_exception(error: BaseException) -> Kind:
-    """The kind of an exception that ends a role, judged inside the role."""
+    """The kind of an exception that ends a role, judged inside the role.
+
+    BadInput is the role's word that what it was told to do cannot be: no restart changes that, and the run ends.
+    """
     name, text = type(error).__name__, str(error)
+    if isinstance(error, BadInput):
+        return "config"
     if _CUDA.search(text) or name in ("AcceleratorError", "OutOfMemoryError"):
         return "cuda"
     if isinstance(error, MemoryError):
@@ -186,6 +194,11 @@ def classify_exception(error: BaseException) -> Kind:
     if isinstance(error, ImportError):
         return "import_error"
     return "exception"
+
+
+def cause_of(error: BaseException) -> str:
+    """An exception as the cause of a role's end."""
+    return str(error) if isinstance(error, RelaxError) else f"{type(error).__name__}: {error}"
 
 
 def read_tail(path: Path, start: int, limit: int = TAIL_BYTES) -> str:

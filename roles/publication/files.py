@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import time
 from pathlib import Path
 
+from relax_rt.config.problems import BadInput
 from relax_rt.role import RoleContext
 from relax_rt.roles.locations import model_folder
 from relax_rt.roles.publication.carriers import files_folder
@@ -18,6 +20,10 @@ from relax_rt.transport.weights.directory import WeightDirectory
 from relax_rt.transport.weights.source import StageSource
 
 LOOK_S = 0.5
+LASTING = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+)
+"""What the next trainer would be told as well; a disk that is full or does not answer may be mended meanwhile."""
 
 
 class WeightFiles:
@@ -29,7 +35,7 @@ class WeightFiles:
 
     Raises:
         StaleEpoch: a newer trainer writes there.
-        OutOfSpace, Refused: it cannot be opened, and is the only way.
+        OutOfSpace, Refused: it cannot be opened, and is the only way. BadInput: nor will it ever be.
     """
 
     def __init__(self, ctx: RoleContext, folder: Path, *, only_way: bool, timeout_s: float) -> None:
@@ -42,7 +48,7 @@ class WeightFiles:
             self._opened()
         except (OutOfSpace, Refused) as error:
             if only_way:
-                raise
+                raise _judged(error) from error
             self._not_filed(0, error)
 
     @classmethod
@@ -58,10 +64,13 @@ class WeightFiles:
         """To be called before the commit.
 
         Raises:
-            OutOfSpace, DeadlineExceeded, Refused: engines would not get the version.
+            OutOfSpace, DeadlineExceeded, Refused: engines would not get the version. BadInput: nor any other.
         """
         if self._only_way:
-            await asyncio.to_thread(self._write, record)
+            try:
+                await asyncio.to_thread(self._write, record)
+            except Refused as error:
+                raise _judged(error) from error
 
     async def after(self, record: VersionRecord) -> None:
         """To be called when it is committed. Where engines have another way the copy is made behind the training, of
@@ -122,3 +131,12 @@ class WeightFiles:
     def _not_filed(self, version: int, error: Exception) -> None:
         self._ctx.event("weights_not_filed", version=version, why=str(error))
         self._ctx.log.warning("a version was not put into the folder", version=version, why=str(error))
+
+
+def _judged(error: OutOfSpace | Refused) -> OutOfSpace | Refused | BadInput:
+    """The error itself, or BadInput where no restart of the trainer mends it."""
+    cause = error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in LASTING:
+        return error
+    hint = error.hint or 'name a folder in publication.directory that this user may write in, or use carrier = "auto"'
+    return BadInput(error.what, why=error.why, hint=hint)

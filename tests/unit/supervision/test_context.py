@@ -6,15 +6,17 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pytest
 
+from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.context import HostContext, ProgressReporter, derive_seed
 from relax_rt.events import read_events
-from relax_rt.host import LiveProbeFailed, probe
+from relax_rt.host import LiveProbeFailed, live, probe
 from relax_rt.metrics import read_metrics
 from relax_rt.registry.api import Changes, Member, RegistryApi, Renewed
 from relax_rt.role import Role
@@ -160,6 +162,39 @@ async def test_membership_is_announced_and_renewed_and_left(place: Place) -> Non
     await stop(task)
     await ctx.close()
     assert place.registry.left == ["finished"]
+
+
+class Engine(Role):
+    """Ends as a test says."""
+
+    kind = "rollout"
+    end: ClassVar[Exception | None] = None
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        if self.end is not None:
+            raise self.end
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (None, "finished"),
+        (RelaxError("the SGLang server ended", why="struck"), "exception: the SGLang server ended: struck"),
+        (KeyError("x"), "exception: KeyError: 'x'"),
+        (BadInput("the folder cannot be written"), "config: the folder cannot be written"),
+    ],
+)
+async def test_others_hear_how_a_role_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch, end: Exception | None, told: str
+) -> None:
+    """The registry believes the role's own word first, and the trainer tells of a lost engine by it."""
+    monkeypatch.setattr(Engine, "end", end)
+    finished: list[str] = []
+    with pytest.raises(type(end)) if end is not None else nullcontext():
+        await live(Engine, place.context(), lambda: finished.append("so it says"))
+    assert place.registry.left == [told]
+    assert bool(finished) == (end is None)
 
 
 async def test_registry_that_is_away_does_not_hurt(place: Place) -> None:

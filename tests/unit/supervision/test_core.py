@@ -230,7 +230,11 @@ def test_config_failure_ends_the_run_without_a_restart() -> None:
     b = Bench(spec("a/0"))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     b.dies("a/0", "config")
-    assert b.done.exit_code == 2
+    assert b.done.exit_code == 2 and "a/0 cannot start" in b.done.reason
+    b = Bench(spec("a/0"))
+    b(RunStarted()), b.up("a/0")
+    b.dies("a/0", "config")
+    assert b.done.exit_code == 2 and "a/0 cannot go on" in b.done.reason
     b = Bench(spec("a/0"))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     b.dies("a/0", "import_error")

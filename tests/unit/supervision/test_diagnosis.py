@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_rt.config.problems import BadInput
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
     Exit,
@@ -17,6 +18,7 @@ from relax_rt.supervision.diagnosis import (
     diagnose,
     read_tail,
 )
+from relax_rt.transport.errors import Refused
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
 
@@ -76,6 +78,10 @@ def test_classifies_exceptions_where_they_are_raised() -> None:
     assert classify_exception(MemoryError()) == "oom"
     assert classify_exception(RuntimeError("CUDA error: an illegal memory access")) == "cuda"
     assert classify_exception(ValueError("x")) == "exception"
+    assert classify_exception(BadInput("a folder")) == "config"
+    assert classify_exception(Refused("a call")) == "exception", (
+        "trying again may get another answer from another start"
+    )
 
 
 def test_tail_of_a_log(tmp_path: Path) -> None:

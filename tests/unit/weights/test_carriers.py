@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ import structlog
 from structlog.testing import capture_logs
 from weight_versions import LAYOUT, fill, version_of
 
+from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import SupervisionTable
 from relax_rt.nodes.links import Links
 from relax_rt.role import RoleContext
@@ -218,11 +221,39 @@ async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_n
     assert len(ctx.events) == 2 and (tmp_path / "files" / "run-1" / "v00000008").is_dir()
 
 
-def test_a_folder_that_cannot_be_opened_and_is_the_only_way_ends_the_trainer(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_opened_and_is_the_only_way_ends_the_run(tmp_path: Path) -> None:
+    """BadInput: the next trainer would be told the same."""
     (tmp_path / "files").write_text("in the way")
     ctx = Context(tmp_path, directory="files", carrier="directory")
-    with pytest.raises(Refused, match="weight directory"):
+    with pytest.raises(BadInput, match="weight directory"):
         WeightFiles.of(cast(RoleContext, ctx))
+
+
+async def test_a_version_that_the_only_way_will_never_take_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = Context(tmp_path, directory="files", carrier="directory")
+    files = WeightFiles.of(cast(RoleContext, ctx))
+    assert files is not None
+    record, real = stage(ctx, fill(LAYOUT), 7), Path.rename
+
+    def struck(number: int) -> Callable[[Path, Path], Path]:
+        def rename(path: Path, target: Path) -> Path:
+            if path.name.startswith(".writing"):
+                raise OSError(number, os.strerror(number))
+            return real(path, target)
+
+        return rename
+
+    for number, kind in ((errno.EROFS, BadInput), (errno.ENOSPC, OutOfSpace), (errno.EIO, Refused)):
+        monkeypatch.setattr(Path, "rename", struck(number))
+        with pytest.raises(kind, match=os.strerror(number)):
+            await files.before(record)
+    monkeypatch.setattr(Path, "rename", real)
+    await files.before(record)
+    with pytest.raises(Refused, match="used once"):
+        await files.before(record)  # the next trainer has another number
+    await files.close()
 
 
 async def test_waiting_for_another_node_is_shown_and_logged_once(
