@@ -10,7 +10,7 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.algorithms.checks import check_algorithm
 from relax_rt.roles.cold_start.checks import check_cold_start
-from relax_rt.roles.engines.checks import check_mode
+from relax_rt.roles.engines.checks import check_engines, check_mode
 from relax_rt.roles.evaluation_checks import check_evaluation
 from relax_rt.roles.genrm.checks import check_judge
 from relax_rt.roles.publication_checks import check_publication
@@ -47,6 +47,7 @@ def check(config: RLConfig) -> list[Problem]:
         _algorithm,
         check_mode,
         _roles,
+        check_engines,
         check_judge,
         check_evaluation,
         check_cold_start,

@@ -13,8 +13,10 @@ from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, T
 from relax_rt.roles.trainers.megatron.limits import unsupported
 
 HINT = "`relax-rt plan --inventory nodes.toml` plans it"
-FREE = frozenset({"backend", "engine", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"})
-"""Keys of the planned tables that this version reads. `sglang` may stand there for an engine that is not in use."""
+FREE = frozenset(
+    {"backend", "engine", "device", "dtype", "tokens_per_micro_batch", "max_sequences", "kv_on_update", "sglang"}
+)
+"""Keys of the planned tables that this version reads; `sglang` is judged by engines.checks."""
 SGLANG_FREE = FREE | {"memory_fraction", "prefill_tokens"}
 """And those that it reads with engine = "sglang"."""
 NEEDS = {"reference": "reference", "critic": "values"}

@@ -1,4 +1,4 @@
-"""What keeps engines and a trainer from having a device in turns, and what is asked for in vain."""
+"""What engines are asked for in vain, and what keeps them and a trainer from having a device in turns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,37 @@ from collections.abc import Iterator
 
 from relax_rt.config.problems import Problem
 from relax_rt.nodes.api import HEAD
+from relax_rt.roles.engines.sglang.options import plain
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.sections import EngineSettings, RLConfig, RolloutSettings, ShardedSettings
+
+OTHER_TENSORS = {
+    "quantization": "a quantised server", "quantization-param-path": "a quantised server",
+    "torchao-config": "a quantised server", "modelopt-quant": "a quantised server",
+    "enable-lora": "a server with adapters", "lora-paths": "a server with adapters",
+    "pp-size": "a server of several ranks", "pipeline-parallel-size": "a server of several ranks",
+    "nnodes": "a server of several ranks", "ep-size": "a server of several ranks", "ep": "a server of several ranks",
+    "expert-parallel-size": "a server of several ranks",
+}  # fmt: skip
+"""Options of a server that then holds other tensors than are published: no swap of it could be verified."""
+
+
+def check_engines(config: RLConfig) -> Iterator[Problem]:
+    """Settings of engines that would have no effect, or that no published weights would fit."""
+    for kind, table in config.roles.items():
+        if not isinstance(table, EngineSettings):
+            continue
+        path = ("roles", kind, "sglang")
+        if table.engine != "sglang":
+            for key in sorted(table.sglang.model_fields_set):
+                message = f'sglang.{key} has no effect with engine = "{table.engine}"'
+                yield Problem((*path, key), message, 'leave it out, or set engine = "sglang"', at="key")
+            continue
+        for name, value in table.sglang.arguments.items():
+            what = OTHER_TENSORS.get(plain(name))
+            if what is not None and (value is True or value not in (False, 1)):
+                message = f"{plain(name)} = {value}: what {what} holds cannot be verified by what is published"
+                yield Problem((*path, "arguments", name), message, "leave it out", at="key")
 
 
 def check_mode(config: RLConfig) -> Iterator[Problem]:

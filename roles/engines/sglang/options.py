@@ -105,13 +105,18 @@ def server_options(
     return options | user_options(settings.sglang.arguments)
 
 
+def plain(name: str) -> str:
+    """An option's name as the others are written: without dashes before it, and with them within."""
+    return name.lstrip("-").replace("_", "-")
+
+
 def user_options(arguments: Mapping[str, Option]) -> dict[str, Option]:
     """The user's own options.
 
     Raises:
         Refused: one of them is ours.
     """
-    named = {name.lstrip("-").replace("_", "-"): value for name, value in arguments.items()}
+    named = {plain(name): value for name, value in arguments.items()}
     if taken := sorted(OURS & named.keys()):
         raise Refused(f"sglang.arguments: {taken[0]}", why="the engine sets it itself", hint="leave it out")
     return named

@@ -77,6 +77,7 @@ def test_modes_with_a_staleness_and_a_place_that_go_with_them(toml: Path, overri
     assert problems(toml, *overrides) == {}
 
 
+SGLANG = 'roles.rollout.engine="sglang"'
 COLOCATE = ('algorithm.mode="colocate"', "algorithm.max_staleness=0")
 
 
@@ -102,6 +103,27 @@ COLOCATE = ('algorithm.mode="colocate"', "algorithm.max_staleness=0")
             "colocation.give_way_s",
             "merely slow",
         ),
+        (
+            ("roles.rollout.sglang.deterministic=true",),
+            "roles.rollout.sglang.deterministic",
+            'with engine = "embedded"',
+        ),
+        (("roles.evaluator.sglang={boot_timeout_s=9}",), "roles.evaluator.sglang.boot_timeout_s", "no effect"),
+        (
+            (SGLANG, 'roles.rollout.sglang.arguments={quantization="fp8"}'),
+            "roles.rollout.sglang.arguments.quantization",
+            "a quantised server holds cannot be verified",
+        ),
+        (
+            (SGLANG, "roles.rollout.sglang.arguments={enable-lora=true}"),
+            "roles.rollout.sglang.arguments.enable-lora",
+            "adapters",
+        ),
+        (
+            (SGLANG, "roles.rollout.sglang.arguments={--pp_size=2}"),
+            "roles.rollout.sglang.arguments.--pp_size",
+            "a server of several ranks",
+        ),
         (("roles.genrm.count=1",), "roles.genrm", "nobody asks"),
         (('reward.function="genrm"',), "reward.function", r"there is no \[reward.judge\]"),
         (JUDGE[:1], "reward.judge", "nobody answers"),
@@ -121,6 +143,22 @@ def test_what_cannot_work_is_refused_at_its_key(toml: Path, overrides: tuple[str
     found = problems(toml, *overrides)
     assert key in found
     assert re.search(words, found[key].message), found[key].message
+
+
+def test_settings_of_the_server_that_is_used_are_taken(toml: Path) -> None:
+    table = 'roles.rollout.sglang={deterministic=true, device="cpu", arguments={log-level="info", enable_lora=false}}'
+    assert problems(toml, SGLANG, table) == {}
+
+
+def test_cuda_ipc_without_a_gpu_is_refused_before_anything_starts(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the placement, and where that is right by the machine."""
+    ipc = 'publication.carrier="cuda_ipc"'
+    assert "do not share one" in problems(toml, ipc)["publication.carrier"].message
+    monkeypatch.setattr("relax_rt.roles.publication_checks.count_gpus", lambda: 0)
+    shared = (ipc, "roles.trainer.gpus=0.5", "roles.rollout.gpus=0.5")
+    found = problems(toml, *shared, preflight=True)
+    assert re.search("no GPU|not installed", found["publication.carrier"].message)
+    assert 'carrier = "auto"' in found["publication.carrier"].hint
 
 
 def test_a_judge_is_tried_out_before_a_run(toml: Path) -> None:
