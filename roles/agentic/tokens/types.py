@@ -1,0 +1,154 @@
+"""What goes into the token ledger and what comes out of it. All of it can cross the wire."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from relax_rt.transport.queue.api import VersionSpan
+
+Message = dict[str, Any]
+"""A chat message as OpenAI's Chat Completions have it: `role`, `content` (str, list of parts, or None), `tool_calls`,
+`tool_call_id`, `name`, `reasoning_content`."""
+Tool = dict[str, Any]
+"""A tool as OpenAI's Chat Completions have it: `{"type": "function", "function": {name, description, parameters}}`."""
+
+Drift = Literal["realign", "fork", "drop"]
+Reasoning = Literal["keep_reasoning", "strip"]
+Kind = Literal["first", "continuation", "fork", "edit", "drift"]
+FINISHED = ("stop", "length")
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A completion as an engine made it. n tokens.
+
+    Attributes:
+        tokens: sampled ids, a sampled stop token included.
+        logprobs: behaviour log-probability of each token.
+        versions: policy versions, run-length coded over positions [0, n) of the completion.
+        finish_reason: stop or length.
+        routing: n routing rows (mixture of experts), each of the position before its token; empty: none were recorded.
+        prompt_routing: rows of the positions before the prompt's last.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: str
+    routing: bytes = b""
+    prompt_routing: bytes = b""
+
+
+class PromptPlan(msgspec.Struct, frozen=True):
+    """What an engine is to be given for one call.
+
+    Attributes:
+        node: number of the call in its ledger.
+        tokens: ids of the whole prompt.
+        kind: how the call stands to those before it; see `TokenLedger`.
+        reused: sampled tokens among `tokens` that stand there as they were sampled.
+        room: tokens that each completion may have at most.
+        n: completions that may come.
+    """
+
+    node: int
+    tokens: tuple[int, ...]
+    kind: Kind
+    reused: int
+    room: int
+    n: int = 1
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the caller is told.
+
+    Attributes:
+        id: of this completion, unique in its session; a later call may name it as `previous`.
+        message: role, content (None beside tool calls without words), and where there are some `reasoning_content` and
+            `tool_calls` (their arguments as JSON text, their ids nine letters and digits).
+        finish_reason: stop, length or tool_calls.
+        text: all that was sampled, thoughts and tool calls as the model wrote them; the stop token left out.
+    """
+
+    id: str
+    message: Message
+    finish_reason: str
+    text: str
+
+
+class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a branch.
+
+    Attributes:
+        role: assistant: a completion; else the role of the last message that was rendered there.
+        response: the completion's id; empty for what was rendered.
+        trained: the completion's tokens count in this branch. Of the branches that share a completion, one trains it.
+    """
+
+    start: int
+    end: int
+    role: str
+    response: str = ""
+    trained: bool = False
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """One causal sequence of T tokens.
+
+    Attributes:
+        tokens: ids.
+        loss_mask: 1 on sampled tokens that are trained in this branch.
+        logprobs: behaviour log-probabilities; 0 where loss_mask is 0.
+        versions: of the tokens under loss mask 1, over positions in the branch.
+        turns: cover [0, T) in order.
+        finish_reason: of the last completion: stop or length.
+        routing: T - 1 routing rows, or empty if one of them was not recorded.
+    """
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    turns: tuple[BranchTurn, ...]
+    finish_reason: str
+    routing: bytes = b""
+
+
+class Counts(msgspec.Struct):
+    """What happened in a session.
+
+    Attributes:
+        first, continuation, fork, edit, drift: calls of each kind.
+        realigned: calls rendered as a whole although a completion was gone on from, because the template's own
+            rendering does not go on from it (always so where reasoning is stripped).
+        dropped_tokens: sampled tokens that a policy for drift took out of training.
+        abandoned: calls that were given up. abandoned_tokens: what had been recorded of them.
+        malformed_calls: tool calls that could not be read and stayed text.
+        foreign_ends: completions that ended with a stop token other than the one the template closes a turn with; it
+            stands before the template's own where the conversation goes on.
+    """
+
+    first: int = 0
+    continuation: int = 0
+    fork: int = 0
+    edit: int = 0
+    drift: int = 0
+    realigned: int = 0
+    dropped_tokens: int = 0
+    abandoned: int = 0
+    abandoned_tokens: int = 0
+    malformed_calls: int = 0
+    foreign_ends: int = 0
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """All that is trained of a session: each sampled token once.
+
+    Attributes:
+        branches: in the order in which their last completions came; empty if nothing was sampled.
+        counts: see there.
+    """
+
+    branches: tuple[Branch, ...]
+    counts: Counts
