@@ -91,8 +91,8 @@ def _broadcasts(config: RLConfig) -> Iterator[Problem]:
         )
         yield Problem(("publication", "broadcast_timeout_s"), message, "make it smaller")
     if table.communicator == "nccl" and (lacking := without_gpu(config)):
-        kinds = " and ".join(f"roles.{kind}" for kind in lacking)
-        message = f'communicator = "nccl" goes between GPUs, and {kinds} has none (gpus = 0)'
+        kinds, have = " and ".join(f"roles.{kind}" for kind in lacking), "has" if len(lacking) == 1 else "have"
+        message = f'communicator = "nccl" goes between GPUs, and {kinds} {have} none (gpus = 0)'
         yield Problem(("publication", "communicator"), message, 'give each a GPU, or set communicator = "gloo"')
 
 

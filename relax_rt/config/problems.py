@@ -10,6 +10,8 @@ import msgspec
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.targets import did_you_mean as did_you_mean
 
+OVERRIDE = "--set"
+"""Stands as the file of what an override says."""
 KeyPath = tuple[str | int, ...]
 """A place in roles.toml: keys and array indices, ("roles", "rollout", "count")."""
 
@@ -29,6 +31,11 @@ class Place(msgspec.Struct, frozen=True):
     column: int
     text: str
     width: int = 1
+
+    @property
+    def override(self) -> bool:
+        """Whether it is in an override of one line, which is named by itself."""
+        return self.file == OVERRIDE and self.line == 1
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -55,6 +62,14 @@ class Problem(msgspec.Struct, frozen=True):
         if self.place is None:
             lines = [f"{key}: {self.message}" if key else self.message]
             margin = ""
+        elif self.place.override:
+            lead = f"{OVERRIDE} "
+            margin = " " * len(lead)
+            caret = "^" * max(1, self.place.width)
+            lines = [
+                f"{lead}{self.place.text.expandtabs(1)}: {self.message}",
+                f"{margin}{' ' * (self.place.column - 1)}{caret}",
+            ]
         else:
             place = self.place
             number = str(place.line)
@@ -108,5 +123,8 @@ def _source_order(problem: Problem) -> tuple[str, int, int, str]:
 
 
 def _one_line(problem: Problem) -> str:
-    where = f"{problem.place.line}:{problem.place.column}: " if problem.place else ""
-    return f"{where}{problem.message}"
+    place = problem.place
+    if place is None:
+        return problem.message
+    where = f"{OVERRIDE} {place.text}" if place.override else f"{place.line}:{place.column}"
+    return f"{where}: {problem.message}"

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.config.positions import Span, scan
-from relax_rt.config.problems import BadInput, ConfigErrors, KeyPath, Problem, dotted
+from relax_rt.config.problems import OVERRIDE, BadInput, ConfigErrors, KeyPath, Problem, dotted
 from relax_rt.config.syntax import Text, keys_of, parse
 
 MAX_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class Source:
 
     def override(self, assignment: str) -> Problem | None:
         """Apply one ``a.b=value``: the value is read as TOML, else taken as a string."""
-        text = Text("--set", assignment)
+        text = Text(OVERRIDE, assignment)
         keys, key_span, value, value_spans = _assignment(text)
         if keys is None:
             return Problem(

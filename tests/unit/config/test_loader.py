@@ -296,6 +296,19 @@ def test_override_problems_point_at_the_override(write: Callable[[str], Path], o
     assert underlined(problem) == marked
 
 
+def test_an_override_is_named_by_itself(write: Callable[[str], Path]) -> None:
+    override = "algorithm.adam_betas=[0.1, 'x']"
+    problem = one(write(MINIMAL), [override])
+    head, caret, *_ = problem.render().splitlines()
+    assert head == f"--set {override}: {problem.message}"
+    assert head[caret.index("^") : caret.rindex("^") + 1] == "'x'"
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(MINIMAL), [override])
+    assert f"--set {override}: " in caught.value.why
+    several = one(write(MINIMAL), ["algorithm.adam_betas=[0.1,\n'x']"])
+    assert several.render().startswith("--set:2:1: "), "of more lines than one the place is told"
+
+
 def test_unknown_job_is_a_problem_beside_the_others(write: Callable[[str], Path]) -> None:
     found = problems(write(MINIMAL.replace("[model]", "job = 'lr'\nseed = -1\n[model]")))
     assert [underlined(p) for p in found] == ["'lr'", "-1"]

@@ -341,6 +341,13 @@ def test_a_forced_carrier_is_checked(table: dict[str, Any], listen: str, node: s
     assert any(says in message for message in found) if says else not found
 
 
+def test_both_that_lack_a_gpu_are_named_in_one_sentence() -> None:
+    table = PublicationTable(carrier="collective", communicator="nccl")
+    roles = {"rollout": RolloutSettings(), "trainer": TrainerSettings()}
+    config = RLConfig.model_construct(publication=table, roles=roles, supervision=SupervisionTable())
+    assert any("roles.rollout and roles.trainer have none (gpus = 0)" in p.message for p in check_publication(config))
+
+
 class Engine(Context):
     """A rollout of a run whose versions are broadcast."""
 
