@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from relax_rt.transport.weights.collective.group import Collective
 
 ROOT = "trainer"
+START_S = 120.0
+"""For a rank's process, which imports the library, on a machine that is busy; no broadcast waits for it."""
 
 
 def receiver_of(ctx: RoleContext) -> Receiver:
@@ -47,14 +49,15 @@ def receiver_of(ctx: RoleContext) -> Receiver:
 def limits_of(timeout_s: float) -> Limits:
     """Deadlines of a broadcast's steps, so that within its time the others can go on without one that is lost."""
     step = timeout_s / 4
-    return Limits(hello_s=2 * step, join_s=step, stall_s=step, abort_s=min(5.0, step / 2))
+    return Limits(hello_s=2 * step, start_s=START_S, join_s=step, stall_s=step, abort_s=min(5.0, step / 2))
 
 
 class Spreader:
     """Broadcasts one version after the other. Call it on the event loop.
 
     A version that is committed while the one before is still under way is not broadcast: engines take it from the
-    stage. Where the library cannot be used at all, none is, and an event says why.
+    stage. So does an engine whose rank is not there yet: processes are started ahead, and no version waits for one.
+    Where the library cannot be used at all there are no broadcasts, and an event says why.
     """
 
     def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float) -> None:
@@ -82,10 +85,24 @@ class Spreader:
         if self._group is None or (self.current is not None and not self.current.done()):
             return
         with suppress(OSError):
+            there = await self._ready()
+            if ROOT not in there:
+                return
             self._taken = await asyncio.to_thread(
-                self._offers.take, manifest.version, manifest.digest, manifest.sent_bytes, self._timeout_s
+                self._offers.take, manifest.version, manifest.digest, manifest.sent_bytes, self._timeout_s, there
             )
             self._manifest = manifest
+
+    async def _ready(self) -> frozenset[str]:
+        """The ranks that can be broadcast to; those of other engines are started for the next version."""
+        from relax_rt.transport.weights.collective.group import RankSpec
+
+        assert self._group is not None
+        standing = await asyncio.to_thread(self._offers.standing)
+        for offer in standing:
+            self._group.admit(RankSpec(offer.slot, offer.device))
+        self._group.want(ROOT, *(offer.slot for offer in standing))
+        return self._group.present
 
     def begin(self) -> None:
         """The version is committed: broadcast it, behind whatever comes next."""
@@ -124,24 +141,21 @@ class Spreader:
         self._lay_out = OnDevice() if nccl else on_host
         try:
             await group.__aenter__()
+            group.want(ROOT)
         except (RelaxError, ImportError, OSError) as error:
             self._ctx.event("broadcasts_off", communicator=self._kind, why=str(error))
             self._ctx.log.warning("weights are not broadcast", why=str(error))
             return
-        group.warm()
         self._group = group
 
     async def _send(self, manifest: Manifest, taken: Taken) -> None:
         from relax_rt.transport.weights.collective.carrier import spread
         from relax_rt.transport.weights.collective.communicator import CollectiveFailed
-        from relax_rt.transport.weights.collective.group import RankSpec
 
         assert self._group is not None
         began, error, barred = time.monotonic(), "", False
         lost = dict.fromkeys(taken.offers, "the trainer ends")
         try:
-            for slot, offer in taken.offers.items():
-                self._group.admit(RankSpec(slot, offer.device))
             memories = {slot: offer.memory for slot, offer in taken.offers.items()}
             outcome = await spread(
                 self._group, ROOT, self._stage, manifest, memories, self._timeout_s, lay_out=self._lay_out

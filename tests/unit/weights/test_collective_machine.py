@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from relax_rt.transport.weights.collective import events as ev
 from relax_rt.transport.weights.collective.machine import GroupMachine
 
-LIMITS = ev.Limits(hello_s=3.0, join_s=4.0, stall_s=5.0, abort_s=2.0)
+LIMITS = ev.Limits(hello_s=3.0, start_s=3.0, join_s=4.0, stall_s=5.0, abort_s=2.0)
 NAMES = ("root", "a", "b", "c")
 DIGEST, BUCKETS, TIMEOUT_S = "good", 8, 200.0
 Key = tuple[str, int]
@@ -162,12 +163,13 @@ def test_each_transfer_has_one_outcome_and_no_dead_rank_is_in_a_later_group(
 @given(data=st.data())
 def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) -> None:
     """Events that no sane rank would send, in any order, with any incarnation and generation."""
-    machine, now, asked, told = GroupMachine(LIMITS), 0.0, 0, 0
+    start_s = data.draw(st.sampled_from([3.0, 20.0]))
+    machine, now, asked, told = GroupMachine(msgspec.structs.replace(LIMITS, start_s=start_s)), 0.0, 0, 0
     dead: set[Key] = set()
     names, small = st.sampled_from(NAMES), st.integers(0, 3)
     for _ in range(data.draw(st.integers(1, 60))):
         now += data.draw(st.floats(0.0, 6.0))
-        kind = data.draw(st.integers(0, 10))
+        kind = data.draw(st.integers(0, 11))
         who = (data.draw(names), data.draw(small))
         generation = machine.generation - data.draw(st.integers(0, 1))
         event: ev.Event
@@ -186,6 +188,7 @@ def test_no_order_of_events_leaves_it_without_a_deadline(data: st.DataObject) ->
                 8: ev.Died(*who, "?"),
                 9: ev.Tick(),
                 10: ev.Cancelled(data.draw(st.integers(0, asked))),
+                11: ev.Wanted(NAMES[: data.draw(st.integers(1, 4))]),
             }[kind]
         if isinstance(event, ev.Died):
             dead.add(who)
@@ -320,6 +323,45 @@ def test_closing_ends_everything() -> None:
     assert not world.living
     world.ask(3)
     assert world.outcomes[-1].transfer == 3 and world.outcomes[-1].error
+
+
+def test_a_process_that_is_slow_to_start_costs_transfers_and_is_there_for_a_later_one() -> None:
+    """Begun anew for each transfer it would never be there, on a machine where a start takes longer than one has."""
+    machine = GroupMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
+    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 0.0)
+    machine.step(ev.Hello("root", 1), 0.1)
+    (report,) = machine.step(ev.Tick(), LIMITS.hello_s)
+    assert isinstance(report, ev.Report)
+    assert [(lost.member, lost.fate) for lost in report.outcome.lost] == [("a", "absent")]
+    assert machine.present == {"root"}
+    assert machine.step(ev.Hello("a", 1), 10.0) == [] and machine.present == {"root", "a"}
+    begun = machine.step(ev.Asked(2, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 11.0)
+    assert {type(action) for action in begun} == {ev.Init}, "nobody had to be started"
+
+
+def test_processes_are_started_ahead_and_given_up_once_they_never_come() -> None:
+    machine = GroupMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
+    assert machine.step(ev.Wanted(("root", "a")), 0.0) == [ev.Spawn("root", 1), ev.Spawn("a", 1)]
+    assert machine.deadline is None and machine.present == frozenset()
+    machine.step(ev.Hello("root", 1), 1.0)
+    assert machine.step(ev.Wanted(("root", "a")), 59.0) == []
+    again = machine.step(ev.Wanted(("root", "a")), 60.0)
+    assert [type(action) for action in again] == [ev.Kill, ev.Spawn] and again[1] == ev.Spawn("a", 2)
+    machine.step(ev.Hello("a", 2), 61.0)
+    assert machine.present == {"root", "a"}
+    machine.step(ev.Died("a", 2, "struck"), 62.0)
+    assert machine.present == {"root"}
+    machine.step(ev.Closed(), 63.0)
+    assert machine.step(ev.Wanted(("a",)), 64.0) == []
+
+
+def test_a_start_outlives_the_transfer_that_it_was_late_for() -> None:
+    machine = GroupMachine(msgspec.structs.replace(LIMITS, start_s=60.0))
+    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, 2.0), 0.0)
+    (report,) = machine.step(ev.Tick(), 2.0)
+    assert isinstance(report, ev.Report) and "not over within 2 s" in report.outcome.error
+    machine.step(ev.Hello("root", 1), 5.0), machine.step(ev.Hello("a", 1), 6.0)
+    assert machine.present == {"root", "a"}
 
 
 def test_words_of_an_earlier_incarnation_mean_nothing() -> None:

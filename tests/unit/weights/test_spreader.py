@@ -64,6 +64,17 @@ class World:
         for engine in self.engines.values():
             engine.offer(LAYOUT.nbytes)
 
+    async def ranks_there(self) -> None:
+        """Until every engine's rank can be broadcast to: they are started when a version comes."""
+        await self.commit()
+        group = self.spreader._group
+        assert group is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            while not group.present >= {"trainer", *BOTH}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        if self.spreader.current is not None:
+            await self.spreader.current
+
     async def commit(self) -> tuple[VersionRecord, Manifest]:
         """Stage a version and have it broadcast, as the publisher does."""
         self.version += 1
@@ -112,6 +123,8 @@ async def test_versions_reach_both_engines_over_gloo_and_a_rank_that_dies_costs_
         assert await world.who_has(*await world.commit()) == []
         assert not world.ctx.events, "nobody was there"
         world.offer()
+        await world.ranks_there()
+        assert not world.ctx.events, "a version waits for no rank's start"
         assert await world.who_has(*await world.commit()) == BOTH
         told = await world.told()
         assert (told["engines"], told["lost"], told["communicator"]) == (BOTH, {}, "gloo")
@@ -121,7 +134,10 @@ async def test_versions_reach_both_engines_over_gloo_and_a_rank_that_dies_costs_
         assert await world.who_has(*await world.commit()) == ["rollout/0"]
         told = await world.told()
         assert (told["engines"], list(told["lost"])) == (["rollout/0"], ["rollout/1"])
-        assert await world.who_has(*await world.commit()) == BOTH, "its rank has another process"
+        assert await world.who_has(*await world.commit()) == ["rollout/0"], "its rank is started anew"
+        await world.told()
+        await world.ranks_there()
+        assert await world.who_has(*await world.commit()) == BOTH
         ranks = world.spreader._group.ranks
     assert not ranks.living
 
@@ -133,6 +149,8 @@ class Played:
         self._end = end
         self.gate = asyncio.Event()
         self.entered = False
+        self.present = frozenset({"trainer", *BOTH})
+        self.among = BOTH
 
     def __call__(self, *_: object, **__: object) -> Played:
         return self
@@ -144,14 +162,14 @@ class Played:
     async def __aexit__(self, *_: object) -> None:
         self.entered = False
 
-    def warm(self) -> None:
+    def want(self, *names: str) -> None:
         pass
 
     def admit(self, rank: object) -> None:
         pass
 
     async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> Outcome:
-        assert list(memories) == ["trainer", *BOTH]
+        assert list(memories) == ["trainer", *self.among]
         await self.gate.wait()
         outcome = self._end()
         if isinstance(outcome, BaseException):
@@ -222,6 +240,26 @@ async def test_a_version_that_is_not_committed_is_waited_for_by_nobody(
         await world.spreader.before(manifest)
         await world.spreader.close()
         assert not world.engines["rollout/0"].wait(VersionRecord(1, 0, 1, manifest.digest))
+
+
+async def test_an_engine_whose_rank_is_not_there_waits_for_no_broadcast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(lambda: Outcome(1, ("rollout/0",), ()))
+    played.gate.set()
+    monkeypatch.setattr(groups, "Collective", played)
+    async with world_of(tmp_path) as world:
+        world.offer()
+        played.present = frozenset({"trainer"})
+        record, _ = await world.commit()
+        assert not any(engine.wait(record) for engine in world.engines.values()), "nor is a file there to look at"
+        played.present, played.among = frozenset({"trainer", "rollout/0"}), ["rollout/0"]
+        record, _ = await world.commit()
+        assert (await world.told())["engines"] == ["rollout/0"]
+        assert [world.engines[slot].wait(record) for slot in BOTH] == [True, False]
+        played.present = frozenset(BOTH)
+        record, _ = await world.commit()
+        assert not any(engine.wait(record) for engine in world.engines.values()), "without a root nobody sends"
 
 
 async def test_a_library_that_cannot_be_used_is_told_and_harms_nothing(

@@ -19,7 +19,9 @@ class Limits(msgspec.Struct, frozen=True):
     """How long each step of a group may take.
 
     Attributes:
-        hello_s: from the start of a process to its first word.
+        hello_s: of a transfer, until the processes of its ranks have said their first word.
+        start_s: from the start of a process to its first word, over all transfers that would have had it: a slow one is
+            left out of them and not begun again each time.
         join_s: to meet all others.
         stall_s: between two buckets of the slowest rank.
         abort_s: from the request to end a collective until it has ended.
@@ -29,6 +31,7 @@ class Limits(msgspec.Struct, frozen=True):
     """
 
     hello_s: float = 60.0
+    start_s: float = 60.0
     join_s: float = 30.0
     stall_s: float = 20.0
     abort_s: float = 5.0
@@ -62,6 +65,12 @@ class Asked(msgspec.Struct, frozen=True):
     buckets: int
     digest: str
     timeout_s: float
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """Transfers with these members are to come: their processes are to be there by then."""
+
+    members: tuple[str, ...]
 
 
 class Cancelled(msgspec.Struct, frozen=True):
@@ -138,7 +147,9 @@ class Closed(msgspec.Struct, frozen=True):
     """The owner is done with the group."""
 
 
-Event = Asked | Cancelled | Hello | Joined | Progressed | Done | Failed | Heard | Aborted | Died | Tick | Closed
+Event = (
+    Asked | Wanted | Cancelled | Hello | Joined | Progressed | Done | Failed | Heard | Aborted | Died | Tick | Closed
+)
 
 
 class Spawn(msgspec.Struct, frozen=True):

@@ -106,14 +106,19 @@ class Collective:
             self._rests(key)
         self._store = None
 
-    def warm(self) -> None:
-        """Have the process that starts ranks import its library now, not when the first broadcast is asked for."""
-        self.ranks.warm()
-
     def admit(self, rank: RankSpec) -> None:
         """Let a rank take part from now on; one of that name works on this device from its next process on."""
         self._known.add(rank.name)
         self._devices[rank.name] = rank.device
+
+    def want(self, *names: str) -> None:
+        """Have the processes of these ranks started now, if they are not there; a start costs no broadcast its time."""
+        self._step(ev.Wanted(names))
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The ranks whose processes are there."""
+        return self.machine.present
 
     async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> ev.Outcome:
         """Bring what lies in the first rank's memory into all others'.

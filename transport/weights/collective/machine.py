@@ -11,7 +11,8 @@ One transfer at a time goes through phases::
 
 A rank is out of the transfer once it died, answered nothing within `abort_s` of a request to abort, failed for a reason
 of its own, or hung in the library twice. The others form the next group without it and go on behind the last bucket
-that all of them have. A dead incarnation is never asked for anything again; a later transfer starts a new one.
+that all of them have. A dead incarnation is never asked for anything again; a later transfer starts a new one. One that
+is only slow to start costs its rank the transfer, not the start: the next one may find it there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from relax_rt.transport.weights.collective.events import (
     Report,
     Spawn,
     Tick,
+    Wanted,
 )
 
 Phase = Literal["idle", "gathering", "rendezvous", "broadcasting", "aborting", "closed"]
@@ -58,6 +60,7 @@ class Member:
 
     name: str
     incarnation: int = 0
+    born: float = 0.0
     state: State = "absent"
     device: str = ""
     generation: int = 0
@@ -110,6 +113,12 @@ class GroupMachine:
         self._actions: list[Action] = []
 
     @property
+    def present(self) -> frozenset[str]:
+        """The members whose process has said hello and lives."""
+        away: tuple[State, ...] = ("absent", "starting", "dead")
+        return frozenset(name for name, member in self.members.items() if member.state not in away)
+
+    @property
     def deadline(self) -> float | None:
         """When a Tick is due at the latest; None: nothing is under way."""
         times = [t for _, t in self._waiting]
@@ -132,6 +141,8 @@ class GroupMachine:
     def _take(self, event: Event, now: float) -> None:
         if isinstance(event, Asked):
             self._ask(event, now)
+        elif isinstance(event, Wanted):
+            self._want(event.members, now)
         elif isinstance(event, Cancelled):
             self._cancel(event.transfer, now)
         elif isinstance(event, Closed):
@@ -196,13 +207,23 @@ class GroupMachine:
         self.phase, self._phase_deadline = "gathering", now + self.limits.hello_s
         self._group = ()
         assert self._now is not None
-        for name in self._now.pending:
-            member = self.members[name]
+        self._want(tuple(self._now.pending), now)
+        self._maybe_form(now)
+
+    def _want(self, names: tuple[str, ...], now: float) -> None:
+        """Start the processes that are not there."""
+        for name in names:
+            member = self.members.setdefault(name, Member(name))
+            if self._never_came(member, now):
+                self._kill(member, "it never said hello")
             if member.state in ("absent", "dead"):
                 member.incarnation += 1
+                member.born = now
                 member.state, member.device, member.generation = "starting", "", 0
                 self._actions.append(Spawn(name, member.incarnation))
-        self._maybe_form(now)
+
+    def _never_came(self, member: Member, now: float) -> bool:
+        return member.state == "starting" and member.born + self.limits.start_s <= now
 
     def _maybe_form(self, now: float) -> None:
         """Once everybody is there, or has been given up, they are to meet."""
@@ -365,8 +386,9 @@ class GroupMachine:
     def _overdue(self, transfer: Transfer, now: float) -> None:
         if self.phase == "gathering":
             for name in list(transfer.pending):
-                if self.members[name].state == "starting":
-                    self._kill(self.members[name], "it never said hello")
+                if (member := self.members[name]).state == "starting":
+                    if self._never_came(member, now):
+                        self._kill(member, "it never said hello")
                     self._lose(name, "absent", f"its process said nothing within {self.limits.hello_s:g} s")
             self._maybe_form(now)
         elif self.phase == "aborting":
@@ -403,7 +425,7 @@ class GroupMachine:
                 transfer.lost[name] = Lost(name, "late", error)
         for member in self.members.values():
             # Whoever is still in the middle of something cannot be told from one that hangs.
-            if member.state in ("starting", "rendezvous", "broadcasting", "aborting"):
+            if member.state in ("rendezvous", "broadcasting", "aborting") or self._never_came(member, now):
                 self._kill(member, error or "its group is over")
         lost = tuple(entry for name, entry in transfer.lost.items() if name != transfer.root)
         self._actions.append(Report(Outcome(transfer.asked.transfer, tuple(transfer.delivered), lost, error)))

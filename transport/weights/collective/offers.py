@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -234,16 +234,25 @@ class Offers:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def take(self, version: int, digest: str, nbytes: int, timeout_s: float) -> Taken | None:
+    def standing(self) -> list[Offer]:
+        """The offers of the engines that are there."""
+        return [offer for _, offer in sorted(self._standing(), key=lambda one: one[0])]
+
+    def take(
+        self, version: int, digest: str, nbytes: int, timeout_s: float, among: Collection[str] | None = None
+    ) -> Taken | None:
         """Take the memories of the engines that are there, and write down that they will be served. Call it before the
         commit. None: nobody is there, or the memory of all is being read.
 
         Args:
             nbytes: of what will be sent; memory of another size is left alone.
+            among: the slots that can be served; None: all.
         """
         offers: dict[str, Offer] = {}
         locks: dict[str, int] = {}
-        for path, offer in sorted(self._standing()):
+        for path, offer in sorted(self._standing(), key=lambda one: one[0]):
+            if among is not None and offer.slot not in among:
+                continue
             if offer.memory.nbytes == nbytes and (lock := _lock(path.with_suffix(".pin"), fcntl.LOCK_EX)) >= 0:
                 offers[offer.slot], locks[offer.slot] = offer, lock
         if not offers:

@@ -85,10 +85,6 @@ class Ranks:
         self._orders.append((key, theirs))
         self._flush()
 
-    def warm(self) -> None:
-        """Start the process that forks ranks, so that its library is imported when the first is wanted."""
-        self._flush()
-
     def tell(self, key: Key, order: Order) -> None:
         """Send an order; one that is gone, or reads nothing any more, shows in its silence."""
         if (channel := self._channels.get(key)) is not None:
