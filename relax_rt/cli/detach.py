@@ -25,6 +25,7 @@ TELL_EVERY_S = 10.0
 LOOK_EVERY_S = 1.0
 MOST_REASONS = 8
 SHOWN_LINES = 12
+REASON = 160
 SCREEN = "relax_rt.cli.screen:plain"
 
 Say = Callable[[str], None]
@@ -112,7 +113,8 @@ def _who_is_awaited(run_dir: Path) -> str:
 
 
 def _tell_end(run_dir: Path, status: RunStatus, code: int) -> None:
-    lines = [f"relax-rt: {status.name or run_dir} is {status.status}: {status.reason} (exit code {code})"]
+    reason = clip(status.reason, REASON)
+    lines = [f"relax-rt: {status.name or run_dir} is {status.status}: {reason} (exit code {code})"]
     if status.first is not None:
         lines.append(f"  first failure: {status.first}")
     if status.diagnosis is not None:
@@ -124,8 +126,7 @@ def _tell_end(run_dir: Path, status: RunStatus, code: int) -> None:
 
 
 def _shown(diagnosis: Diagnosis) -> list[str]:
-    lines = diagnosis.trace.splitlines() or diagnosis.last_lines
-    return [f"    {line}" for line in lines[-SHOWN_LINES:]]
+    return [f"    {line}" for line in diagnosis.evidence(SHOWN_LINES, SHOWN_LINES)]
 
 
 def _output(run_dir: Path) -> list[str]:

@@ -359,15 +359,8 @@ def visible(text: str) -> str:
 def _show_diagnosis(console: Console, title: str, diagnosis: Diagnosis) -> None:
     console.print(Text(f"\n{title}", "bold"))
     console.print(Text(f"  {_clock(diagnosis.at)}  {diagnosis}", "red"))
-    # A traceback ends with what it is about, which has just been said.
-    trace = [line for line in diagnosis.trace.splitlines() if not _repeats(line, diagnosis.cause)]
-    for line in trace[-TRACE_LINES:] or diagnosis.last_lines[-LOG_LINES:]:
+    for line in diagnosis.evidence(TRACE_LINES, LOG_LINES):
         console.print(Text(f"    {line}", "bright_black"))
-
-
-def _repeats(line: str, cause: str) -> bool:
-    """Whether a line of a traceback says the cause: as it is, or behind the name of an exception."""
-    return bool(cause) and (line.startswith(cause[:GIST]) or line.partition(": ")[2].startswith(cause[:GIST]))
 
 
 def _clock(t: float) -> str:

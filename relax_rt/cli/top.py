@@ -15,7 +15,7 @@ from rich.text import Text
 
 from relax_rt.cli.display import STYLE, console_for_output, print_table, show_json
 from relax_rt.cli.doctor.finding import size
-from relax_rt.observe.text import NOTHING, clip, count, duration, number, waits
+from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, number, waits
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 
@@ -124,7 +124,8 @@ def rows(before: Look, after: Look, paces: Paces) -> list[Row]:
     passed = max(1e-6, after.at - before.at)
     found = []
     for slot in after.status.slots:
-        doing = waits(slot.waiting) if slot.waiting else slot.detail
+        waiting = slot.waiting or ("" if slot.detail else lacks(slot.state))
+        doing = waits(waiting) if waiting else slot.detail
         rate = paces.rate(slot.slot, after.at)
         more = {"node": slot.node, "progress": slot.progress, "rate": rate, "now": doing}
         found.append(_row(slot.slot, slot.state, before, after, passed, more))

@@ -18,6 +18,7 @@ from relax_rt.config.job import load_job
 from relax_rt.config.loader import read_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.logs import open_log, setup_logging
+from relax_rt.observe.text import clip
 from relax_rt.supervision.agent import run_agent
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.plan import plan_roles
@@ -25,6 +26,7 @@ from relax_rt.supervision.protocol import Done
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RunPaths, write_json
 
 SUMMARY = "summary.json"
+REASON, SHOWN_LINES = 160, 12
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,13 +73,14 @@ def load_screen(target: str, config: RunConfig, run_dir: Path) -> Screen:
 
 def describe(done: Done) -> list[str]:
     """The end of a run, in lines for people."""
-    lines = [f"relax-rt: {done.reason} (exit code {done.exit_code})"]
+    # Where there is a diagnosis the cause is told in full by that.
+    reason = done.reason if done.diagnosis is None else clip(done.reason, REASON)
+    lines = [f"relax-rt: {reason} (exit code {done.exit_code})"]
     if done.first is not None:
         lines.append(f"  first failure: {done.first}")
     if done.diagnosis is not None:
         lines.append(f"  {done.diagnosis}")
-        shown = done.diagnosis.trace.splitlines() or done.diagnosis.last_lines
-        lines += [f"    {line}" for line in shown[-12:]]
+        lines += [f"    {line}" for line in done.diagnosis.evidence(SHOWN_LINES, SHOWN_LINES)]
     return lines
 
 

@@ -23,6 +23,8 @@ OwnKill = Literal["killed", "hang", "oom"]
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 TRACE_LINES = 30
+GIST = 80
+"""Characters by which a cause is known again."""
 
 _CUDA = re.compile(r"CUDA error|CUDA out of memory|cudaError|CUBLAS_STATUS|CUDNN_STATUS|NCCL error|ncclUnhandled", re.I)
 _EXCEPTION_LINE = re.compile(
@@ -76,6 +78,16 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> bool:
         """True unless it ended in good order."""
         return self.kind != "clean"
+
+    def evidence(self, trace_lines: int = TRACE_LINES, log_lines: int = TAIL_LINES) -> list[str]:
+        """The end of its traceback, else of its log, without the lines that only repeat the cause."""
+        trace = [line for line in self.trace.splitlines() if not self._repeats(line)]
+        return trace[-trace_lines:] or self.last_lines[-log_lines:]
+
+    def _repeats(self, line: str) -> bool:
+        """As it is, or behind the name of an exception."""
+        gist = self.cause[:GIST]
+        return bool(gist) and (line.startswith(gist) or line.partition(": ")[2].startswith(gist))
 
     def __str__(self) -> str:
         return f"{self.slot}#{self.epoch} {self.kind}: {self.cause}"

@@ -84,6 +84,17 @@ def test_classifies_exceptions_where_they_are_raised() -> None:
     )
 
 
+def test_evidence_does_not_repeat_the_cause() -> None:
+    cause = "a call of x: " + "y " * 100
+    chained = f"{TRACE}m.RelaxError: {cause}\n\nThe above exception\n{TRACE}m.RelaxError: {cause}\n"
+    said = diagnose("a/0", 1, 2, Exit(exit_code=1, report=Report(kind="exception", cause=cause, trace=chained)), at=1.0)
+    assert not any("y y" in line for line in said.evidence()) and TRACE.splitlines()[1] in said.evidence()
+    assert said.evidence(trace_lines=1) == ['  File "x.py", line 1, in <module>']
+    plain = Report(kind="exception", cause="KeyError: 'k'", trace=f"{TRACE}KeyError: 'k'")
+    assert diagnose("a/0", 1, 2, Exit(exit_code=1, report=plain), at=1.0).evidence() == TRACE.splitlines()
+    assert judge(signal=9, log="one\ntwo").evidence(log_lines=1) == ["two"]
+
+
 def test_tail_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     assert read_tail(log, 0) == ""
