@@ -97,6 +97,7 @@ class Role:
 
     The host creates it, awaits `setup`, then `run`, then `teardown` (also after an error). `run` returns when
     the role has finished (exit 0) or `ctx.stopping` is set; an exception ends the process with a diagnosis.
+    `relax_rt.config.problems.BadInput` says that no restart would change anything: it ends the run.
     """
 
     kind: ClassVar[str]
