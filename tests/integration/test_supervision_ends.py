@@ -51,6 +51,17 @@ def test_role_that_does_not_stop_is_killed_at_its_deadline(tmp_path: Path) -> No
         assert end["kind"] == "killed" and "asked to stop" in end["cause"]
 
 
+def test_what_no_restart_would_mend_ends_the_run_at_once(tmp_path: Path) -> None:
+    with LiveRun(tmp_path, "[roles.refuser]\nafter_s = 0.2\n[roles.worker]") as run:
+        assert run.ends() == 2
+        (end,) = [
+            e["diagnosis"] for e in run.poll() if e["kind"] == "slot_exited" and e["diagnosis"]["kind"] != "clean"
+        ]
+        assert (end["slot"], end["kind"], end["cause"]) == ("refuser/0", "config", "the toy's folder: read-only")
+        assert run.record["reason"] == "refuser/0 cannot go on: the toy's folder: read-only" and run.left() == []
+        assert not [e for e in run.events if e["kind"] == "slot_restarting"]
+
+
 def test_finished_significant_role_ends_the_run(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.worker]\n[roles.finisher]\nafter_s = 0.2") as run:
         assert run.ends() == 0

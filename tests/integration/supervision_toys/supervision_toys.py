@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.gang import Gang
 from relax_rt.role import Role
@@ -72,6 +73,17 @@ class Crasher(Toy):
         await self.ctx.ready()
         await self.wait()
         raise ValueError("the toy broke")
+
+
+class Refuser(Toy):
+    """Is told to do what it cannot ever do."""
+
+    kind = "refuser"
+
+    async def run(self) -> None:
+        await self.ctx.ready()
+        await self.wait()
+        raise BadInput("the toy's folder", why="read-only")
 
 
 class Hanger(Toy):
