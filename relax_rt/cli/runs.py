@@ -10,6 +10,7 @@ from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.config.schema import RunConfig
 from relax_rt.supervision.control import NoRun, find_run
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON
+from relax_rt.transport.errors import RelaxError
 
 RUNS = Path("runs")
 
@@ -62,9 +63,10 @@ def split_run(word: str, run: Path | None, slots: Callable[[Path], Collection[st
         return find_run_dir(run), word
     try:
         meant = find_run_dir(None)
-    except NoRun:
+        known = slots(meant)
+    except RelaxError:
         return named, ""
-    if word in slots(meant):
+    if word in known:
         raise BadInput(
             f"{word!r} may be the run in {named} or {word} of the run in {meant}",
             hint=f"--run {word} is the run; {word} --run {meant} is what the run in {meant} has of that name",
