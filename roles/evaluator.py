@@ -6,8 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
-
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.locations import MODEL_CODE
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.publication import EngineFailure, WeightFollower
 
 LOAD_ALLOWANCE_S = 120.0
-POLL_S = 0.2
 
 
 class EvaluatorRole(Role):
@@ -138,6 +135,7 @@ class EvaluatorRole(Role):
             await self.engine.close(5.0)
 
     async def _work(self) -> None:
+        from relax_rt.roles.final import is_final
         from relax_rt.roles.publication import committed_versions
 
         await self.ctx.ready()
@@ -151,22 +149,8 @@ class EvaluatorRole(Role):
                 course.when(record.step, record.version) for course in self.courses.values()
             ) and await self.follower.follow(record):
                 await self._evaluate_all(record)
-            if record.step >= self.config.algorithm.steps and await self._is_final(record):
+            if record.step >= self.config.algorithm.steps and await is_final(self.ctx, record):
                 return
-
-    async def _is_final(self, record: VersionRecord) -> bool:
-        """Wait for the checkpoint of these weights. False: the trainer died before it and works on another version."""
-        from relax_rt.roles.trainers.checkpoint import STATE_FILE, CheckpointState
-
-        self.ctx.progress.waiting("the final checkpoint")
-        path = self.ctx.run_dir / "checkpoints" / f"step-{record.step:06d}" / STATE_FILE
-        while True:
-            if path.exists() and msgspec.json.decode(path.read_bytes(), type=CheckpointState).digest == record.digest:
-                return True
-            known = await self.ctx.registry.versions()
-            if known and known[-1].version > record.version:
-                return False
-            await asyncio.sleep(POLL_S)
 
     async def _evaluate_all(self, record: VersionRecord) -> None:
         """Evaluate the sets that are due at these weights, which the engine has."""

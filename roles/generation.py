@@ -287,8 +287,12 @@ def _request(number: int, order: Order) -> GroupRequest:
     )
 
 
-def serve_generation(ctx: RoleContext, engine: Engine) -> GenerationService:
-    """Offer Generation at a role's address; call it in setup, and give the engine's chunks through `sift`."""
-    service = GenerationService(ctx.who.epoch, engine, ctx.stopping)
+def serve_generation(ctx: RoleContext, engine: Engine, most: int = MOST_REQUESTS) -> GenerationService:
+    """Offer Generation at a role's address; call it in setup, and give the engine's chunks through `sift`.
+
+    Args:
+        most: sequences of callers at once.
+    """
+    service = GenerationService(ctx.who.epoch, engine, ctx.stopping, Intake(Marks(most=most)))
     ctx.serve(Generation, service)
     return service

@@ -33,7 +33,8 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
         sampling: temperature, max_new_tokens, seed and whatever else the engine was told.
         tokenizer_digest, template_digest: what turned text into tokens.
         media: references of images, audio, video (content hash, kind, uri).
-        engine: slot and epoch of the engine that finished it.
+        engine: slot and epoch of the engine that finished it, or of who played it.
+        branches: tokens [start, end) of each branch of an episode, a causal sequence of its own; empty: there is one.
     """
 
     group: int
@@ -52,6 +53,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     answer: str = ""
     info: dict[str, Any] = {}
+    branches: list[tuple[int, int]] = []
 
 
 def bare_meta(group: int, member: int) -> SampleMeta:

@@ -11,6 +11,7 @@ from relax_rt.transport.ledger import marks
 from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
+from relax_rt.transport.ledger.failures import fail_missing
 from relax_rt.transport.ledger.recycle import keep_within
 from relax_rt.transport.ledger.state import Group, Part, Sample
 from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut, Ticket
@@ -403,4 +404,7 @@ def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
         group = core.state.groups.get(id_)
         if group is not None and group.holder == who:
             core.changed = True
-            reopen(core, group, "dropped(returned)")
+            if event.failed and group.prompt is not None:
+                fail_missing(core, group, event.reason)
+            else:
+                reopen(core, group, "dropped(returned)")

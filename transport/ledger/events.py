@@ -64,8 +64,11 @@ class MarkTokens(msgspec.Struct, frozen=True, tag="mark", gc=False):
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
+    """failed: what is missing of the groups could not be made, which counts against their prompts."""
+
     groups: list[int]
     reason: str
+    failed: bool = False
 
 
 class Take(msgspec.Struct, frozen=True, tag="take", gc=False):

@@ -49,6 +49,18 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
         make_again(core, group, members)
 
 
+def fail_missing(core: Core, group: Group, reason: str) -> None:
+    """Its producer cannot make what is missing of the group: the same as if a task had failed on it."""
+    group.holder, group.making = None, []
+    core.unhold(group.id)
+    missing = group.missing()
+    for member in missing:
+        core.drop_mark(group.samples[member])
+    if not missing:
+        core.refresh(group)
+    fail_members(core, "", [Failure(SampleKey(group.id, member), reason) for member in missing])
+
+
 def lose_memory(core: Core, who: Incarnation) -> None:
     """The memory that a process on another node had of its own ended with it: so did the samples that need it."""
     owner = owner_key(who)

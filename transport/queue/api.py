@@ -390,8 +390,11 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def give_back(self, seq: Count, groups: list[Count], reason: str) -> None:
-        """A producer returns unfinished groups; what is missing of them is given out again."""
+    async def give_back(self, seq: Count, groups: list[Count], reason: str, failed: bool = False) -> None:
+        """A producer returns unfinished groups; what is missing of them is given out again.
+
+        failed: it could not be made: `on_failed_member` says what becomes of it, and it counts against the prompt.
+        """
 
     @idempotent
     async def renew(self, groups: list[Count], leases: list[Count]) -> list[int]:

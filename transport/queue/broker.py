@@ -358,9 +358,9 @@ class Broker:
         self._ledger.knows(who)
         return held_partials(self._ledger.core, who, keys)
 
-    async def give_back(self, seq: int, groups: list[int], reason: str) -> None:
+    async def give_back(self, seq: int, groups: list[int], reason: str, failed: bool = False) -> None:
         """See QueueApi."""
-        self._apply(ev.GiveBack(groups, reason), self._identify(), seq)
+        self._apply(ev.GiveBack(groups, reason, failed), self._identify(), seq)
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """See QueueApi. Not journaled: after a restart all leases run at full length."""

@@ -1,0 +1,7 @@
+"""Episodes with several turns: the environments of the users, and the role that plays them. See docs/agentic.md."""
+
+from __future__ import annotations
+
+from relax_rt.roles.agentic.interface import Chat, Environment, EpisodeOver, Message, Observation, Reply, Step, Task
+
+__all__ = ["Chat", "Environment", "EpisodeOver", "Message", "Observation", "Reply", "Step", "Task"]

@@ -1,0 +1,130 @@
+"""Held-out episodes: before the first step, during the run, and with the last weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from relax_rt.role import RoleContext
+from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.player import Player
+from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+from relax_rt.roles.agentic.tasks import Tasks
+from relax_rt.roles.evaluation import Z95, difference, wilson
+from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
+from relax_rt.roles.evaluation_sets import MAIN, courses
+from relax_rt.transport.versions import VersionRecord
+
+if TYPE_CHECKING:
+    from relax_rt.roles.evaluation_sampling import SampleSeed
+    from relax_rt.roles.evaluation_sets import Course
+    from relax_rt.roles.sections import RLConfig
+
+ATTEMPTS = 5
+"""How often an episode is begun that was lost through no fault of its own."""
+
+
+class HeldOut:
+    """Plays the held-out tasks when they are due. What was evaluated is read back from the run's metrics.
+
+    Args:
+        seed: of (task's number, sample, attempt). at_a_time: episodes.
+    """
+
+    def __init__(
+        self, ctx: RoleContext, config: RLConfig, tasks: Tasks, player: Player, seed: SampleSeed, at_a_time: int
+    ) -> None:
+        from relax_rt.metrics import read_metrics
+
+        self._ctx, self._tasks, self._player, self._seed = ctx, tasks, player, seed
+        self._success = player.settings.success
+        self._places = asyncio.Semaphore(at_a_time)
+        records = (r for r in read_metrics(ctx.run_dir) if r.get("kind") == "evaluation")
+        self.course: Course = courses(config, records)[MAIN]
+
+    def due(self, record: VersionRecord) -> str:
+        """before, during or after, if these weights are to be evaluated; else empty."""
+        return self.course.when(record.step, record.version)
+
+    async def evaluate(self, record: VersionRecord, when: str) -> None:
+        """Play them with the newest weights, which are these or newer ones, and record how it went."""
+        recipe, began = self.course.recipe, time.monotonic()
+        tasks = self._tasks.held_out(recipe.count(when))
+        about = {"set": MAIN, "when": when, "step": record.step, "version": record.version}
+        self._ctx.event("evaluation_started", **about, items=len(tasks))
+        found = await asyncio.gather(
+            *(self._episode(task, sample) for task in tasks for sample in range(recipe.samples))
+        )
+        scores = scored(found, len(tasks), recipe.samples, self._success, self.course.before)
+        result = {"kind": "evaluation", **about, **scores, "seconds": round(time.monotonic() - began, 3)}
+        self._ctx.metrics(result)
+        told = {key: scores[key] for key in ("items", "exact", "reward", "turns", "failed")}
+        self._ctx.event("evaluation_done", **about, **told, seconds=result["seconds"])
+        self._ctx.log.info(f"held-out episodes, {when}", step=record.step, version=record.version, **told)
+        self.course.take(result)
+
+    async def _episode(self, task: Task, sample: int) -> Played | None:
+        """An episode; None: its environment failed."""
+        recipe = self.course.recipe
+        async with self._places:
+            for attempt in range(ATTEMPTS):
+                seed = self._seed(task.index, sample, attempt) | SEED_DOMAIN
+                name = f"held-out {task.index}.{sample}"
+                try:
+                    return await self._player.play(name, task, seed, temperature=recipe.temperature, fresh=True)
+                except Lost as error:
+                    self._ctx.event("episode_lost", episode=name, why=str(error))
+                except (Stuck, Broken) as error:
+                    stuck = isinstance(error, Stuck)
+                    kind = "environment_stuck" if stuck else "environment_failed"
+                    self._ctx.event(kind, episode=name, item=task.item, why=str(error))
+                    return None
+        return None
+
+
+def scored(
+    episodes: Sequence[Played | None], items: int, samples: int, success: float, before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Scores of held-out episodes, `samples` of each task, task by task; those that failed count as reward 0.
+
+    Returns:
+        items, samples; exact: share of successes, with its 95% interval (Wilson) of as many draws as there are tasks;
+        reward: mean, with the 95% interval of the mean over tasks; format: share that ended by themselves; turns and
+        tokens: means; versions: first and last policy version sampled from; failed; with `before` also gain of exact.
+    """
+    rewards = [0.0 if one is None else one.reward for one in episodes]
+    wins = sum(one is not None and reward > success for one, reward in zip(episodes, rewards, strict=True))
+    share = wins / len(episodes) if episodes else 0.0
+    low, high = wilson(share * items, items)
+    means = [statistics.fmean(rewards[n : n + samples]) for n in range(0, len(rewards), samples)]
+    spread = Z95 * statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    reward = statistics.fmean(rewards) if rewards else 0.0
+    played = [one for one in episodes if one is not None]
+    branches = [branch for one in played for branch in one.episode.branches]
+    versions = sorted({span.version for branch in branches for span in branch.versions})
+    count = max(1, len(played))
+    result: dict[str, Any] = {
+        "items": items,
+        "samples": samples,
+        "exact": share,
+        "exact_low": low,
+        "exact_high": high,
+        "reward": reward,
+        "reward_low": reward - spread,
+        "reward_high": reward + spread,
+        "format": sum(not one.truncated for one in played) / max(1, len(episodes)),
+        "turns": sum(one.turns for one in played) / count,
+        "tokens": sum(len(branch.tokens) for branch in branches) / count,
+        "versions": [versions[0], versions[-1]] if versions else [],
+        "failed": len(episodes) - len(played),
+    }
+    if before is not None and "exact" in before:
+        n = int(before["items"])
+        gain_low, gain_high = difference((float(before["exact"]) * n, n), (share * items, items))
+        result |= {"gain": share - float(before["exact"]), "gain_low": gain_low, "gain_high": gain_high}
+    return result

@@ -1,0 +1,141 @@
+"""What an environment is: the user's side of episodes with several turns. See docs/agentic.md."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+Message = dict[str, Any]
+"""An OpenAI chat message: role, content, and what else its role has."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What an episode is about; all members of a group have the same.
+
+    Attributes:
+        index: place in the run's order of tasks, or among the held-out ones.
+        item: stable id. split: train or held_out.
+        seed: decides what the environment makes of it, the same in every run, 31 bits.
+        question, answer, metadata: of the data item, in a run with [data]; messages: its prompt.
+    """
+
+    index: int
+    item: str
+    split: str
+    seed: int
+    question: str = ""
+    answer: str = ""
+    metadata: dict[str, Any] = {}
+    messages: list[Message] = []
+
+
+class Observation(msgspec.Struct, kw_only=True):
+    """How an episode begins.
+
+    Attributes:
+        messages: what the policy sees first; a text is one message of the user.
+        tools: functions it may call, as OpenAI's `tools`.
+        state: names what it sees, for advantages that compare equal states (gigpo).
+    """
+
+    messages: list[Message] | str
+    tools: list[dict[str, Any]] = []
+    state: str | None = None
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """What became of a reply.
+
+    Attributes:
+        messages: what the policy sees next, behind its own reply; a text is one message of the user.
+        reward: of this turn; the episode's reward is the sum over its turns.
+        done: the episode is over.
+        state: names what it sees next; see Observation.
+        info: numbers that are reported as means over episodes, the last one given under each name.
+    """
+
+    messages: list[Message] | str = []
+    reward: float | None = None
+    done: bool = False
+    state: str | None = None
+    info: dict[str, float] = {}
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What the policy said.
+
+    Attributes:
+        text: its words, without special tokens.
+        message: the same as a chat message, with `tool_calls` and `reasoning_content` if there are any.
+        finish_reason: stop, tool_calls, or length if it was cut.
+    """
+
+    text: str
+    message: Message
+    finish_reason: str
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Its calls of functions, as OpenAI's `tool_calls`."""
+        return list(self.message.get("tool_calls") or [])
+
+
+class Environment:
+    """One game, sandbox or user, for one episode::
+
+        class Echo(Environment):
+            async def reset(self, task: Task) -> Observation:
+                return Observation(messages="Say hello.")
+
+            async def step(self, reply: Reply) -> Step:
+                return Step(reward=float(reply.text == "hello"), done=True)
+
+    The class is made anew for each episode, with `roles.env.options` as its arguments. Methods that are not async run
+    in worker processes, which are killed when a call is late. A subclass is not needed, the methods are.
+    """
+
+    async def reset(self, task: Task) -> Observation | str:
+        """Begin the task."""
+        raise NotImplementedError
+
+    async def step(self, reply: Reply) -> Step:
+        """Take the policy's reply."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Let go of what it holds; called once, whatever became of the episode."""
+
+
+class Chat(Protocol):
+    """The policy, for an episode that is a function: ``async def play(task, chat) -> float``."""
+
+    async def say(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Reply:
+        """The policy's answer to a whole conversation. What it said before is in there as `Reply.message`.
+
+        A conversation that goes on behind an earlier one extends its tokens; one that goes another way is a branch.
+
+        Raises:
+            EpisodeOver: max_turns or max_tokens is used up. Let it pass: the episode ends there, marked as truncated.
+        """
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the last turn, besides what the function returns at its end."""
+
+
+class EpisodeOver(Exception):
+    """An episode has used up its turns or tokens."""
+
+
+@runtime_checkable
+class Play(Protocol):
+    """An episode as a function; it returns the reward that its last turn gets besides `chat.reward`, or None."""
+
+    def __call__(self, task: Task, chat: Chat, **options: Any) -> Awaitable[float | None]:
+        """Play one episode."""
+
+
+def conversation(messages: list[Message] | str) -> list[Message]:
+    """Messages as a list."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)

@@ -1,0 +1,132 @@
+"""The environment that `roles.env.environment` names: found, imported, and held against what it must be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from relax_rt.config.target import TargetError, load_target
+from relax_rt.roles.rewards.loader import user_line
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.targets import did_you_mean
+
+SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
+ADAPTERS = ("textarena", "gymnasium", "reasoning_gym")
+"""Packages whose environments are named as `package:name`; each has a module in `adapters`."""
+METHODS = ("reset", "step")
+
+
+@dataclass(frozen=True)
+class Factory:
+    """How episodes of an environment are made.
+
+    Attributes:
+        target: as written in the config.
+        make: a new environment; or, where `plays`, the function itself with its options.
+        blocking: its methods are not async: they run in worker processes.
+        plays: it is a function that plays the episode.
+    """
+
+    target: str
+    make: Callable[[], Any]
+    blocking: bool
+    plays: bool = False
+
+
+def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> Factory:
+    """What the config names.
+
+    Raises:
+        RelaxError: it is not there, cannot be imported (with the user's line), has no reset or step, or refuses an
+            option.
+    """
+    package, _, name = target.partition(":")
+    if package in ADAPTERS:
+        return _adapted(package, name, options)
+    try:
+        found = load_target(target, config_dir)
+    except TargetError as error:
+        raise _not_loaded(target, error) from error
+    if inspect.isclass(found):
+        return _of_class(target, found, options)
+    if inspect.iscoroutinefunction(found):
+        check_options(target, found, options, skip=2)
+        return Factory(target, lambda: _with(found, options), blocking=False, plays=True)
+    why = f"it is a {type(found).__name__}"
+    hint = "name a class with reset and step, or a function `async def play(task, chat)`"
+    raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=hint)
+
+
+def _with(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    return lambda task, chat: function(task, chat, **options)
+
+
+def _of_class(target: str, found: type, options: Mapping[str, Any]) -> Factory:
+    lacking = [name for name in METHODS if not callable(getattr(found, name, None))]
+    if lacking:
+        known = [name for name in vars(found) if not name.startswith("_")]
+        hint = did_you_mean(lacking[0], known) or "see relax_rt.roles.agentic.Environment"
+        raise RelaxError(f"{SETTING} = {target!r}", why=f"the class has no {' and no '.join(lacking)}", hint=hint)
+    kinds = {name: inspect.iscoroutinefunction(getattr(found, name)) for name in METHODS}
+    if len(set(kinds.values())) > 1:
+        one, other = sorted(METHODS, key=lambda name: not kinds[name])
+        raise RelaxError(
+            f"{SETTING} = {target!r}", why=f"{one} is async and {other} is not", hint="make both async, or neither"
+        )
+    check_options(target, found, options)
+    return Factory(target, lambda: found(**options), blocking=not kinds["step"])
+
+
+def _adapted(package: str, name: str, options: Mapping[str, Any]) -> Factory:
+    try:
+        adapter = import_module(f"relax_rt.roles.agentic.adapters.{package}")
+    except ImportError as error:
+        hint = "pip install relax-rt[agentic]"
+        raise RelaxError(f"{SETTING} = '{package}:{name}'", why=str(error), hint=hint) from error
+    make: Callable[[], Any] = adapter.factory(name, dict(options))
+    return Factory(f"{package}:{name}", make, blocking=True)
+
+
+def check_options(target: str, call: Callable[..., Any], options: Mapping[str, Any], *, skip: int = 0) -> None:
+    """Hold options against the parameters of what takes them.
+
+    Args:
+        skip: parameters that are no options.
+
+    Raises:
+        RelaxError: one is unknown, or one that has no default is missing.
+    """
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+    except (TypeError, ValueError):
+        return
+    kinds = inspect.Parameter
+    if len(parameters) < skip:
+        why, hint = f"it takes {len(parameters)} parameters", "it is called as play(task, chat, **options)"
+        raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=hint)
+    named = {p.name: p for p in parameters[skip:] if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    if not any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        for name in options:
+            refuse_unknown(target, name, list(named))
+    for name, parameter in named.items():
+        if parameter.default is kinds.empty and name not in options:
+            raise RelaxError(OPTIONS, why=f"{target} needs '{name}'", hint="give it there")
+
+
+def refuse_unknown(target: str, name: str, known: list[str]) -> None:
+    """Raises: RelaxError, if an option is none of the known ones."""
+    if name not in known:
+        hint = did_you_mean(name, known) or (f"options are {', '.join(known)}" if known else "it has none")
+        raise RelaxError(f"{OPTIONS}.{name}", why=f"{target} has no such option", hint=hint)
+
+
+def _not_loaded(target: str, error: TargetError) -> RelaxError:
+    package, _, name = target.partition(":")
+    where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
+    why = error.what + (f": {error.why}" if error.why else "") + where
+    near = did_you_mean(package, ADAPTERS) if name and not package.endswith(".py") else ""
+    return RelaxError(f"{SETTING} = {target!r}", why=why, hint=near or error.hint)

@@ -1,0 +1,215 @@
+"""Worker processes of a slot: environments whose methods block, killed when one is late."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import sys
+from asyncio.subprocess import Process
+from contextlib import suppress
+
+import msgspec
+
+from relax_rt.roles.agentic.frames import LENGTH, MOST_BYTES, Answer, Call, Op, Spec, frame
+from relax_rt.roles.agentic.interface import Observation, Reply, Step, Task
+from relax_rt.transport.errors import RelaxError
+
+START_S = 120.0
+"""A worker that has not loaded the environment by then is given up."""
+CLOSE_S = 5.0
+
+
+class Stuck(RelaxError):
+    """A call of an environment did not return in time; its process was killed."""
+
+
+class Broken(RelaxError):
+    """An environment raised an error, or its process ended in a call."""
+
+
+class Lost(RelaxError):
+    """An episode is gone through no fault of its own: its process was killed because of another one."""
+
+
+class Worker:
+    """One process, with calls done one after the other."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self.episodes: set[int] = set()
+        self._turn = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._process: Process
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self.ended = ""
+        """Why it is no more."""
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and have it load the environment.
+
+        Raises:
+            RelaxError: it cannot.
+        """
+        ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", "relax_rt.roles.agentic.worker", str(theirs.fileno()))
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                msgspec.json.encode(self._spec).decode(),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with asyncio.timeout(START_S):
+                answer = await self._answer()
+        except TimeoutError:
+            await self.kill("it did not load the environment in time")
+            raise RelaxError(
+                f"a worker of {self._spec.target}", why=f"it did not load within {START_S:g} s", hint="see the log"
+            ) from None
+        if answer is None or answer.error:
+            await self.kill("it could not load the environment")
+            why = answer.error if answer else "its process ended while it loaded the environment"
+            raise RelaxError(f"a worker of {self._spec.target}", why=why, hint="see the log")
+
+    async def call(self, episode: int, op: Op, data: bytes, timeout_s: float, where: str) -> bytes:
+        """Have an episode's environment do something; the deadline runs from the moment it is its turn.
+
+        Cancelling it leaves the call to itself: its process goes on with the others' calls behind it.
+
+        Raises:
+            Stuck: it was late; the process is killed, and with it all its episodes.
+            Broken: it raised an error, or the process ended.
+            Lost: the process was killed before it was its turn.
+        """
+        task = asyncio.create_task(self._call(episode, op, data, timeout_s, where))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _call(self, episode: int, op: Op, data: bytes, timeout_s: float, where: str) -> bytes:
+        async with self._turn:
+            if self.ended:
+                raise Lost(where, why=self.ended)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    self._writer.write(frame(Call(next(self._numbers), episode, op, data)))
+                    await self._writer.drain()
+                    answer = await self._answer()
+            except TimeoutError:
+                await self.kill(f"another episode of its process was stuck {where}")
+                raise Stuck(where, why=f"it did not return within {timeout_s:g} s; process {self.pid}") from None
+            except ConnectionError:
+                answer = None
+            if answer is None:
+                code = await self.kill(f"its process ended {where}")
+                raise Broken(where, why=f"the process ended with {_how(code)}")
+            if answer.error:
+                raise Broken(where, why=answer.error)
+            return answer.data
+
+    async def _answer(self) -> Answer | None:
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if length > MOST_BYTES:
+                return None
+            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def kill(self, why: str) -> int | None:
+        """End it; answers with its exit code."""
+        self.ended = self.ended or why
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._writer.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                return await self._process.wait()
+        return None
+
+
+class RemoteEnvironment:
+    """An environment in a worker, as episodes use it. Its calls raise Stuck, Broken and Lost."""
+
+    def __init__(self, worker: Worker, number: int, timeout_s: float, name: str) -> None:
+        self._worker, self._number, self._timeout_s, self._name = worker, number, timeout_s, name
+        self._turns = 0
+        worker.episodes.add(number)
+
+    async def reset(self, task: Task) -> Observation | str:
+        """See Environment."""
+        found = await self._call("reset", msgspec.msgpack.encode(task), f"in reset of {self._name}")
+        return msgspec.msgpack.decode(found, type=Observation | str)
+
+    async def step(self, reply: Reply) -> Step:
+        """See Environment."""
+        self._turns += 1
+        where = f"in step {self._turns} of {self._name}"
+        return msgspec.msgpack.decode(await self._call("step", msgspec.msgpack.encode(reply), where), type=Step)
+
+    async def close(self) -> None:
+        """See Environment."""
+        self._worker.episodes.discard(self._number)
+        if not self._worker.ended:
+            await self._call("close", b"", f"in close of {self._name}")
+
+    async def _call(self, op: Op, data: bytes, where: str) -> bytes:
+        return await self._worker.call(self._number, op, data, self._timeout_s, where)
+
+
+class Pool:
+    """As many workers as a slot has; use it as an async context manager.
+
+    Args:
+        timeout_s: of each call.
+    """
+
+    def __init__(self, spec: Spec, size: int, timeout_s: float) -> None:
+        self._spec, self._size, self._timeout_s = spec, size, timeout_s
+        self._workers: list[Worker] = []
+        self._numbers = itertools.count(1)
+        self._starting = asyncio.Lock()
+        self.killed = 0
+        """Workers that had to be replaced."""
+
+    async def __aenter__(self) -> Pool:
+        await self._fill()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.gather(*(worker.kill("the slot ends") for worker in self._workers), return_exceptions=True)
+
+    async def environment(self, name: str) -> RemoteEnvironment:
+        """An environment in the worker that has the fewest.
+
+        Raises:
+            RelaxError: a worker that ended cannot be replaced.
+        """
+        if any(worker.ended for worker in self._workers):
+            await self._fill()
+        worker = min(self._workers, key=lambda one: len(one.episodes))
+        return RemoteEnvironment(worker, next(self._numbers), self._timeout_s, name)
+
+    async def _fill(self) -> None:
+        """Start what is missing."""
+        async with self._starting:
+            there = [worker for worker in self._workers if not worker.ended]
+            self.killed += len(self._workers) - len(there)
+            self._workers = there
+            new = [Worker(self._spec) for _ in range(self._size - len(there))]
+            await asyncio.gather(*(worker.start() for worker in new))
+            self._workers += new
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

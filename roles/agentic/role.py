@@ -1,0 +1,482 @@
+"""The env role: takes groups from the queue and plays their episodes with the policy, through the rollouts' engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.agentic.settings import KIND, EnvSettings
+from relax_rt.roles.sections import RLConfig
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.interface import idempotent
+from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.versions import VersionRecord
+
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.episode import Played
+    from relax_rt.roles.agentic.evaluation import HeldOut
+    from relax_rt.roles.agentic.loading import Factory
+    from relax_rt.roles.agentic.player import Player
+    from relax_rt.roles.agentic.pool import Pool
+    from relax_rt.roles.agentic.tasks import Tasks
+    from relax_rt.roles.agentic.tokens import ChatTemplate
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.router import Router
+    from relax_rt.roles.sample import Sample
+    from relax_rt.transport.queue.client import QueueClient
+
+EVALUATES = f"{KIND}/0"
+"""The slot that plays the held-out episodes."""
+ADMIT_WAIT_S = 0.25
+ASK_S = 0.5
+METRICS_EVERY_S = 2.0
+LOAD_ALLOWANCE_S = 120.0
+LAST_WORD_S = 4.0
+LOSSES = 3
+"""How often an episode that was lost through no fault of its own is begun again before its group goes to others."""
+FAILURES_IN_A_ROW = 64
+"""Episodes that fail one after the other before the environment, and not a task, is held to be at fault."""
+
+
+class EnvApi(Protocol):
+    """What the slots of the role ask each other."""
+
+    @idempotent
+    async def may_begin(self) -> bool:
+        """Whether the first weights are evaluated, so that training may begin."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A ticket whose members are played."""
+
+    ticket: Ticket
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    left: int = 0
+    failed: str = ""
+    lost: str = ""
+
+
+@dataclass
+class Tally:
+    """What was played since the last report."""
+
+    since: float = field(default_factory=time.monotonic)
+    episodes: int = 0
+    failed: int = 0
+    stuck: int = 0
+    lost: int = 0
+    turns: int = 0
+    truncated: int = 0
+    cut: int = 0
+    tokens: int = 0
+    branches: int = 0
+    drift: int = 0
+    dropped_tokens: int = 0
+    reward: float = 0.0
+    info: dict[str, float] = field(default_factory=dict)
+
+    def add(self, played: Played) -> None:
+        """Count an episode."""
+        self.episodes += 1
+        self.turns += played.turns
+        self.truncated += bool(played.truncated)
+        self.cut += played.cut
+        self.tokens += sum(len(branch.tokens) for branch in played.episode.branches)
+        self.branches += len(played.episode.branches)
+        self.drift += played.episode.counts.drift
+        self.dropped_tokens += played.episode.counts.dropped_tokens
+        self.reward += played.reward
+        for name, value in played.info.items():
+            self.info[name] = self.info.get(name, 0.0) + float(value)
+
+    def record(self) -> dict[str, object]:
+        """Counts; turns, tokens, reward and info as means over episodes."""
+        n = max(1, self.episodes)
+        return {
+            **{k: getattr(self, k) for k in ("episodes", "failed", "stuck", "lost", "truncated", "cut")},
+            **{k: getattr(self, k) for k in ("branches", "drift", "dropped_tokens")},
+            **{k: getattr(self, k) / n for k in ("turns", "tokens", "reward")},
+            "info": {name: value / n for name, value in self.info.items()},
+            "seconds": time.monotonic() - self.since,
+        }
+
+
+class EnvRole(Role):
+    """One member of a group is one episode, and one sample. When the role dies its tickets lapse, and the episodes are
+    played again by whoever gets the groups; what was put stays.
+
+    The first slot plays the held-out episodes as well; with the trainer it is what the run waits for.
+    """
+
+    kind: ClassVar[str] = KIND
+    tier: ClassVar[int] = 40
+    restart: ClassVar[str] = "transient"
+    significant: ClassVar[bool] = True
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.router",
+        "relax_rt.roles.publication",
+        "relax_rt.roles.agentic.player",
+        "relax_rt.roles.agentic.evaluation",
+        "relax_rt.roles.agentic.samples",
+        "relax_rt.transport.queue.client",
+    )
+    Settings: ClassVar[type[RoleSettings]] = EnvSettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, EnvSettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self.record = VersionRecord(0, 0, 0)
+        """The newest committed version."""
+        self.groups: dict[int, Group] = {}
+        self._room, self._news = asyncio.Event(), asyncio.Event()
+        self._broken: asyncio.Future[None]
+        self._failures_in_a_row = 0
+        self._worked = self._begun = False
+        self._tally = Tally()
+        self.tokenizer: ChatTokenizer
+        self.chat: ChatTemplate
+        self.factory: Factory
+        self.tasks: Tasks
+        self.queue: QueueClient
+        self.pool: Pool | None = None
+        self.router: Router
+        self.player: Player
+        self.held_out: HeldOut | None = None
+
+    # --- beginning and end
+
+    async def setup(self) -> None:
+        from relax_rt.transport.queue.client import QueueClient
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and environment")
+        await asyncio.to_thread(self._load)
+        await self._open_pool()
+        self.ctx.serve(EnvApi, self)
+        self.queue = QueueClient(
+            await self.ctx.queue(),
+            self.ctx.who,
+            self.ctx.payload_dir,
+            spill_dir=self.ctx.spill_dir,
+            slab_bytes=self.config.queue.slab_mib << 20,
+            capacity_bytes=self.config.queue.capacity_mib << 20,
+            length_field="tokens",
+            on_lost=self._lost,
+            fetcher=self.ctx.fetcher,
+            on_wait=self.ctx.progress.waiting,
+        )
+        await self.queue.__aenter__()
+        await self.queue.warm()
+
+    def _load(self) -> None:
+        from relax_rt.roles.agentic.loading import load_factory
+        from relax_rt.roles.agentic.tasks import load_tasks
+        from relax_rt.roles.agentic.tokens import ChatTemplate
+        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+
+        folder = config_dir(self.ctx)
+        self.tokenizer = load_tokenizer(model_folder(self.ctx))
+        self.chat = ChatTemplate(self.tokenizer)
+        self.factory = load_factory(self.settings.environment, self.settings.options, folder)
+        self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
+
+    async def _open_pool(self) -> None:
+        from relax_rt.roles.agentic.frames import Spec
+        from relax_rt.roles.agentic.pool import Pool
+
+        workers = self.settings.workers
+        if workers or (workers is None and self.factory.blocking):
+            spec = Spec(self.settings.environment, self.settings.options, self.config.config_dir)
+            self.pool = Pool(spec, workers or 1, self.settings.turn_timeout_s)
+            await self.pool.__aenter__()
+
+    async def run(self) -> None:
+        from relax_rt.roles.router import Router
+
+        self._broken = asyncio.get_running_loop().create_future()
+        async with Router(self.ctx) as self.router:
+            self._make_player()
+            await self.ctx.ready()
+            work = asyncio.create_task(self._work())
+            jobs = [asyncio.create_task(job) for job in (self._follow(), self._report())]
+            stop = asyncio.create_task(self.ctx.stopping.wait())
+            try:
+                waited = [work, stop, self._broken, *jobs]
+                finished, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for task in finished:
+                    task.result()
+            finally:
+                for task in (work, stop, *jobs):
+                    task.cancel()
+                await asyncio.gather(work, stop, *jobs, return_exceptions=True)
+                await self._leave_groups("the env role ends")
+                self._measure()
+
+    def _make_player(self) -> None:
+        from relax_rt.roles.agentic.evaluation import HeldOut
+        from relax_rt.roles.agentic.player import Player
+
+        self.player = Player(
+            factory=self.factory,
+            pool=self.pool,
+            chat=self.chat,
+            generate=self.router.generate,
+            settings=self.settings,
+            sampling=self.config.sampling,
+            stop_ids=self.tokenizer.stop_ids,
+            lag=self._lag,
+            told=self._advance,
+        )
+        if self.ctx.who.slot == EVALUATES:
+            places = self.settings.episodes_in_flight
+            self.held_out = HeldOut(self.ctx, self.config, self.tasks, self.player, self._seed, places)
+
+    async def teardown(self) -> None:
+        if self.pool is not None:
+            await self.pool.__aexit__()
+        if hasattr(self, "queue"):
+            await self.queue.close()
+
+    async def _leave_groups(self, why: str) -> None:
+        """Whoever asks next gets what is not played to its end."""
+        groups, self.groups = list(self.groups.values()), {}
+        tasks = [task for group in groups for task in group.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # The queue may be gone as well: then the tickets lapse.
+        with suppress(RelaxError, TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
+                    await self.queue.give_back(held, why)
+
+    # --- what comes when
+
+    async def may_begin(self) -> bool:
+        """See EnvApi."""
+        return self._begun
+
+    async def _follow(self) -> None:
+        from relax_rt.roles.publication import committed_versions
+
+        async for record in committed_versions(self.ctx):
+            if record.changed is False and self.held_out is not None:
+                self.held_out.course.went_back(record.step)
+            self.record = record
+            self._news.set()
+            self._room.set()
+        await self.ctx.stopping.wait()
+
+    async def _work(self) -> None:
+        """Evaluate what is due, else play for the trainer, until the last weights are evaluated."""
+        from relax_rt.roles.final import is_final
+
+        self.ctx.progress.waiting("the first committed weights")
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            record = self.record
+            if record.step >= self.config.algorithm.steps:
+                await self._leave_groups("the last step is done")
+            if self.held_out is not None and (when := self.held_out.due(record)):
+                await self.held_out.evaluate(record, when)
+            elif not self._begun:
+                await self._wait_for_the_first_slot(record)
+            self._begun = True
+            if record.step < self.config.algorithm.steps:
+                await self._admit_until_news()
+            elif await is_final(self.ctx, record):
+                return
+
+    async def _wait_for_the_first_slot(self, record: VersionRecord) -> None:
+        """The weights before the first step are evaluated before any step is taken."""
+        first = self.ctx.actor(EVALUATES, EnvApi, timeout_s=10 * ASK_S)
+        while record.step == 0 and self.ctx.who.slot != EVALUATES:
+            self.ctx.progress.waiting(f"{EVALUATES} evaluates the first weights")
+            with suppress(RelaxError):
+                if await first.may_begin():
+                    return
+            await asyncio.sleep(ASK_S)
+
+    async def _admit_until_news(self) -> None:
+        """Keep as many episodes at work as may be, until newer weights are to be evaluated or are the last ones."""
+        while not self._is_due():
+            self._news.clear()
+            if (room := self._free()) <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            if not self.groups:
+                self.ctx.progress.waiting("admission by the staleness bound")
+            answer = await self.queue.admit(self.record.version, room, wait_s=ADMIT_WAIT_S)
+            if not answer.tickets and not self.groups and answer.waiting_on:
+                self.ctx.progress.waiting(answer.waiting_on)
+            for ticket in answer.tickets:
+                if ticket.group in self.queue.groups:
+                    self._begin(ticket)
+        self._news.set()
+
+    def _is_due(self) -> bool:
+        last = self.record.step >= self.config.algorithm.steps
+        return last or (self.held_out is not None and bool(self.held_out.due(self.record)))
+
+    def _free(self) -> int:
+        """Groups that may be begun, counted by their episodes; one is always at work."""
+        size = self.config.algorithm.group_size
+        room = self.settings.episodes_in_flight - sum(group.left for group in self.groups.values())
+        return max(room // size, 0 if self.groups else 1)
+
+    # --- groups
+
+    def _begin(self, ticket: Ticket) -> None:
+        group = self.groups[ticket.group] = Group(ticket)
+        members = ticket.wanted()
+        group.left = len(members)
+        for member in members:
+            task = asyncio.create_task(self._member(group, member))
+            task.add_done_callback(self._look_at)
+            group.tasks.append(task)
+
+    def _look_at(self, task: asyncio.Task[None]) -> None:
+        """An error that is nobody's episode's ends the role."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _member(self, group: Group, member: int) -> None:
+        """Play a member and put it, or say why there is none."""
+        from relax_rt.roles.agentic.samples import as_put, made_record
+
+        played = await self._played(group, member)
+        if played is not None:
+            sample = self._sample(group.ticket, member, played)
+            self.ctx.metrics(made_record(self.ctx.who.slot, sample))
+            await self.queue.put_samples([as_put(sample)])
+            self._tally.add(played)
+            self._advance(1)
+            if not self._worked:
+                self._worked = True
+                self.ctx.event("first_work", what="an episode")
+        group.left -= 1
+        self._room.set()
+        if not group.left and self.groups.pop(group.ticket.group, None) is not None:
+            await self._end(group)
+
+    async def _end(self, group: Group) -> None:
+        """All members are put, or what is missing is given back."""
+        number = group.ticket.group
+        if number not in self.queue.groups:
+            return
+        if group.failed:
+            await self.queue.give_back([number], group.failed[:400], failed=True)
+        elif group.lost:
+            await self.queue.give_back([number], group.lost[:400])
+
+    async def _played(self, group: Group, member: int) -> Played | None:
+        from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+
+        ticket = group.ticket
+        task = self.tasks.train(ticket.prompt, ticket.item)
+        for loss in range(LOSSES):
+            name = f"{ticket.group}.{member}" + (f"+{loss}" if loss else "")
+            seed = self._seed(ticket.prompt, member, ticket.attempt + (loss << 32))
+            try:
+                played = await self.player.play(name, task, seed)
+            except Lost as error:
+                self._tally.lost += 1
+                self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
+                group.lost = str(error)
+                continue
+            except (Stuck, Broken) as error:
+                stuck = isinstance(error, Stuck)
+                self._tally.stuck += stuck
+                self._fail(group, name, task.item, str(error), "environment_stuck" if stuck else "environment_failed")
+                return None
+            self._failures_in_a_row = 0
+            return played
+        return None
+
+    def _fail(self, group: Group, name: str, item: str, why: str, kind: str) -> None:
+        """An episode failed; raises when that is the environment's way.
+
+        Raises:
+            RelaxError: too many failed one after the other.
+        """
+        self._tally.failed += 1
+        self._failures_in_a_row += 1
+        group.failed = why
+        self.ctx.event(kind, episode=name, item=item, why=why)
+        self.ctx.log.warning("an episode failed", episode=name, item=item, why=why)
+        if self._failures_in_a_row >= FAILURES_IN_A_ROW:
+            raise RelaxError(
+                f"{FAILURES_IN_A_ROW} episodes of {self.settings.environment} failed one after the other",
+                why=why,
+                hint="mend the environment; the episodes are played again",
+            )
+
+    def _sample(self, ticket: Ticket, member: int, played: Played) -> Sample:
+        from relax_rt.roles.agentic.samples import make_sample
+
+        sampling = {
+            "temperature": self.config.sampling.temperature,
+            "max_new_tokens": self.config.sampling.max_new_tokens,
+            "seed": self._seed(ticket.prompt, member, ticket.attempt),
+        }
+        task = self.tasks.train(ticket.prompt, ticket.item)
+        who = str(self.ctx.who)
+        return make_sample(ticket, member, task, played, tokenizer=self.tokenizer, sampling=sampling, player=who)
+
+    def _lost(self, groups: list[int]) -> None:
+        """The queue gave these groups to others or wants them no more: stop playing them."""
+        for number in groups:
+            if (group := self.groups.pop(number, None)) is not None:
+                for task in group.tasks:
+                    task.cancel()
+        self.ctx.event("groups_lost", groups=groups)
+        self._room.set()
+
+    def _seed(self, prompt: int, member: int, attempt: int) -> int:
+        from relax_rt.roles.data.order import sample_seed
+
+        return sample_seed(self.config.run.seed, prompt, member, attempt)
+
+    def _lag(self, oldest: int) -> int:
+        """A reply may come from weights as old as the episode's oldest token: it is no staler for it."""
+        if not oldest:
+            return 0
+        lag = self.router.core.fleet.lag(oldest)
+        return int(lag) if lag < float("inf") else 0
+
+    # --- figures
+
+    def _advance(self, count: int) -> None:
+        self.ctx.progress.waiting("")
+        self.ctx.progress.advance(count, f"version {self.record.version}, {self.player.playing} episodes")
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_EVERY_S)
+            self._measure()
+
+    def _measure(self) -> None:
+        """What is waited for, and a metrics record of the time since the last one.
+
+        Episodes have deadlines of their own, so that the role need not be watched for them.
+        """
+        if self.player.playing:
+            engines = ", ".join(self.router.waiting_on())
+            self.ctx.progress.waiting(self.player.doing() + (f" ({engines})" if engines else ""))
+        tally = self._tally
+        if tally.episodes or tally.failed or tally.lost:
+            workers = self.pool.killed if self.pool is not None else 0
+            about = {"slot": self.ctx.who.slot, "version": self.record.version, "playing": self.player.playing}
+            self.ctx.metrics({"kind": KIND, **about, "workers_killed": workers, **tally.record()})
+            self._tally = Tally()

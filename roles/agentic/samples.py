@@ -1,0 +1,105 @@
+"""From an episode that was played to what the queue gets: one sample, its branches one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.algorithms.inputs import TURN_REWARDS, TURN_STATES
+from relax_rt.roles.columns import generated_columns
+from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
+from relax_rt.transport.queue.client import NewSample
+
+CONTEXT = "context"
+"""Role of a completion that another branch trains."""
+
+
+def make_sample(
+    ticket: Ticket,
+    member: int,
+    task: Task,
+    played: Played,
+    *,
+    tokenizer: ChatTokenizer,
+    sampling: dict[str, float | int | str],
+    player: str,
+) -> Sample:
+    """The sample of a member; T tokens are those of all branches.
+
+    `meta.info` has the rewards of the assistant's turns, and the states before them if the environment tells of all.
+
+    Args:
+        sampling: what replies were sampled with. player: slot and epoch of the role that played it.
+    """
+    branches = played.episode.branches
+    starts = np.cumsum([0, *(len(branch.tokens) for branch in branches)]).tolist()
+    turns: list[TurnSpan] = []
+    ids: list[str] = []
+    versions: list[VersionSpan] = []
+    for start, branch in zip(starts, branches, strict=False):
+        for turn in branch.turns:
+            sampled = turn.role == "assistant" and bool(turn.response)
+            role = CONTEXT if sampled and not turn.trained else turn.role
+            if role == "assistant" and not sampled:
+                role = CONTEXT
+            turns.append(TurnSpan(turn.start + start, turn.end + start, role))
+            if role == "assistant":
+                ids.append(turn.response)
+        versions += [VersionSpan(v.start + start, v.end + start, v.version, v.kv_version) for v in branch.versions]
+    info: dict[str, Any] = {TURN_REWARDS: [played.rewards.get(id_, 0.0) for id_ in ids]}
+    if all(id_ in played.states for id_ in ids):
+        info[TURN_STATES] = [played.states[id_] for id_ in ids]
+    if task.question:
+        info |= {"question": task.question, "metadata": task.metadata}
+    meta = SampleMeta(
+        group=ticket.group,
+        member=member,
+        prompt=ticket.prompt,
+        attempt=ticket.attempt,
+        item=task.item,
+        split=task.split,
+        finish_reason="length" if played.truncated else "stop",
+        truncated=bool(played.truncated),
+        sampling=sampling,
+        tokenizer_digest=tokenizer.tokenizer_digest,
+        template_digest=tokenizer.template_digest,
+        turns=turns,
+        engine=player,
+        answer=task.answer,
+        info=info,
+        branches=list(itertools.pairwise(starts)) if len(branches) > 1 else [],
+    )
+    return Sample(
+        meta=meta,
+        tokens=np.array([token for branch in branches for token in branch.tokens], np.int32),
+        loss_mask=np.array([bit for branch in branches for bit in branch.loss_mask], np.uint8),
+        behaviour_logprobs=np.array([value for branch in branches for value in branch.logprobs], np.float32),
+        versions=versions,
+        reward=played.reward,
+        rewards={"episode": played.reward},
+    )
+
+
+def as_put(sample: Sample) -> NewSample:
+    """As the queue's client takes it: the reward is there from the beginning."""
+    key = SampleKey(sample.meta.group, sample.meta.member)
+    columns = {**generated_columns(sample), "reward": np.float32(sample.reward or 0.0), "rewards": sample.rewards}
+    return NewSample(key, columns, sample.versions)
+
+
+def made_record(slot: str, sample: Sample) -> dict[str, Any]:
+    """Our own word of what we made, apart from the queue's; as that of a rollout."""
+    versions = sorted({span.version for span in sample.versions})
+    name = f"{sample.meta.group}.{sample.meta.member}"
+    return {
+        "kind": "made",
+        "slot": slot,
+        "samples": [(name, content_digest(sample), versions)],
+        "prompts": {sample.meta.group: sample.meta.prompt},
+    }

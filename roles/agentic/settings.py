@@ -1,0 +1,61 @@
+"""The table [roles.env]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from relax_rt.config.loader import role_settings
+from relax_rt.config.schema import RoleSettings, Seconds
+
+if TYPE_CHECKING:
+    from relax_rt.roles.sections import RLConfig
+
+KIND = "env"
+
+
+class EnvSettings(RoleSettings):
+    """Plays episodes with the policy: it takes the place of prompts, reward workers and evaluator (docs/agentic.md)."""
+
+    environment: str
+    """Your class or function, `file.py:Name` (relative to the config file) or `package.module:Name`; or an adapter:
+    `textarena:GuessTheNumber-v0`, `gymnasium:FrozenLake-v1`, `reasoning_gym:chain_sum`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class or function, or options of the adapter."""
+    tasks: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    """Tasks to train on, told apart by their seeds; held-out ones have others. Unset: the items of [data]."""
+    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 16
+    """Replies of one episode; after that it is truncated."""
+    max_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = 2048
+    """Tokens of one episode, observations included; each reply has sampling.max_new_tokens at most."""
+    turn_timeout_s: Seconds = 30.0
+    """One call of the environment. One that takes longer is stuck: its process is killed, its episode played again."""
+    episode_timeout_s: Seconds = 600.0
+    """A whole episode, waiting for tokens included."""
+    episodes_in_flight: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Episodes that one slot plays at a time."""
+    workers: Annotated[int, Field(ge=0, le=256)] | None = None
+    """Processes for the environments of a slot. Unset: 1 where the methods are not async, else 0: they run in the
+    slot's own process."""
+    drift: Literal["realign", "fork", "drop"] = "fork"
+    """What becomes of an episode whose history was changed where the policy had spoken: fork (a branch of its own),
+    realign, or drop."""
+    reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
+    """Reasoning that a client leaves out of the history: keep_reasoning goes on behind the sampled tokens, strip makes
+    each turn a branch."""
+    success: float = 0.5
+    """An episode whose reward is above this is a success, in evaluations."""
+
+
+def env_settings(config: RLConfig) -> EnvSettings | None:
+    """The table [roles.env], if the run has one that is not a role of the user's own."""
+    table = config.roles.get(KIND)
+    target = table.get("target") if isinstance(table, dict) else getattr(table, "target", None)
+    return None if table is None or target is not None else role_settings(config, KIND, EnvSettings)
+
+
+def longest_tokens(config: RLConfig) -> int:
+    """Tokens of the longest sample that the config allows."""
+    env = env_settings(config)
+    return config.data.max_prompt_tokens + config.sampling.max_new_tokens if env is None else env.max_tokens
