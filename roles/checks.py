@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB, RoleSettings
+from relax_rt.roles.agentic.checks import check_environment
+from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.algorithms.checks import check_algorithm
 from relax_rt.roles.cold_start.checks import check_cold_start
 from relax_rt.roles.engines.checks import check_engines, check_mode
@@ -48,6 +50,7 @@ def check(config: RLConfig) -> list[Problem]:
         check_mode,
         _roles,
         check_engines,
+        check_environment,
         check_judge,
         check_evaluation,
         check_cold_start,
@@ -58,7 +61,14 @@ def check(config: RLConfig) -> list[Problem]:
 
 
 def _data(config: RLConfig) -> Iterator[Problem]:
-    data = config.data
+    data, env = config.data, env_settings(config)
+    if env is None and "reward" not in config.model_fields_set:
+        yield Problem(("reward",), "missing table [reward]", "it needs function", at="key")
+    if "data" not in config.model_fields_set:
+        # Where episodes are played they may be about something else.
+        if env is None:
+            yield Problem(("data",), "missing table [data]", at="key")
+        return
     if (data.task is None) == (data.path is None):
         both = data.task is not None
         message = "task and path are both set" if both else "neither task nor path is set"
@@ -105,12 +115,14 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
 def _roles(config: RLConfig) -> Iterator[Problem]:
     for kind, type_ in (("rollout", RolloutSettings), ("reward", RewardSettings), ("trainer", TrainerSettings)):
         table = config.roles.get(kind)
+        if kind == "reward" and env_settings(config) is not None:
+            continue
         if (table.count if isinstance(table, RoleSettings) else type_().count) < 1:
             yield Problem(("roles", kind, "count"), f"a run needs at least one {kind}")
     if "reference" in config.roles and settings(config, "reference", ReferenceSettings).count < 1:
         yield Problem(("roles", "reference", "count"), "training would wait for a reference for ever", "at least 1")
     reward = settings(config, "reward", RewardSettings)
-    if config.reward.timeout_s >= reward.hang_after_s:
+    if reward.count and config.reward.timeout_s >= reward.hang_after_s:
         message = (
             f"reward.timeout_s = {config.reward.timeout_s:g} is not below roles.reward.hang_after_s = "
             f"{reward.hang_after_s:g}: a slow call would be killed as a hang"
@@ -124,7 +136,7 @@ def _roles(config: RLConfig) -> Iterator[Problem]:
 
 def sample_bytes(config: RLConfig) -> int:
     """Payload of the longest sample that the config allows, in bytes."""
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = longest_tokens(config)
     each = BYTES_A_TOKEN + (REFERENCE_BYTES_A_TOKEN if "reference" in config.roles else 0)
     return longest * each + BYTES_A_SAMPLE
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.evaluation_sets import MAIN, load_set, recipes, verifier_of
 from relax_rt.roles.sections import EvaluationSet, EvaluationTable, EvaluatorSettings, RewardTable, RLConfig
 from relax_rt.transport.errors import RelaxError
@@ -24,7 +25,7 @@ def check_evaluation(config: RLConfig) -> Iterator[Problem]:
     """What is wrong with [evaluation] as far as it shows without model or data."""
     table = config.evaluation
     evaluator = config.roles.get("evaluator")
-    if isinstance(evaluator, EvaluatorSettings) and evaluator.count == 0:
+    if isinstance(evaluator, EvaluatorSettings) and evaluator.count == 0 and env_settings(config) is None:
         for key in ("every_steps", "at_steps", "sets"):
             if getattr(table, key):
                 message = f"evaluation.{key} is set, and roles.evaluator.count is 0"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.config.job import Column, InventoryPlan, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.sections import (
     CriticSettings,
     EvaluatorSettings,
@@ -38,11 +39,12 @@ class RLJob:
     }
     Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {
         "critic": CriticSettings,
+        "env": EnvSettings,
         "genrm": GenrmSettings,
         "reference": ReferenceSettings,
         "writer": WriterSettings,
     }
-    one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator")
+    one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator", "env")
     """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
     changeable: ClassVar[frozenset[str]] = frozenset(
         f"roles.trainer.{key}"
@@ -69,6 +71,17 @@ class RLJob:
             line="held out, {when} (step {step}): {exact:.1%} of {items} exact [{exact_low:.1%}, {exact_high:.1%}]",
         ),
     )
+
+    def settled(self, roles: dict[str, RoleSettings]) -> dict[str, RoleSettings]:
+        """See Job: where environments are played, reward and evaluator are there only if their table says how many."""
+        if not isinstance(roles.get("env"), EnvSettings):
+            return roles
+        idle = {
+            kind: table.model_copy(update={"count": 0})
+            for kind in ("reward", "evaluator")
+            if (table := roles.get(kind)) is not None and "count" not in table.model_fields_set and not table.target
+        }
+        return {**roles, **idle}
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """See Job.check."""
@@ -112,7 +125,7 @@ class RLJob:
             group_size=table.group_size,
             prompts_per_step=table.prompts_per_step,
             max_staleness=table.max_staleness,
-            tasks=task_fields(config.roles),
+            tasks=task_fields(config.roles, rewarded=env_settings(config) is not None),
             on_straggler=table.on_straggler,
             straggler_wait_s=table.straggler_wait_s,
             over_provision=table.over_provision,
@@ -148,7 +161,12 @@ class RLJob:
         self, config: Any, run_dir: Path | None, items: int, *, held_out: bool = False, prompts: Sequence[str] = ()
     ) -> list[TriedSample]:
         """See Job.sample."""
+        from relax_rt.config.problems import BadInput
         from relax_rt.roles.try_out import sample
+
+        if env_settings(config) is not None:
+            why = "its episodes are played by [roles.env], with several turns"
+            raise BadInput("relax-rt sample", why=why, hint="`relax-rt validate` begins one of them")
 
         return sample(config, run_dir, items, held_out=held_out, prompts=prompts)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
+from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.publication_checks import communicator_of, wire_of
@@ -169,7 +170,7 @@ def _memory(config: RLConfig) -> list[PlanLine]:
     if not size.known:
         return [PlanLine(section, "model", "unknown", f"{config.model.path} cannot be read")]
     lines = [PlanLine(section, "parameters", f"{size.parameters / 1e6:.1f} M", config.model.path)]
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = longest_tokens(config)
     for kind, table in (
         ("rollout", settings(config, "rollout", RolloutSettings)),
         ("evaluator", settings(config, "evaluator", EvaluatorSettings)),
@@ -206,7 +207,7 @@ def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
     state, moments = (4, 0) if table.lora is not None else (16, 8)
     state = state * size.parameters // over
     snapshot = 4 * size.parameters + moments * size.parameters // over
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = longest_tokens(config)
     trained = table.tokens_per_micro_batch * config.sampling.max_new_tokens // longest
     # Logits of the trained tokens: the autocast copy, float32, their log-softmax and its gradient.
     logits = max(trained, 1) * size.vocabulary * 14

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.cold_start.checks import preflight_cold_start
 from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
@@ -42,6 +44,12 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         say(f"warning: {warning}")
     problems: list[Problem] = [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
     folder, tokenizer = _model(config, config_dir, problems)
+    if (env := env_settings(config)) is not None:
+        problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)
+        if tokenizer is None:
+            return problems
+        of_model = (*_division(config, folder), *check_adapters(config, folder))
+        return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:
         # The rest of the data and the reward function rest on neither.

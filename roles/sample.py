@@ -120,12 +120,16 @@ TASK_FIELDS: dict[str, tuple[str, ...]] = {
 REFERENCE_FIELDS = ("tokens", "loss_mask", "behaviour_logprobs", "meta")
 
 
-def task_fields(roles: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """TASK_FIELDS of a run with these kinds of role: with a reference, training waits for its log-probabilities."""
+def task_fields(roles: Collection[str], *, rewarded: bool = False) -> dict[str, tuple[str, ...]]:
+    """TASK_FIELDS of a run with these kinds of role: with a reference, training waits for its log-probabilities.
+
+    rewarded: samples have their reward from the beginning.
+    """
+    tasks = {name: fields for name, fields in TASK_FIELDS.items() if name != "reward" or not rewarded}
     if "reference" not in roles:
-        return TASK_FIELDS
+        return tasks
     train = (*TASK_FIELDS["train"], "reference_logprobs")
-    return {**TASK_FIELDS, "reference": REFERENCE_FIELDS, "train": train}
+    return {**tasks, "reference": REFERENCE_FIELDS, "train": train}
 
 
 def content_digest(sample: Sample) -> str:

@@ -438,8 +438,8 @@ class RLConfig(RunConfig):
     """A whole roles.toml of an RL job."""
 
     model: ModelTable
-    data: DataTable
-    reward: RewardTable
+    data: DataTable = DataTable()
+    reward: RewardTable = RewardTable(function="")
     sampling: SamplingTable = SamplingTable()
     cold_start: ColdStartTable = ColdStartTable()
     algorithm: AlgorithmTable = AlgorithmTable()

@@ -65,6 +65,8 @@ def load_config(
     model: type[RunConfig] = job.Config if job else _AnyJob
     runtime = _tables(model, source, problems)
     roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)
+    if job is not None and hasattr(job, "settled"):
+        roles = job.settled(roles)
     directory = _run_dir(runtime, problems) if runtime is not None else None
     if runtime is not None and directory is not None:
         run = runtime.run.model_copy(update={"dir": directory})

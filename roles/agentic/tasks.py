@@ -82,6 +82,20 @@ class DataTasks:
         )
 
 
+def first_task(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer) -> Task:
+    """The first held-out task of a run that has not begun.
+
+    Raises:
+        RelaxError: bad data.
+    """
+    if settings.tasks is not None:
+        return SeedTasks(settings.tasks).held_out(1)[0]
+    from relax_rt.roles.data.source import PromptSource
+
+    source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir))
+    return DataTasks(source).held_out(1)[0]
+
+
 def load_tasks(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer, run_dir: Path) -> Tasks:
     """The tasks of a run: its data, unless the environment makes them from seeds.
 

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from relax_rt.config.inventory import Inventory
+from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes
 from relax_rt.roles.planning.links import Communicator, gang_sizes, loads_from_folder, published_width
 from relax_rt.roles.planning.memory import MASTER, MIB, WIDTH, kv_bytes, kv_token_bytes, micro_batches
@@ -37,7 +38,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 def longest_sample(config: RLConfig) -> int:
     """Tokens of the longest sample that the config allows."""
-    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return longest_tokens(config)
 
 
 def cache_tokens(shape: ModelShape, table: EngineSettings, memory_bytes: int, longest: int) -> int:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.engines.sglang.options import (
     KEPT_BACK,
     device_of,
@@ -47,7 +48,7 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
         log=ctx.run_dir / "logs" / f"{name}.log",
         environment=server_environment(device, settings.threads, folder / "tmp", os.environ),
     )
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = longest_tokens(config)
     kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest + KEPT_BACK))
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens)
     return SglangEngine(

@@ -1,0 +1,178 @@
+"""What keeps environments from being played: across the keys of a config, and with the environment itself at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.engines.tables import SHARING
+from relax_rt.roles.sections import RLConfig
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.interface import Observation
+    from relax_rt.roles.agentic.loading import Factory
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+
+PLACE: KeyPath = ("roles", "env")
+OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
+REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
+"""Roles that have nothing to do where episodes are played."""
+
+
+def check_environment(config: RLConfig) -> Iterator[Problem]:
+    """What shows without model, data and user code."""
+    table = env_settings(config)
+    if table is None:
+        return
+    if table.count < 1:
+        yield Problem((*PLACE, "count"), "nobody plays the episodes", "at least 1, or no [roles.env]")
+    yield from _replaced(config)
+    yield from _tasks(config, table)
+    if config.sampling.max_new_tokens >= table.max_tokens:
+        reply = config.sampling.max_new_tokens
+        message = f"max_tokens = {table.max_tokens} of an episode, and each reply may have {reply}"
+        yield Problem((*PLACE, "max_tokens"), message, "raise it, or lower sampling.max_new_tokens")
+    if table.turn_timeout_s >= table.episode_timeout_s:
+        message = f"turn_timeout_s = {table.turn_timeout_s:g} is not below episode_timeout_s"
+        yield Problem((*PLACE, "turn_timeout_s"), message, "an episode has at least one turn")
+    if table.episodes_in_flight < config.algorithm.group_size:
+        message = f"episodes_in_flight = {table.episodes_in_flight} is less than a group (algorithm.group_size)"
+        yield Problem((*PLACE, "episodes_in_flight"), message, f"at least {config.algorithm.group_size}")
+    if config.algorithm.mode in SHARING:
+        message = f'mode = "{config.algorithm.mode}" with [roles.env]: no episode waits for turns of the trainer'
+        yield Problem(("algorithm", "mode"), message, 'set mode = "asynchronous"')
+
+
+def _replaced(config: RLConfig) -> Iterator[Problem]:
+    if config.reward.function:
+        message = "the environment gives the rewards: [reward] has no effect"
+        yield Problem(("reward",), message, "leave it out; reward in the environment's step", at="key")
+    for kind, why in REPLACED.items():
+        role = config.roles.get(kind)
+        if isinstance(role, RoleSettings) and role.count and role.target is None:
+            yield Problem(("roles", kind), f"nothing to do for {kind}: {why}", "leave the table out", at="key")
+    if config.evaluation.sets:
+        message = "sets are of prompts, and held-out episodes are what is evaluated"
+        yield Problem(("evaluation", "sets"), message, "leave them out")
+    if config.evaluation.greedy:
+        message = "greedy episodes beside sampled ones are not played"
+        yield Problem(("evaluation", "greedy"), message, "set evaluation.temperature = 0 instead", at="key")
+
+
+def _tasks(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
+    has_data = "data" in config.model_fields_set
+    if table.tasks is not None and has_data:
+        message = "tasks and [data] are both set: episodes are about seeds, or about the items of [data]"
+        yield Problem((*PLACE, "tasks"), message, "leave one of them out", at="key")
+    if table.tasks is None and not has_data:
+        message = "what are the episodes about? neither tasks nor [data] is set"
+        yield Problem(PLACE, message, "tasks = 10000 for an environment that makes its task from a seed", at="key")
+    if table.tasks is None:
+        return
+    if config.algorithm.sampler is not None:
+        message = "a sampler chooses among the items of [data], and there is none"
+        yield Problem(("algorithm", "sampler"), message, "leave it out", at="key")
+    if config.cold_start.wanted:
+        message = "a cold start is held against the prompts of [data], and there is none"
+        yield Problem(("cold_start",), message, "leave it out, or train its model in a run of its own", at="key")
+
+
+def preflight_environment(
+    config: RLConfig, config_dir: Path, tokenizer: ChatTokenizer | None, context: int | None
+) -> Iterator[Problem]:
+    """The environment itself: it is loaded, and one held-out task is begun where it will be played.
+
+    Args:
+        context: of the model, in tokens, if it is known.
+    """
+    from relax_rt.roles.agentic.loading import load_factory
+
+    table = env_settings(config)
+    assert table is not None
+    if context is not None and table.max_tokens > context:
+        message = f"max_tokens = {table.max_tokens}, and the model's context is {context}"
+        yield Problem((*PLACE, "max_tokens"), message, "lower it")
+    try:
+        factory = load_factory(table.environment, table.options, config_dir)
+    except RelaxError as error:
+        yield _problem(error)
+        return
+    if table.workers == 0 and factory.blocking:
+        message = f"the methods of {table.environment} are not async, so that they would stop the role: workers = 0"
+        yield Problem((*PLACE, "workers"), message, "leave it out, or make reset and step async")
+    if table.workers and factory.plays:
+        message = f"{table.environment} is a function, which plays in the role's own process"
+        yield Problem((*PLACE, "workers"), message, "leave it out")
+    if tokenizer is not None and not factory.plays:
+        yield from _begin_one(config, table, factory, tokenizer)
+
+
+def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
+    from relax_rt.roles.agentic.interface import conversation
+    from relax_rt.roles.agentic.tokens import ChatTemplate
+
+    try:
+        seen = asyncio.run(_observe(config, table, factory, tokenizer))
+        tokens = ChatTemplate(tokenizer).render(conversation(seen.messages), seen.tools)
+    except RelaxError as error:
+        yield _problem(error)
+        return
+    if len(tokens) >= table.max_tokens:
+        message = f"max_tokens = {table.max_tokens}, and an episode begins with {len(tokens)} tokens"
+        yield Problem((*PLACE, "max_tokens"), message, "raise it")
+
+
+async def _observe(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:
+    """What the policy sees first of the first held-out task.
+
+    Raises:
+        RelaxError: what the environment raised, or that it did not return in time.
+    """
+    from relax_rt.roles.agentic.frames import Spec
+    from relax_rt.roles.agentic.interface import Observation
+    from relax_rt.roles.agentic.pool import Pool
+    from relax_rt.roles.agentic.tasks import first_task
+    from relax_rt.roles.rewards.loader import user_line
+
+    task = first_task(config, table, tokenizer)
+    environment: Any
+    if factory.blocking:
+        spec = Spec(table.environment, table.options, config.config_dir)
+        async with Pool(spec, 1, table.turn_timeout_s) as pool:
+            environment = await pool.environment("the first held-out task")
+            found = await environment.reset(task)
+            await environment.close()
+    else:
+        what = f"roles.env.environment = {table.environment!r}"
+        try:
+            async with asyncio.timeout(table.turn_timeout_s):
+                environment = factory.make()
+                found = await environment.reset(task)
+                closed = getattr(environment, "close", lambda: None)()
+                if inspect.isawaitable(closed):
+                    await closed
+        except TimeoutError:
+            raise RelaxError(what, why=f"reset did not return within {table.turn_timeout_s:g} s") from None
+        except Exception as error:
+            why = f"reset raised {type(error).__name__}: {error} at {user_line(error)}"
+            raise RelaxError(what, why=why, hint="mend it: no episode could begin") from error
+    seen = Observation(messages=found) if isinstance(found, str) else found
+    if not isinstance(seen, Observation):
+        why = f"reset returned {found!r:.80}, which is no Observation and no text"
+        raise RelaxError(f"roles.env.environment = {table.environment!r}", why=why)
+    return seen
+
+
+def _problem(error: RelaxError) -> Problem:
+    """An error as a problem of the key that it names, else of the environment."""
+    named = OPTION.match(error.what)
+    path = (*PLACE, *(part for part in named.groups() if part)) if named else (*PLACE, "environment")
+    return Problem(path, error.what + (f": {error.why}" if error.why else ""), error.hint)
