@@ -10,6 +10,7 @@ from relax_rt.config.job import Column, InventoryPlan, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.sections import (
     CriticSettings,
     EvaluatorSettings,
@@ -40,11 +41,12 @@ class RLJob:
     Planned: ClassVar[Mapping[str, type[RoleSettings]]] = {
         "critic": CriticSettings,
         "env": EnvSettings,
+        "gateway": GatewaySettings,
         "genrm": GenrmSettings,
         "reference": ReferenceSettings,
         "writer": WriterSettings,
     }
-    one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator", "env")
+    one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator", "env", "gateway")
     """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
     changeable: ClassVar[frozenset[str]] = frozenset(
         f"roles.trainer.{key}"
@@ -103,11 +105,12 @@ class RLJob:
 
     def startable(self, config: Any) -> list[Problem]:
         """See Planner.startable."""
+        from relax_rt.roles.gateway.checks import check_gateway
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.startable import not_startable
         from relax_rt.roles.writers.checks import not_writable
 
-        return [*divisible(config), *not_startable(config), *not_writable(config)]
+        return [*divisible(config), *not_startable(config), *not_writable(config), *check_gateway(config)]
 
     def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
         """See Planner.plan_on."""

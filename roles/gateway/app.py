@@ -1,0 +1,342 @@
+"""The gateway as an ASGI application (asgi.readthedocs.io, HTTP, version 2.3)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from relax_rt.roles.gateway.anthropic_messages import Messages
+from relax_rt.roles.gateway.body import Gone, Memory, Receive, Scope, Send, header, linger, read_body
+from relax_rt.roles.gateway.calls import Dialect, Head
+from relax_rt.roles.gateway.errors import CallError, Family
+from relax_rt.roles.gateway.keys import Keys
+from relax_rt.roles.gateway.openai_chat import Chat
+from relax_rt.roles.gateway.openai_completions import Completions
+from relax_rt.roles.gateway.openai_responses import Responses
+from relax_rt.roles.gateway.outbox import Outbox
+from relax_rt.roles.gateway.service import Made, Service, new_id
+from relax_rt.roles.gateway.sessions import Session, Sessions
+
+T = TypeVar("T")
+Headers = list[tuple[bytes, bytes]]
+
+log = logging.getLogger(__name__)
+
+JSON = (b"content-type", b"application/json")
+CLOSE = (b"connection", b"close")
+ROUTES: Mapping[str, tuple[str, Dialect]] = {
+    "/v1/chat/completions": ("chatcmpl-", Chat()),
+    "/v1/completions": ("cmpl-", Completions()),
+    "/v1/responses": ("resp_", Responses()),
+    "/v1/messages": ("msg_", Messages()),
+}
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a connection.
+
+    Attributes:
+        body_bytes: of one body. held_bytes: of the bodies of all calls at hand.
+        body_s: until a body must be there, seconds. send_s: until a caller must take what he is sent.
+    """
+
+    body_bytes: int = 16 << 20
+    held_bytes: int = 256 << 20
+    body_s: float = 30.0
+    send_s: float = 60.0
+
+
+class Gateway:
+    """All that answers a call.
+
+    Args:
+        health: why calls are not answered; empty if they are.
+        worked: called for each answer.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        sessions: Sessions,
+        keys: Keys,
+        bounds: Bounds,
+        *,
+        health: Callable[[], str] = lambda: "",
+        worked: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.service, self.sessions, self.keys, self.bounds = service, sessions, keys, bounds
+        self.health, self.worked = health, worked
+        self.memory = Memory(bounds.held_bytes)
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        calls = [Route(path, _Endpoint(self, *of), methods=["POST"]) for path, of in ROUTES.items()]
+        return Starlette(
+            routes=[
+                *calls,
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _no_such_thing, CallError: _refused},
+        )
+
+    def session_of(self, scope: Scope, previous: Callable[[], str]) -> Session:
+        """The session that a call belongs to.
+
+        Raises:
+            CallError: 401 no key or a wrong one; the session is not open.
+        """
+        caller = self.admitted(scope)
+        asked = header(scope, b"x-session-id")
+        if caller:
+            if asked not in ("", caller):
+                raise CallError(401, f"this key is not of session {asked!r}", code="wrong_key")
+            return self.sessions.of_key(caller)
+        if len(asked) > 200 or not asked.isascii():
+            raise CallError(400, "X-Session-Id is to be of at most 200 ASCII characters", param="X-Session-Id")
+        return self.sessions.of_run(asked, previous())
+
+    def admitted(self, scope: Scope) -> str:
+        """The session whose key was shown; empty: the run's token was.
+
+        Raises:
+            CallError: 401 neither was.
+        """
+        kind, _, key = header(scope, b"authorization").partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key")
+        if (caller := self.keys.check(key)) is None:
+            what = "the API key is wrong" if key else "there is no API key"
+            hint = "use the run's token (gateway.token in the run's folder) or a session's key"
+            raise CallError(401, f"{what}: {hint}", code="invalid_api_key")
+        return caller.session
+
+    async def _models(self, request: Request) -> Response:
+        self.admitted(request.scope)
+        if header(request.scope, b"anthropic-version"):
+            found = [_anthropic_model(name) for name in self._names()]
+            first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+            return _json({"data": found, "has_more": False, "first_id": first, "last_id": last})
+        return _json({"object": "list", "data": [_openai_model(name) for name in self._names()]})
+
+    async def _model(self, request: Request) -> Response:
+        self.admitted(request.scope)
+        name = request.path_params["name"]
+        if name not in self._names():
+            raise CallError(404, f"there is no model {name!r} here", code="model_not_found")
+        anthropic = bool(header(request.scope, b"anthropic-version"))
+        return _json(_anthropic_model(name) if anthropic else _openai_model(name))
+
+    async def _health(self, request: Request) -> Response:
+        why = self.health()
+        return _json({"status": why or "ok"}, 503 if why else 200)
+
+    def _names(self) -> list[str]:
+        return [name for name in self.service.terms.models if name != "*"]
+
+
+class _Endpoint:
+    """One API's calls."""
+
+    def __init__(self, gateway: Gateway, prefix: str, dialect: Dialect) -> None:
+        self._gateway, self._prefix, self._dialect = gateway, prefix, dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = new_id(self._prefix)
+        out = _Sender(send, self._gateway.bounds.send_s)
+        try:
+            # Before anything is read of somebody without a key.
+            self._gateway.admitted(scope)
+            with self._gateway.memory.share() as hold:
+                await self._answer(scope, receive, out, request, hold)
+        except Gone:
+            pass
+        except CallError as error:
+            await self._fail(error, receive, out, request)
+        except Exception:
+            log.exception("a call of %s", scope["path"])
+            error = CallError(500, "the gateway failed; its log has more", code="internal_error")
+            await self._fail(error, receive, out, request)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, out: _Sender, request: str, hold: Callable[[int], None]
+    ) -> None:
+        gateway, bounds = self._gateway, self._gateway.bounds
+        body = await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold)
+        call = self._dialect.parse(body)
+        del body
+        session = gateway.session_of(scope, lambda: call.previous)
+        box = Outbox(self._dialect, call) if call.stream else None
+        work = asyncio.ensure_future(gateway.service.answer(call, session, request, box))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            if box is not None:
+                await self._stream(box, work, gone, out, session)
+            made = await _unless(gone, work)
+            if call.store and not session.trained:
+                gateway.sessions.remember(request, session)
+            gateway.worked()
+            if gone.done():
+                gateway.service.undelivered(made, session)
+            elif box is None:
+                headers = _headers(session, made.answer.head, made.versions)
+                await out.whole(200, msgspec.json.encode(self._dialect.render(call, made.answer)), headers)
+            else:
+                assert box.writer is not None
+                await out.more(box.take() + box.writer.end(made.answer), last=True)
+        finally:
+            for task in (gone, work):
+                task.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _stream(
+        self, box: Outbox, work: asyncio.Future[Made], gone: asyncio.Future[None], out: _Sender, session: Session
+    ) -> None:
+        """Send what is made until all of it is; an error ends the stream, or is the answer if nothing was sent."""
+        while not work.done():
+            news = asyncio.ensure_future(box.news.wait())
+            try:
+                await asyncio.wait({news, work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+            if gone.done():
+                raise Gone
+            if box.news.is_set() and not work.done():
+                await self._start(out, session, box)
+                await out.more(box.take())
+        try:
+            await work
+        except CallError as error:
+            if not out.started or box.writer is None:
+                raise
+            await out.more(box.take() + box.writer.failed(error), last=True)
+            raise Gone from error
+        await self._start(out, session, box)
+
+    async def _start(self, out: _Sender, session: Session, box: Outbox) -> None:
+        if not out.started:
+            assert box.head is not None
+            kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await out.start(200, [*kind, *_headers(session, box.head, (box.head.version,) * 2)])
+
+    async def _fail(self, error: CallError, receive: Receive, out: _Sender, request: str) -> None:
+        if out.started:
+            with contextlib.suppress(Gone):
+                await out.more(b"", last=True)
+            return
+        body = msgspec.json.encode(error.body(self._dialect.family, request))
+        early = error.status in (401, 408, 413, 503)
+        headers = [*error.headers, (b"x-request-id", request.encode()), (b"request-id", request.encode())]
+        with contextlib.suppress(Gone):
+            # The body was not read to its end.
+            await out.start(error.status, [JSON, *_length(body), *headers, *([CLOSE] if early else [])])
+            await out.more(body)
+            if early:
+                await linger(receive)
+            await out.more(b"", last=True)
+
+
+class _Sender:
+    """Sends an answer; a caller who does not take it loses his connection."""
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send, self._timeout_s = send, timeout_s
+        self.started = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """The head."""
+        self.started = True
+        await self._within({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def more(self, body: bytes, *, last: bool = False) -> None:
+        """More of the body.
+
+        Raises:
+            Gone: the caller takes nothing.
+        """
+        if body or last:
+            await self._within({"type": "http.response.body", "body": body, "more_body": not last})
+
+    async def whole(self, status: int, body: bytes, headers: Headers) -> None:
+        """All of it."""
+        await self.start(status, [JSON, *_length(body), *headers])
+        await self.more(body, last=True)
+
+    async def _within(self, event: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(event)
+        except TimeoutError:
+            raise Gone from None
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless(gone: asyncio.Future[None], work: asyncio.Future[T]) -> T:
+    """The work's result.
+
+    Raises:
+        Gone: the caller went before.
+    """
+    await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        raise Gone
+    return work.result()
+
+
+def _headers(session: Session, head: Head, versions: tuple[int, int]) -> Headers:
+    low, high = versions
+    found = [(b"x-request-id", head.id), (b"request-id", head.id)]
+    found.append((b"x-relax-policy-version", f"{low}" if low == high else f"{low}-{high}"))
+    if session.kept:
+        found.append((b"x-relax-session", session.name))
+    if head.ignored:
+        found.append((b"x-relax-ignored", ", ".join(head.ignored)))
+    return [(name, value.encode("latin-1", "replace")) for name, value in found]
+
+
+def _length(body: bytes) -> Headers:
+    return [(b"content-length", str(len(body)).encode())]
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(data), status, media_type="application/json")
+
+
+def _openai_model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "relax-rt"}
+
+
+def _anthropic_model(name: str) -> dict[str, Any]:
+    return {"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _family(path: str) -> Family:
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CallError)
+    response = _json(error.body(_family(request.url.path)), error.status)
+    response.raw_headers += error.headers
+    return response
+
+
+async def _no_such_thing(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    message = f"{request.method} {path}: there is {', '.join([*ROUTES, '/v1/models', '/health'])}"
+    return await _refused(request, CallError(error.status_code, message, code="no_such_endpoint"))

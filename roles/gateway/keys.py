@@ -1,0 +1,84 @@
+"""Who may call: the run's token, and keys of sessions that are made of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from relax_rt.transport.errors import Refused
+
+PREFIX = "rls-"
+FILE = "gateway.token"
+LONGEST = 512
+"""Characters of a key; longer ones are not looked at."""
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who has shown a key: of one session, or of the run as a whole (then `session` is empty)."""
+
+    session: str = ""
+
+
+class Keys:
+    """Makes and checks keys. A session's key is its name and a code of it under the run's token (HMAC-SHA256, RFC
+    2104): a gateway that was started again knows its keys, and nothing is looked up before a key has been checked."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    def of_session(self, name: str) -> str:
+        """The key of a session."""
+        return f"{PREFIX}{base64.urlsafe_b64encode(name.encode()).decode().rstrip('=')}.{self._code(name)}"
+
+    def check(self, key: str) -> Caller | None:
+        """Whose key it is; None: nobody's. It takes as long for a key that is nearly right as for any other."""
+        if not key or len(key) > LONGEST:
+            return None
+        if hmac.compare_digest(key.encode(), self._token):
+            return Caller()
+        name, _, code = key.removeprefix(PREFIX).partition(".")
+        try:
+            session = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+        except (binascii.Error, ValueError):
+            return None
+        right = hmac.compare_digest(code.encode(), self._code(session).encode())
+        return Caller(session) if right and session and key.startswith(PREFIX) else None
+
+    def _code(self, name: str) -> str:
+        return hmac.new(self._token, name.encode(), hashlib.sha256).hexdigest()
+
+
+def run_token(run_dir: Path) -> str:
+    """The run's token, made by whoever asks first; its file can be read by the run's user alone.
+
+    Raises:
+        Refused: the file is there and can be read by others, or holds no token.
+    """
+    path = run_dir / FILE
+    made = secrets.token_urlsafe(32)
+    # Written whole before it has its name: who finds it finds all of it.
+    draft = path.with_name(f"{FILE}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as out:
+        out.write(made + "\n")
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    if (mode := path.stat().st_mode & 0o077) != 0:
+        why = f"others on this machine may read it (mode {mode:03o} for them)"
+        raise Refused(f"the token in {path}", why=why, hint=f"rm {path}: the next start makes another")
+    token = path.read_text().strip()
+    if len(token) < 32:
+        hint = f"rm {path}: the next start makes another"
+        raise Refused(f"the token in {path}", why=f"{len(token)} characters are too few", hint=hint)
+    return token

@@ -1,0 +1,133 @@
+"""Messages and tools as callers write them, brought to the plain form that chat templates take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relax_rt.roles.gateway.calls import MOST_TOOLS, Message
+from relax_rt.roles.gateway.errors import CallError, bad
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image"), "image"),
+    **dict.fromkeys(("input_audio", "audio"), "audio"),
+    **dict.fromkeys(("video_url", "input_video", "video"), "video"),
+    **dict.fromkeys(("file", "input_file", "document"), "file"),
+}
+TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
+MOST_MEDIA_BYTES = 8 << 20
+
+
+def message(given: Mapping[str, Any], at: str) -> Message:
+    """One message of Chat Completions; texts in parts are joined.
+
+    Raises:
+        CallError: it is none, or has parts that the model cannot take.
+    """
+    role = ROLES.get(given.get("role", ""))
+    if role is None:
+        raise bad(f"{at}.role is {given.get('role')!r}, not one of {', '.join(ROLES)}", f"{at}.role")
+    found: Message = {"role": role, "content": content(given.get("content"), f"{at}.content")}
+    if isinstance(name := given.get("name"), str):
+        found["name"] = name
+    if role == "assistant":
+        _of_assistant(given, found, at)
+    elif found["content"] is None:
+        raise bad(f"{at} has no content", f"{at}.content")
+    if role == "tool":
+        found["tool_call_id"] = _text(given, "tool_call_id", at)
+    return found
+
+
+def _of_assistant(given: Mapping[str, Any], found: Message, at: str) -> None:
+    if given.get("function_call") is not None:
+        raise bad(f"{at}.function_call is no longer a part of the API: use tool_calls", f"{at}.function_call")
+    reasoning = given.get("reasoning_content") or given.get("reasoning")
+    if isinstance(reasoning, str) and reasoning:
+        found["reasoning_content"] = reasoning
+    if calls := given.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise bad(f"{at}.tool_calls is no list", f"{at}.tool_calls")
+        found["tool_calls"] = [tool_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    elif found["content"] is None:
+        found["content"] = ""
+
+
+def tool_call(given: Any, at: str) -> dict[str, Any]:
+    """A call of a tool that the model made earlier.
+
+    Raises:
+        CallError: it has no name, or arguments that are no text.
+    """
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise bad(f"{at} is no call of a function", at)
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        raise bad(f"{at}.function.arguments is to be JSON in a string", f"{at}.function.arguments")
+    call = {"name": _text(function, "name", f"{at}.function"), "arguments": arguments}
+    return {"id": str(given.get("id") or ""), "type": "function", "function": call}
+
+
+def content(given: Any, at: str) -> str | None:
+    """Text, or texts in parts, as text; None where nothing is given.
+
+    Raises:
+        CallError: it is neither, or has a part that is no text.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise bad(f"{at} is neither text nor a list of parts", at)
+    return "".join(_part(part, f"{at}[{i}]") for i, part in enumerate(given))
+
+
+def _part(part: Any, at: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in TEXTS:
+        return _text(part, "refusal" if kind == "refusal" else "text", at)
+    if kind in MEDIA:
+        raise no_media(part, MEDIA[kind], at)
+    raise bad(f"{at} is a part of type {kind!r}; text is what can be read", at)
+
+
+def no_media(part: Any, kind: str, at: str) -> CallError:
+    """Why an image, a sound or a file is not taken. Nothing of it is decoded or fetched."""
+    if (nbytes := _media_bytes(part)) > MOST_MEDIA_BYTES:
+        message = f"{at} is {kind} data of {nbytes} bytes, the bound is {MOST_MEDIA_BYTES}"
+        return CallError(413, message, param=at, code="media_too_large")
+    return bad(f"{at} is of type {kind}, and the model that is trained here reads text alone", at, "unsupported_media")
+
+
+def _media_bytes(part: Any) -> int:
+    """Bytes of base64 data in a part, about, without decoding it."""
+    if not isinstance(part, Mapping):
+        return 0
+    values = [*part.values(), *(v for inner in part.values() if isinstance(inner, Mapping) for v in inner.values())]
+    return max((len(value) for value in values if isinstance(value, str)), default=0) * 3 // 4
+
+
+def function_tool(given: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A function in the form of Chat Completions: {"type": "function", "function": {…}}."""
+    described = given.get("description")
+    found: dict[str, Any] = {"name": _text(given, "name", at), "description": described or ""}
+    parameters = given.get("parameters")
+    found["parameters"] = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    return {"type": "function", "function": found}
+
+
+def bounded_tools(tools: Sequence[Any]) -> Sequence[Any]:
+    """Raises: CallError: there are too many, or one is no table."""
+    if len(tools) > MOST_TOOLS:
+        raise bad(f"{len(tools)} tools, at most {MOST_TOOLS} can be offered", "tools")
+    if any(not isinstance(tool, Mapping) for tool in tools):
+        raise bad("a tool that is no object", "tools")
+    return tools
+
+
+def _text(given: Mapping[str, Any], key: str, at: str) -> str:
+    value = given.get(key)
+    if not isinstance(value, str):
+        raise bad(f"{at}.{key} is missing or no text", f"{at}.{key}")
+    return value

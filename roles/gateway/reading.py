@@ -1,0 +1,150 @@
+"""The text of tokens as they come: what of it can be shown, and where a stop string ends it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from relax_rt.roles.gateway.calls import TokenLogprob
+
+Spell = Callable[[Sequence[int]], str]
+"""Text of token ids, special tokens written out."""
+UNFINISHED = "�"
+"""What a decoder writes for bytes that are no whole character yet."""
+MARKS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|",
+    "<｜",
+)
+"""Beginnings of thoughts, tool calls and special tokens, as the common families of models write them: what follows is
+not shown before it has been taken apart."""
+
+
+class Reader:
+    """Reads one completion.
+
+    Args:
+        spell: decodes tokens.
+        stops: texts that end the completion.
+        ends: token ids that do; they have no text.
+        held: nothing is to be shown before the end: the prompt has opened a thought.
+        calls: tools were offered: text that begins as JSON may be a call, as some families write them.
+        logprobs: keep text and log-probability of each token.
+
+    Attributes:
+        kept: tokens up to the boundary behind which the completion ends.
+        text: theirs; a stop string is part of it.
+        stop: the stop string that ended it.
+    """
+
+    def __init__(
+        self,
+        spell: Spell,
+        stops: Sequence[str],
+        ends: Collection[int],
+        *,
+        held: bool = False,
+        calls: bool = False,
+        logprobs: bool = False,
+    ) -> None:
+        self._spell, self._stops, self._ends = spell, tuple(stops), ends
+        self._longest = max((len(stop) for stop in stops), default=0)
+        self._held, self._calls, self._logprobs = held, calls, logprobs
+        self._ids: list[int] = []
+        self._from = self._read = 0
+        """The text up to _read is known; decoding begins at _from, because a token's text depends on those before."""
+        self._shown = 0
+        self._marked = -1
+        self.tokens: list[TokenLogprob] = []
+        self.text = ""
+        self.stop: str | None = None
+
+    @property
+    def kept(self) -> int:
+        """See the class."""
+        return len(self._ids)
+
+    @property
+    def visible(self) -> str:
+        """The text before the stop string."""
+        return self.text if self.stop is None else self.text[: self.text.find(self.stop)]
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+        """More tokens; says how many of them count. Fewer than all: a stop string ended the completion."""
+        assert self.stop is None
+        before = len(self._ids), self._from, self._read, len(self.text)
+        self._append(tokens)
+        count = len(tokens)
+        if self._stops and self._find(before[3]) is not None and count > 1:
+            # Which token was it? Once more, one by one.
+            del self._ids[before[0] :]
+            self._from, self._read, self.text = before[1], before[2], self.text[: before[3]]
+            for count, token in enumerate(tokens, 1):  # noqa: B007
+                at = len(self.text)
+                self._append([token])
+                if self._find(at) is not None:
+                    break
+        if self._stops:
+            self.stop = self._find(before[3])
+        if self._logprobs:
+            pairs = zip(tokens[:count], logprobs[:count], strict=True)
+            self.tokens += [TokenLogprob(self._spell([t]), p) for t, p in pairs if t not in self._ends]
+        return count
+
+    def show(self) -> str:
+        """Text since the last time that will not be taken back: what may begin a stop string or a mark is held, and
+        so is white space at the end, which parsers cut."""
+        if self._held or (self._calls and self.text.lstrip()[:1] in ("{", "[")):
+            return ""
+        end = self._until()
+        new = self.text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return new
+
+    @property
+    def shown(self) -> str:
+        """All that `show` has given."""
+        return self.text[: self._shown]
+
+    # --- inside
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._ids += tokens
+        ids = [token for token in self._ids[self._from :] if token not in self._ends]
+        known = [token for token in self._ids[self._from : self._read] if token not in self._ends]
+        new, old = self._spell(ids), self._spell(known)
+        if new.endswith(UNFINISHED):
+            return
+        self.text += new[len(old) :]
+        self._from, self._read = self._read, len(self._ids)
+
+    def _find(self, since: int) -> str | None:
+        """The stop string that begins first, of those that end in the text behind `since`."""
+        begin = max(0, since - self._longest + 1)
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
+        return min(found)[1] if found else None
+
+    def _until(self) -> int:
+        text = self.visible
+        if self._marked < 0:
+            starts = [at for mark in MARKS if (at := text.find(mark, max(0, self._shown - 32))) >= 0]
+            self._marked = min(starts, default=-1)
+        if self._marked >= 0:
+            text = text[: self._marked]
+        elif self.stop is None:
+            text = text[: len(text) - _begun(text, (*self._stops, *MARKS))]
+        return max(self._shown, len(text.rstrip()))
+
+
+def _begun(text: str, words: Sequence[str]) -> int:
+    """Length of the longest end of the text that is the beginning of one of these words."""
+    longest = 0
+    for word in words:
+        for length in range(min(len(word) - 1, len(text)), longest, -1):
+            if text.endswith(word[:length]):
+                longest = length
+                break
+    return longest

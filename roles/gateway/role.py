@@ -1,0 +1,296 @@
+"""The gateway role: the policy as an HTTP endpoint, for programs that know nothing of this runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_rt.config.schema import MIB, RoleSettings
+from relax_rt.role import Role, RoleContext
+from relax_rt.roles.gateway.admission import Load, Marks
+from relax_rt.roles.gateway.api import Access, GatewayApi, Name, SessionLimits
+from relax_rt.roles.gateway.gate import Gate
+from relax_rt.roles.gateway.keys import FILE, Keys, run_token
+from relax_rt.roles.gateway.settings import GatewaySettings
+from relax_rt.roles.sections import RLConfig
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    import socket
+    from pathlib import Path
+
+    from relax_rt.roles.agentic.tokens import ChatTemplate, Episode, TokenLedger
+    from relax_rt.roles.gateway.service import Service
+    from relax_rt.roles.gateway.sessions import Sessions
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.router import Router
+
+LOAD_ALLOWANCE_S = 60.0
+REPORT_EVERY_S = 1.0
+METRICS_EVERY_S = 5.0
+STOP_S = 5.0
+OTHER_FILES = 256
+"""Open files of a process besides its callers' connections."""
+
+
+class GatewayRole(Role):
+    """Serves HTTP, and `GatewayApi` to roles of the run. Sessions live in this process and go with it: whoever plays
+    the episode hears of it and has it played again."""
+
+    kind: ClassVar[str] = "gateway"
+    tier: ClassVar[int] = 45
+    preload: ClassVar[tuple[str, ...]] = (
+        "transformers",
+        "starlette.applications",
+        "uvicorn",
+        "relax_rt.roles.models.tokenizer",
+        "relax_rt.roles.agentic.tokens",
+        "relax_rt.roles.router",
+    )
+    Settings: ClassVar[type[RoleSettings]] = GatewaySettings
+
+    def __init__(self, ctx: RoleContext) -> None:
+        super().__init__(ctx)
+        assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, GatewaySettings)
+        self.config, self.settings = ctx.config, ctx.settings
+        self.tokenizer: ChatTokenizer
+        self.template: ChatTemplate
+        self.sessions: Sessions
+        self.service: Service
+        self.keys: Keys
+        self.listening: socket.socket
+        self.url = ""
+        self._worked = False
+        self._told: dict[str, Any] = {}
+
+    # --- GatewayApi
+
+    async def open(self, session: Name, limits: SessionLimits) -> Access:
+        """See GatewayApi."""
+        self.sessions.open(session, limits)
+        return Access(f"{self.url}/v1", self.keys.of_session(session))
+
+    async def close(self, session: Name) -> Episode:
+        """See GatewayApi."""
+        return self.sessions.close(session)
+
+    async def cancel(self, session: Name) -> None:
+        """See GatewayApi."""
+        self.sessions.cancel(session)
+
+    async def where(self) -> str:
+        """See GatewayApi."""
+        return f"{self.url}/v1"
+
+    # --- Role
+
+    async def setup(self) -> None:
+        from relax_rt.roles.gateway.server import listen, url_of
+        from relax_rt.roles.gateway.sessions import Sessions
+
+        self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the tokenizer")
+        await asyncio.to_thread(self._load)
+        self.keys = Keys(run_token(self.ctx.run_dir))
+        self.listening = listen(self.settings.host, self.settings.port)
+        self.url = url_of(self.listening)
+        table = self.settings
+        self.sessions = Sessions(
+            self._ledger,
+            tokens=table.session_tokens,
+            most=table.sessions,
+            idle_s=table.session_idle_s,
+            now=time.monotonic,
+        )
+        self.ctx.serve(GatewayApi, self)
+
+    def _load(self) -> None:
+        from relax_rt.roles.agentic.tokens import ChatTemplate
+        from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.models.tokenizer import load_tokenizer
+
+        table, folder = self.settings, model_folder(self.ctx)
+        self.tokenizer = load_tokenizer(folder)
+        self.context = context_of(folder)
+        own = (config_dir(self.ctx) / table.chat_template).read_text() if table.chat_template else None
+        self.template = ChatTemplate(
+            self.tokenizer, template=own, tool_parser=table.tool_parser, reasoning_parser=table.reasoning_parser
+        )
+
+    def _ledger(self, session: str, tokens: int) -> TokenLedger:
+        from relax_rt.roles.agentic.tokens import TokenLedger
+
+        table = self.settings
+        return TokenLedger(
+            self.template, max_tokens=tokens, drift=table.drift, reasoning=table.reasoning, session=session
+        )
+
+    async def run(self) -> None:
+        from relax_rt.roles.gateway.app import Bounds, Gateway
+        from relax_rt.roles.gateway.server import make_server
+        from relax_rt.roles.router import Router
+
+        table = self.settings
+        async with Router(self.ctx) as router, self._gate(router) as gate:
+            self._serve_calls(router, gate)
+            bounds = Bounds(
+                body_bytes=table.body_mib * MIB,
+                held_bytes=table.held_mib * MIB,
+                body_s=table.read_timeout_s,
+                send_s=table.send_timeout_s,
+            )
+            gateway = Gateway(
+                self.service, self.sessions, self.keys, bounds, health=self._health, worked=self._first_work
+            )
+            server = make_server(gateway.application(), connections=self._connections(), head_s=table.read_timeout_s)
+            serving = asyncio.create_task(server.serve([self.listening]))
+            try:
+                await self._tell_where()
+                await self.ctx.ready()
+                await self._until_stopped(serving, gate, router)
+            finally:
+                server.should_exit = True
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), STOP_S)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "listening"):
+            self.listening.close()
+            self._file().unlink(missing_ok=True)
+
+    # --- inside
+
+    @contextlib.asynccontextmanager
+    async def _gate(self, router: Router) -> AsyncIterator[Gate]:
+        table = self.settings
+        marks = Marks(first=min(16, table.at_work), most=table.at_work, waiting=table.waiting, wait_s=table.wait_s)
+        async with Gate(marks, lambda: load_of(router)) as gate:
+            yield gate
+
+    def _serve_calls(self, router: Router, gate: Gate) -> None:
+        from relax_rt.roles.gateway.service import Service, Terms
+
+        table, sampling = self.settings, self.config.sampling
+        lag = min(1, int(min(self.config.algorithm.max_staleness, 1))) if table.lag is None else table.lag
+        terms = Terms(
+            models=tuple(table.models),
+            temperature=sampling.temperature,
+            other_temperature=table.temperature,
+            unsupported=table.unsupported,
+            new_tokens=table.max_new_tokens or sampling.max_new_tokens,
+            context=self.context,
+            timeout_s=table.call_timeout_s,
+            lag=lag,
+            seed=self.config.run.seed,
+        )
+        self.service = Service(router, self.tokenizer, gate, terms)
+
+    def _connections(self) -> int:
+        """As many as the process may have files."""
+        wanted = self.settings.connections
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        need = wanted + OTHER_FILES
+        if soft != resource.RLIM_INFINITY and soft < need:
+            soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            if soft < need:
+                self.ctx.log.warning("fewer connections than asked for", limit=soft, asked=wanted)
+                return max(1, soft - OTHER_FILES)
+        return wanted
+
+    async def _tell_where(self) -> None:
+        token = str(self.ctx.run_dir / FILE)
+        self.ctx.event("gateway_listening", slot=self.ctx.who.slot, url=f"{self.url}/v1", token_file=token)
+        self.ctx.log.info("listening", url=f"{self.url}/v1", token_file=token)
+        path = self._file()
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps({"url": f"{self.url}/v1", "token_file": token, "models": self.settings.models}))
+        draft.replace(path)
+
+    def _file(self) -> Path:
+        return self.ctx.run_dir / f"{self.ctx.who.slot.replace('/', '-')}.json"
+
+    async def _until_stopped(self, serving: asyncio.Task[None], gate: Gate, router: Router) -> None:
+        stop = asyncio.create_task(self.ctx.stopping.wait())
+        reported_at = 0.0
+        try:
+            while not stop.done():
+                self._report(gate)
+                self.sessions.tick()
+                if (now := time.monotonic()) - reported_at >= METRICS_EVERY_S:
+                    reported_at = now
+                    self._metrics(gate)
+                await asyncio.wait({stop, serving}, timeout=REPORT_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()
+                    raise RelaxError(f"the server at {self.url}", why="it ended", hint="see the role's log")
+        finally:
+            stop.cancel()
+
+    def _report(self, gate: Gate) -> None:
+        """Waiting for calls, or for tokens: in both cases what tells that it lives is its loop's answer."""
+        core = gate.core
+        line = f", {core.waiting} wait for their turn" if core.waiting else ""
+        work = f"tokens for {core.at_work} calls{line}" if core.at_work or core.waiting else "calls"
+        self.ctx.progress.waiting(f"{work} at {self.url}/v1, {len(self.sessions)} sessions")
+        if (done := self.service.answered) > self._told.get("answered", 0):
+            self.ctx.progress.advance(done - self._told.get("answered", 0), f"{done} calls answered")
+            self._told["answered"] = done
+
+    def _metrics(self, gate: Gate) -> None:
+        core = gate.core
+        record = {
+            "kind": "gateway",
+            "slot": self.ctx.who.slot,
+            "sessions": len(self.sessions),
+            "at_work": core.at_work,
+            "waiting": core.waiting,
+            "cap": core.cap,
+            "answered": self.service.answered,
+            "failed": self.service.failed,
+            "tokens": self.service.sampled,
+            **{f"admission_{name}": count for name, count in core.counts.items()},
+        }
+        if record != self._told.get("metrics"):
+            self._told["metrics"] = record
+            self.ctx.metrics(record)
+
+    def _health(self) -> str:
+        return "stopping" if self.ctx.stopping.is_set() else ""
+
+    def _first_work(self) -> None:
+        if not self._worked:
+            self._worked = True
+            self.ctx.event("first_work", what="a call answered")
+
+
+def load_of(router: Router) -> Load:
+    """How the engines do, by what the router knows of them."""
+    core = router.core
+    fleet, now = core.fleet, asyncio.get_running_loop().time()
+    able = [slot for slot in fleet.engines if fleet.state(slot) in ("healthy", "stale")]
+    signs = [sign for slot in able if (sign := fleet.engines[slot].sign) is not None]
+    return Load(
+        room=sum(max(0, fleet.room(now, slot, core.limits.first_room)) for slot in able),
+        stalled=sum(life.place is None for life in core.lives.values()),
+        kv_used=max((sign.kv_used for sign in signs), default=0.0),
+    )
+
+
+def context_of(folder: Path) -> int:
+    """Positions of a model.
+
+    Raises:
+        RelaxError: its config.json does not say.
+    """
+    values = json.loads((folder / "config.json").read_text())
+    found = values.get("max_position_embeddings") or values.get("text_config", {}).get("max_position_embeddings")
+    if not isinstance(found, int):
+        hint = "put max_position_embeddings into config.json"
+        raise RelaxError(f"the model in {folder}", why="its config.json has no max_position_embeddings", hint=hint)
+    return found

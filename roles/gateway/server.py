@@ -1,0 +1,157 @@
+"""uvicorn with the bounds that it lacks: connections, and time for a request's head."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import h11
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from relax_rt.roles.gateway.errors import CallError
+from relax_rt.transport.errors import RelaxError
+
+HEAD_BYTES = 32 << 10
+KEEP_ALIVE_S = 75
+GRACE_S = 2
+
+
+class Protocol(H11Protocol):
+    """A connection that must send a request's head within `head_s`, of which there are `most` at once. When there are
+    more, one that has nothing to do makes room; without such a one the new one is turned away."""
+
+    most: ClassVar[int] = 1024
+    head_s: ClassVar[float] = 10.0
+    _deadline: asyncio.TimerHandle | None = None
+    turned_away = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most and not self._make_room():
+            self.turned_away = True
+            self._answer(CallError(503, f"{self.most} connections are open, the bound", retry_after_s=1.0))
+            return
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self.turned_away:
+            return
+        if self.idle and self._deadline is None:
+            self._await_head()
+        super().data_received(data)
+        if not self.idle:
+            self._head_is_there()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_there()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """In place of uvicorn's plain text."""
+        self._answer(CallError(400, f"this is no HTTP request: {msg}", code="invalid_http"))
+
+    def shutdown(self) -> None:
+        """One that was answered already only has to be closed."""
+        if not self.transport.is_closing():
+            super().shutdown()
+
+    @property
+    def idle(self) -> bool:
+        """No request is at work."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._deadline = self.loop.call_later(self.head_s, self._late)
+
+    def _head_is_there(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.idle and not self.transport.is_closing():
+            self._answer(CallError(408, f"no request was here in {self.head_s:g} s", code="head_timeout"))
+
+    def _make_room(self) -> bool:
+        """Close a connection between two requests: clients open another when they need it."""
+        for one in self.connections:
+            if isinstance(one, Protocol) and one is not self and one.cycle is not None and one.idle:
+                self.connections.discard(one)
+                one.transport.close()
+                return True
+        return False
+
+    def _answer(self, error: CallError) -> None:
+        """Written at once: there may be no request to answer."""
+        if not self.transport.is_closing():
+            body = msgspec.json.encode(error.body("openai"))
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            head = b"".join(b"%s: %s\r\n" % pair for pair in [*headers, *error.headers, (b"connection", b"close")])
+            self.transport.write(b"HTTP/1.1 %d \r\n%s\r\n%s" % (error.status, head, body))
+            with contextlib.suppress(h11.LocalProtocolError):
+                self.conn.send_failed()
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """In a process whose signals are its host's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None."""
+        yield
+
+
+def make_server(app: Any, *, connections: int, head_s: float) -> Server:
+    """A server of an ASGI application; `serve` it with a socket of `listen`."""
+    protocol = type("BoundedProtocol", (Protocol,), {"most": connections, "head_s": head_s})
+    return Server(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+        )
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        RelaxError: the address is none of this machine, or taken.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+    except OSError as error:
+        raise RelaxError(f"listening on {host}:{port}", why=str(error), hint="see roles.gateway.host") from error
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(place)
+        found.setblocking(False)
+    except OSError as error:
+        found.close()
+        hint = "another program has the port; port = 0 takes a free one"
+        raise RelaxError(f"listening on {host}:{port}", why=str(error), hint=hint) from error
+    return found
+
+
+def url_of(listening: socket.socket) -> str:
+    """http://HOST:PORT, with the loopback address for one that listens at all of them."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

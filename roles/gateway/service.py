@@ -1,0 +1,436 @@
+"""Answers calls: prompt from the session's ledger, tokens from an engine, answer back through the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from hashlib import blake2b
+from typing import Literal, Protocol
+
+import msgspec
+
+from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled
+from relax_rt.roles.engines.base import extend_spans
+from relax_rt.roles.gateway.calls import Answer, Call, Choice, FinishReason, Head, Message, TokenLogprob
+from relax_rt.roles.gateway.errors import CallError, bad
+from relax_rt.roles.gateway.gate import Gate
+from relax_rt.roles.gateway.reading import Reader
+from relax_rt.roles.gateway.sessions import Session
+from relax_rt.roles.router.core import Deliver
+from relax_rt.roles.router.requests import Outcome, Wanted
+from relax_rt.roles.router.router import NotGenerated
+from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.queue.api import VersionSpan
+
+ID_BYTES = 12
+CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 8, 32
+"""Tokens that an engine makes between two pieces: for a caller who looks at them, and for one who waits for the end."""
+MAY_OPEN_A_THOUGHT = 64
+"""Characters at a prompt's end in which the template may have opened the model's thoughts."""
+
+
+class Tokens(Protocol):
+    """What makes tokens: a Router."""
+
+    async def generate(self, wanted: Wanted) -> Outcome:
+        """A sequence. Raises NotGenerated."""
+
+    def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
+        """The same in parts."""
+
+
+class Tokenizer(Protocol):
+    """What of a ChatTokenizer is used."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, special ones written out."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How calls are answered.
+
+    Attributes:
+        models: names that the model is called by; with "*" any name will do.
+        temperature: the run's.
+        other_temperature: a trained session that asks for another is refused, or has the run's.
+        unsupported: what cannot be done is refused, or left out and named in the answer's head.
+        new_tokens: of an answer at most. context: tokens of prompt and answer together.
+        timeout_s: from a call's turn to its end.
+        lag: see Wanted. seed: of the run.
+    """
+
+    models: tuple[str, ...]
+    temperature: float = 1.0
+    other_temperature: Literal["refuse", "override"] = "refuse"
+    unsupported: Literal["refuse", "ignore"] = "refuse"
+    new_tokens: int = 1024
+    context: int = 1 << 20
+    timeout_s: float = 600.0
+    lag: int = 1
+    seed: int = 0
+
+
+class Sink(Protocol):
+    """Who looks on while an answer is made."""
+
+    def begin(self, head: Head) -> None:
+        """The first token is there."""
+
+    def text(self, index: int, text: str, tokens: Sequence[TokenLogprob]) -> None:
+        """More of a choice."""
+
+    def choice(self, choice: Choice) -> None:
+        """A choice has ended."""
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer and what is told beside it.
+
+    Attributes:
+        versions: lowest and highest policy version of its tokens.
+        plans: of the ledger, for an answer that does not arrive.
+    """
+
+    answer: Answer
+    versions: tuple[int, int]
+    plans: tuple[PromptPlan, ...] = ()
+
+
+class _One(msgspec.Struct, kw_only=True):
+    """One sequence that is to be made."""
+
+    index: int
+    prompt: tuple[int, ...]
+    plan: PromptPlan | None
+    seed: int
+    echo: str = ""
+
+
+class Service:
+    """See the module.
+
+    Args:
+        tokens: makes them. tokenizer: the model's. gate: whose turn it is.
+        now: seconds since 1970.
+    """
+
+    def __init__(
+        self, tokens: Tokens, tokenizer: Tokenizer, gate: Gate, terms: Terms, now: Callable[[], float] = time.time
+    ) -> None:
+        self.terms, self.gate = terms, gate
+        self._tokens, self._tokenizer, self._now = tokens, tokenizer, now
+        self.answered = self.failed = self.sampled = 0
+
+    def check(self, call: Call, session: Session) -> tuple[float, tuple[str, ...]]:
+        """The temperature that a call is sampled with, and what of it is left out.
+
+        Raises:
+            CallError: unknown model, or something that is refused here.
+        """
+        terms = self.terms
+        if "*" not in terms.models and call.model not in terms.models:
+            known = ", ".join(repr(name) for name in terms.models)
+            raise CallError(
+                404, f"there is no model {call.model!r} here, only {known}", param="model", code="model_not_found"
+            )
+        ignored = [one.name for one in call.unsupported]
+        if ignored and terms.unsupported == "refuse":
+            first = call.unsupported[0]
+            hint = f'leave out {", ".join(ignored)}, or set roles.gateway.unsupported = "ignore"'
+            raise bad(f"{first.name}: {first.why} ({hint})", first.name, "unsupported_parameter")
+        if call.prompts and session.trained:
+            message = "a text prompt has no place in an episode's conversation: use chat completions"
+            raise bad(message, "prompt", "unsupported_in_session")
+        temperature = terms.temperature if call.temperature is None else call.temperature
+        if session.trained and temperature != terms.temperature:
+            if terms.other_temperature == "refuse":
+                why = f"temperature = {temperature:g}: the run samples and trains at {terms.temperature:g}"
+                hint = 'leave it out, or set roles.gateway.temperature = "override"'
+                raise bad(f"{why} ({hint})", "temperature", "unsupported_value")
+            temperature = terms.temperature
+            ignored.append("temperature")
+        return temperature, tuple(ignored)
+
+    async def answer(self, call: Call, session: Session, request: str, sink: Sink | None = None) -> Made:
+        """Answer a call. Cancelling it ends its sequences, and nothing of it is trained on.
+
+        Args:
+            request: id of the answer.
+
+        Raises:
+            CallError: it cannot be answered.
+        """
+        temperature, ignored = self.check(call, session)
+        number = session.begin_call()
+        task = asyncio.current_task()
+        assert task is not None
+        session.at_work.add(task)
+        plans: list[PromptPlan] = []
+        try:
+            wanted = self._prepare(call, session, number, plans)
+            head = Head(
+                id=request,
+                created=int(self._now()),
+                model=call.model,
+                prompt_tokens=sum(len(plan.tokens) for plan in plans)
+                or sum(len(one.prompt) for one in wanted[:: call.n]),
+                reused_tokens=sum(plan.reused for plan in plans),
+                ignored=ignored,
+            )
+            job = _Job(self, call, session, head, temperature, sink)
+            choices = await self.gate.pass_through(session.group, lambda hold: job.run(wanted, hold))
+            self.answered += 1
+            self.sampled += sum(choice.tokens for choice in choices)
+            answer = Answer(head=head, choices=tuple(choices))
+            return Made(answer=answer, versions=job.versions, plans=tuple(plans))
+        except BaseException as error:
+            self.failed += 1
+            for plan in plans:
+                session.ledger.abandon(plan)
+            if isinstance(error, asyncio.CancelledError) and session.ended:
+                # By the session's end, not by the caller: he is told.
+                message = f"session {session.name!r} {session.ended}"
+                raise CallError(409, message, code="session_ended") from error
+            raise _as_call_error(error) from error
+        finally:
+            session.at_work.discard(task)
+
+    def undelivered(self, made: Made, session: Session) -> None:
+        """The caller was gone before he had it: nothing of it is trained on."""
+        for plan in made.plans:
+            session.ledger.abandon(plan)
+
+    # --- inside
+
+    def _prepare(self, call: Call, session: Session, number: int, plans: list[PromptPlan]) -> list[_One]:
+        """The sequences of a call, each with its prompt and seed; puts the ledger's plan into `plans`."""
+        limit = min(call.max_tokens or self.terms.new_tokens, session.limits.new_tokens or self.terms.new_tokens)
+        if not call.prompts:
+            plan = self._plan(call, session, limit)
+            plans.append(plan)
+            self._check_room(plan.tokens)
+            return [
+                _One(index=k, prompt=plan.tokens, plan=plan, seed=self._seed(call, session, number, k))
+                for k in range(call.n)
+            ]
+        found = []
+        for prompt in call.prompts:
+            ids = tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+            self._check_room(ids)
+            echo = (prompt if isinstance(prompt, str) else self._tokenizer.spell(ids)) if call.echo else ""
+            for _ in range(call.n):
+                k = len(found)
+                seed = self._seed(call, session, number, k)
+                found.append(_One(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
+        return found
+
+    def _plan(self, call: Call, session: Session, limit: int) -> PromptPlan:
+        previous = session.reply(call.previous) if call.previous else None
+        try:
+            before = session.ledger.conversation(previous) if previous else []
+            system: list[Message] = [{"role": "system", "content": call.instructions}] if call.instructions else []
+            messages = [*system, *_without_system(before, system), *session.restore(call.messages)]
+            return session.ledger.prompt(
+                messages, call.tools, previous=None if system else previous, n=call.n, max_new_tokens=limit
+            )
+        except Refused as error:
+            raise bad(str(error), "messages", "conversation_refused") from error
+
+    def _check_room(self, prompt: Collection[int]) -> None:
+        if len(prompt) >= self.terms.context:
+            message = f"the prompt has {len(prompt)} tokens, the model takes {self.terms.context} with the answer"
+            raise bad(message, "messages", "context_length_exceeded")
+
+    def _seed(self, call: Call, session: Session, number: int, k: int) -> int:
+        """Of the caller's seed, or, in an episode, of the run's and the call's place, so that it can be repeated."""
+        if call.seed is None and not session.trained:
+            return secrets.randbits(63)
+        what = f"asked {call.seed}/{k}" if call.seed is not None else f"{self.terms.seed}/{session.name}/{number}/{k}"
+        return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "big") >> 1
+
+    def read(self, call: Call, prompt: Sequence[int]) -> Reader:
+        """A reader for an answer to this prompt."""
+        end = self._tokenizer.spell(prompt[-16:])[-MAY_OPEN_A_THOUGHT:] if call.stream else ""
+        return Reader(
+            self._tokenizer.spell,
+            call.stop,
+            self._tokenizer.stop_ids,
+            held=end.rfind("<think>") > end.rfind("</think>"),
+            calls=bool(call.tools),
+            logprobs=call.logprobs,
+        )
+
+    def wanted(self, call: Call, session: Session, one: _One, temperature: float, *, pieces: bool) -> Wanted:
+        """The order for one sequence."""
+        terms = self.terms
+        room = (
+            terms.context - len(one.prompt) if one.plan is None else min(terms.context - len(one.prompt), one.plan.room)
+        )
+        limit = min(call.max_tokens or terms.new_tokens, session.limits.new_tokens or terms.new_tokens, room)
+        if limit < 1:
+            message = f"session {session.name!r} has no tokens left for an answer"
+            raise CallError(409, message, code="session_tokens_used_up")
+        return Wanted(
+            prompt=one.prompt,
+            seed=one.seed,
+            temperature=temperature,
+            max_new_tokens=limit,
+            stop_ids=self._tokenizer.stop_ids,
+            timeout_s=terms.timeout_s,
+            lag=terms.lag,
+            session=session.name if session.kept else "",
+            prefix=not session.kept,
+            chunk_tokens=CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS,
+        )
+
+    async def pieces(self, wanted: Wanted, *, whole: bool) -> AsyncIterator[Deliver]:
+        """Tokens as they come, or all at the end."""
+        if not whole:
+            async for piece in self._tokens.stream(wanted):
+                yield piece
+            return
+        done = await self._tokens.generate(wanted)
+        yield Deliver(0, 0, done.tokens, done.logprobs, done.versions)
+
+
+class _Job:
+    """One call at work; begun anew as a whole when it is shed."""
+
+    def __init__(
+        self, service: Service, call: Call, session: Session, head: Head, temperature: float, sink: Sink | None
+    ) -> None:
+        self._service, self._call, self._session = service, call, session
+        self._head, self._temperature, self._sink = head, temperature, sink
+        self._begun = False
+        self.versions = (0, 0)
+
+    async def run(self, wanted: Sequence[_One], hold: Callable[[], None]) -> list[Choice]:
+        """All sequences at once."""
+        self._hold = hold
+        if len(wanted) == 1:
+            return [await self._one(wanted[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(one)) for one in wanted]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return [task.result() for task in tasks]
+
+    async def _one(self, one: _One) -> Choice:
+        service, call, sink = self._service, self._call, self._sink
+        pieces = sink is not None or bool(call.stop)
+        wanted = service.wanted(call, self._session, one, self._temperature, pieces=pieces)
+        reader = service.read(call, one.prompt)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[VersionSpan] = []
+        looks = pieces or call.logprobs or one.plan is None
+        stream = service.pieces(wanted, whole=not pieces)
+        try:
+            async for piece in stream:
+                count = reader.take(piece.tokens, piece.logprobs) if looks else len(piece.tokens)
+                tokens += piece.tokens[:count]
+                logprobs += piece.logprobs[:count]
+                for span in piece.versions:
+                    extend_spans(versions, span)
+                self._note(piece.versions)
+                if sink is not None:
+                    self._show(sink, one, reader)
+                if reader.stop is not None:
+                    break
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        finish: FinishReason = "stop" if reader.stop is not None or tokens[-1] in wanted.stop_ids else "length"
+        spans = _until(versions, len(tokens))
+        return self._ended(one, Sampled(tuple(tokens), tuple(logprobs), spans, finish), reader)
+
+    def _ended(self, one: _One, what: Sampled, reader: Reader) -> Choice:
+        session, finish = self._session, what.finish_reason
+        if one.plan is None:
+            reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
+        else:
+            reply = session.sampled(one.plan, what)
+        message = _told(reply, reader)
+        reason: FinishReason = (
+            "tool_calls" if reply.finish_reason == "tool_calls" else "stop" if finish == "stop" else "length"
+        )
+        if one.plan is not None:
+            session.remember(self._head.id if one.index == 0 else reply.id, reply, message)
+        choice = Choice(
+            index=one.index,
+            reply=reply.id,
+            message=message,
+            text=one.echo + reader.visible,
+            finish_reason=reason,
+            stop=reader.stop,
+            tokens=len(what.tokens),
+            logprobs=tuple(reader.tokens),
+        )
+        if self._sink is not None:
+            self._begin(self._sink)
+            self._sink.choice(choice)
+        return choice
+
+    def _show(self, sink: Sink, one: _One, reader: Reader) -> None:
+        first = not reader.shown
+        if text := reader.show():
+            self._begin(sink)
+            sink.text(one.index, (one.echo if first else "") + text, ())
+
+    def _begin(self, sink: Sink) -> None:
+        if not self._begun:
+            self._begun = True
+            self._hold()
+            sink.begin(msgspec.structs.replace(self._head, version=self.versions[0]))
+
+    def _note(self, spans: Sequence[VersionSpan]) -> None:
+        if spans:
+            low, high = min(s.version for s in spans), max(s.version for s in spans)
+            self.versions = (min(self.versions[0] or low, low), max(self.versions[1], high))
+
+
+def _told(reply: Reply, reader: Reader) -> Message:
+    """What the caller is told of a reply: nothing behind a stop string, and no other words than he has seen."""
+    message = dict(reply.message)
+    content = message.get("content")
+    if isinstance(content, str) and reader.stop is not None:
+        message["content"] = content = content.partition(reader.stop)[0]
+    if reader.shown and not (content or "").startswith(reader.shown):
+        message["content"] = reader.shown
+    return message
+
+
+def _until(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
+    """Spans of the first `end` tokens."""
+    return tuple(msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < end)
+
+
+def _without_system(before: Sequence[Message], system: Sequence[Message]) -> list[Message]:
+    """Instructions belong to their call alone: new ones stand in the place of the earlier ones."""
+    if not system:
+        return list(before)
+    return [m for i, m in enumerate(before) if i or m.get("role") != "system"]
+
+
+def _as_call_error(error: BaseException) -> BaseException:
+    """What a caller is told of an error."""
+    if isinstance(error, NotGenerated):
+        late = error.outcome.kind == "late"
+        return CallError(504 if late else 503, str(error), code="late" if late else "not_generated", retry_after_s=1.0)
+    if isinstance(error, RelaxError):
+        return CallError(503, str(error), code="not_generated", retry_after_s=1.0)
+    return error
+
+
+def new_id(prefix: str) -> str:
+    """An id that cannot be guessed."""
+    return f"{prefix}{secrets.token_hex(ID_BYTES)}"

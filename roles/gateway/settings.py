@@ -1,0 +1,65 @@
+"""The table [roles.gateway]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relax_rt.config.schema import RoleSettings, Seconds
+
+
+class GatewaySettings(RoleSettings):
+    """The policy as an HTTP endpoint, for programs that speak OpenAI's or Anthropic's API (docs/gateway.md)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Others than this machine's own reach the model with the run's token alone, unencrypted."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """0: a free one, told in `relax-rt ps`, the event log and the run's folder (gateway-0.json)."""
+    models: Annotated[list[str], Field(min_length=1)] = Field(default=["policy"])
+    """Names that the model is called by; with "*" any name will do, for programs that cannot be told another."""
+    temperature: Literal["refuse", "override"] = "refuse"
+    """An episode's call with another temperature than sampling.temperature: refuse it, or sample with the run's. Calls
+    with the run's token, which are not trained on, have the one they ask for."""
+    unsupported: Literal["refuse", "ignore"] = "refuse"
+    """What cannot be done without changing what is trained on (top_p, penalties, a forced tool or format): refuse the
+    call, or leave it out and say so in the answer's head `x-relax-ignored`."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] | None = None
+    """Tokens of one answer; unset: sampling.max_new_tokens."""
+    lag: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Publications that an engine may be behind the committed weights; unset: 1, or 0 where max_staleness is 0."""
+    sessions: Annotated[int, Field(ge=1, le=1 << 20)] = 4096
+    """Episodes open at the same time."""
+    session_tokens: Annotated[int, Field(ge=16, le=1 << 22)] = 32_768
+    """Tokens of one episode, all its branches, where who opens it says nothing."""
+    session_idle_s: Seconds = 900.0
+    """A session that a caller with the run's token has named is forgotten after so long without a call."""
+    drift: Literal["realign", "fork", "drop"] = "fork"
+    """What becomes of what was sampled when a caller changes the history: a branch of its own (fork), the changed
+    history goes on in its place (realign), or it is not trained on (drop)."""
+    reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
+    """Thoughts that a caller leaves out of the history: go on behind the sampled tokens, or make each turn a branch."""
+    tool_parser: str = "auto"
+    """How tool calls are written; auto: by the chat template."""
+    reasoning_parser: str = "auto"
+    """How thoughts are marked; auto: by the chat template."""
+    chat_template: str | None = None
+    """A file with a chat template in place of the model's; relative to the config file."""
+    call_timeout_s: Seconds = 600.0
+    """From a call's turn to its end."""
+    wait_s: Seconds = 300.0
+    """For its turn; then it is answered with 429."""
+    waiting: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
+    """Calls that may wait for their turn."""
+    at_work: Annotated[int, Field(ge=1, le=8192)] = 4096
+    """Calls that the engines are given at the same time, at most; below that it follows their load."""
+    connections: Annotated[int, Field(ge=1, le=1 << 17)] = 4096
+    """Open at the same time."""
+    body_mib: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Of one request."""
+    held_mib: Annotated[int, Field(ge=1, le=1 << 17)] = 256
+    """Requests of all calls at hand together."""
+    read_timeout_s: Seconds = 30.0
+    """For a request's head, and for its body."""
+    send_timeout_s: Seconds = 60.0
+    """A caller who takes nothing of his answer for so long loses it."""
