@@ -1,22 +1,44 @@
-"""A model's chat template."""
+"""A model's chat template: conversations as text and tokens, what is new of them, and replies taken apart."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from relax_rt.roles.agentic.tokens import parsers
+from relax_rt.roles.agentic.tokens.messages import (
+    ASSISTANT,
+    REASONING_FIELDS,
+    THINK,
+    Key,
+    check_messages,
+    for_template,
+    parsed_arguments,
+    without_reasoning,
+)
+from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
+from relax_rt.roles.agentic.tokens.parsers import Call, Parsed
 from relax_rt.roles.agentic.tokens.types import Message, Tool
-from relax_rt.roles.models.tokenizer import ChatTokenizer
+from relax_rt.roles.models.tokenizer import PROBE, ChatTokenizer
+from relax_rt.transport.errors import Refused
+
+MARK, OTHER = "zqxj", "jqxz"
+"""Words that no template has."""
+MOST_TOOL_SETS = 256
+"""So many sets of tools are remembered, with whether the template shows them."""
 
 
 class ChatTemplate:
-    """A model's chat template, and the parsers of what the model writes under it.
+    """A model's chat template, and the parsers of what the model writes under it. One serves many ledgers.
 
     Args:
         template: Jinja source instead of the model's own.
         variables: given to the template besides (`enable_thinking`, ...).
-        tool_parser: one of TOOL_PARSERS, or auto: by the template's text.
-        reasoning_parser: one of REASONING_PARSERS, or auto.
+        tool_parser: one of parsers.TOOL_PARSERS; model: the tokenizer's own `response_template`; auto: that, if there
+            is one, else by the template's text.
+        reasoning_parser: one of parsers.REASONING_PARSERS, or auto: by the template's text.
 
     Raises:
         Refused: no such parser.
@@ -28,15 +50,186 @@ class ChatTemplate:
         *,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
-        tool_parser: str = "auto",
-        reasoning_parser: str = "auto",
+        tool_parser: str = parsers.AUTO,
+        reasoning_parser: str = parsers.AUTO,
     ) -> None:
-        raise NotImplementedError
+        parsers.check_parsers(tool_parser, reasoning_parser)
+        self.tokenizer = tokenizer
+        self._shown: dict[Key, bool] = {}
+        self._given: dict[str, Any] = {**(variables or {}), **({"chat_template": template} if template else {})}
+        source = template or str(tokenizer.raw.chat_template)
+        own = getattr(tokenizer.raw, "response_template", None) is not None
+        if tool_parser == parsers.MODEL and not own:
+            why = "the tokenizer brings no response_template"
+            raise Refused("tool_parser = 'model'", why=why, hint=f"it would be {parsers.tool_family(source)!r}")
+        auto = parsers.MODEL if own else parsers.tool_family(source)
+        self.tool_parser = auto if tool_parser == parsers.AUTO else tool_parser
+        auto = parsers.reasoning_family(source)
+        self.reasoning_parser = auto if reasoning_parser == parsers.AUTO else reasoning_parser
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> list[int]:
-        """Token ids of a conversation, with the opening of the assistant's turn if `generation`.
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> str:
+        """A conversation as text, with the opening of the assistant's turn if `generation`.
 
         Raises:
             Refused: the template takes no such conversation.
         """
-        raise NotImplementedError
+        from jinja2 import TemplateError
+
+        check_messages(messages)
+        ready = [for_template(message) for message in messages]
+        try:
+            text = self.tokenizer.raw.apply_chat_template(
+                ready, tools=list(tools) or None, tokenize=False, add_generation_prompt=generation, **self._given
+            )
+            str(text).encode()
+        # What a template stumbles over in a client's messages is the client's error, whatever its class.
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            roles = ", ".join(message["role"] for message in messages[-8:])
+            raise Refused(
+                f"a conversation of {len(messages)} messages ({roles})",
+                why=f"the model's chat template does not take it: {error}"[:400],
+                hint="send roles, an order and contents that the template knows",
+            ) from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a rendered text; no special tokens are added."""
+        return self.tokenizer.encode(text)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> list[int]:
+        """`text` as token ids.
+
+        Raises:
+            Refused: the template takes no such conversation.
+        """
+        return self.encode(self.text(messages, tools, generation=generation))
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What closes a turn of the assistant, also in mid-conversation; empty if that cannot be told."""
+        said = [*PROBE, {"role": ASSISTANT, "content": MARK}]
+        try:
+            last = self.text(said, generation=False)
+            middle = self.text([*said, {"role": "user", "content": OTHER}], generation=False)
+        except Refused:
+            return ""
+        if MARK not in last or MARK not in middle or OTHER not in middle:
+            return ""
+        end, between = last.rpartition(MARK)[2], middle.rpartition(MARK)[2].rpartition(OTHER)[0]
+        return end if end and between.startswith(end) and end not in between[len(end) :] else ""
+
+    def delta(self, messages: Sequence[Message], tools: Sequence[Tool], known: int) -> str | None:
+        """The text from the end of turn of messages[known - 1], an assistant's, to the opening of the next turn.
+
+        It is found in the rendering of the whole, thoughts left out of it. That rendering must begin with the one of
+        the conversation before that turn: then only this text is new.
+
+        Returns:
+            None: the template writes earlier text otherwise once there are new messages (it moves the tools, say), or
+            does not close turns.
+
+        Raises:
+            Refused: the template takes no such conversation.
+        """
+        if not self.turn_end:
+            return None
+        plain = [without_reasoning(message) for message in messages]
+        whole = self.text(plain, tools)
+        before = self.text(plain[: known - 1], tools, generation=False)
+        if not whole.startswith(before):
+            return None
+        shared = whole
+        if known < len(plain):
+            # Up to the first new words all is alike when they are others.
+            other = self.text([*plain[:known], {**plain[known], "content": MARK}, *plain[known + 1 :]], tools)
+            if whole == other:
+                return None
+            shared = whole[: _alike(whole, other)]
+        at = shared.rfind(self.turn_end)
+        return whole[at:] if at >= len(before) else None
+
+    def stop_text(self, tokens: Sequence[int]) -> str:
+        """The stop token that a completion ends with, spelled; empty if it ends with none."""
+        return self.tokenizer.spell(tokens[-1:]) if tokens and tokens[-1] in self.tokenizer.stop_ids else ""
+
+    def behind(self, tokens: Sequence[int], text: str) -> tuple[list[int], str]:
+        """What a text, which begins with an end of turn, adds behind a completion: token ids and their text.
+
+        A stop token that was sampled is not said again: what the template has after it follows. A completion without
+        one (it was cut) gets the template's.
+        """
+        stop = self.stop_text(tokens)
+        if not stop or not text.startswith(stop):
+            return self.encode(text), text
+        # Encoded with what it stands behind: some tokenizers put a space before the first word of a text.
+        ids = self.encode(text)
+        rest = text[len(stop) :]
+        return (ids[1:] if ids[:1] == list(tokens[-1:]) else self.encode(rest)), rest
+
+    def tools_key(self, tools: Sequence[Tool]) -> Key:
+        """Equal for tools that are rendered alike; a template that knows no tools has but one."""
+        key = key_of_tools(tools)
+        if not tools:
+            return key
+        if key not in self._shown:
+            if len(self._shown) >= MOST_TOOL_SETS:
+                self._shown.clear()
+            try:
+                self._shown[key] = self.text(PROBE, tools) != self.text(PROBE)
+            except Refused:
+                self._shown[key] = True
+        return key if self._shown[key] else key_of_tools(())
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(token) for token in self.tokenizer.raw.all_special_tokens) or "(?!)")
+
+    def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> Parsed:
+        """Take a completion apart.
+
+        Args:
+            text: as the model wrote it, special tokens spelled, its stop token left out.
+            prompt: the text before it, which may have opened a thought.
+        """
+        if self.tool_parser == parsers.MODEL:
+            parsed = self._by_model(text, tools, prompt)
+        else:
+            opened = prompt.rstrip().endswith(THINK)
+            parsed = parsers.parse(
+                text, tools, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser, opened=opened
+            )
+        content, reasoning = (self._specials.sub("", part) for part in (parsed.content, parsed.reasoning))
+        return Parsed(content, reasoning, parsed.calls, parsed.malformed)
+
+    def _by_model(self, text: str, tools: Sequence[Tool], prompt: str) -> Parsed:
+        try:
+            message = self.tokenizer.raw.parse_response(text, prefix=prompt, tools=list(tools) or None)
+        except (ValueError, KeyError):
+            return Parsed(text, malformed=1)
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+        return Parsed(
+            str(message.get("content") or ""),
+            str(reasoning),
+            tuple(Call(call["name"], parsers.written(parsed_arguments(call.get("arguments")))) for call in calls),
+        )
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

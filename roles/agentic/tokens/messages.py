@@ -1,0 +1,134 @@
+"""Chat messages: what makes two of them the same, and how a template wants them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from relax_rt.roles.agentic.tokens.types import Message, Tool
+from relax_rt.transport.errors import Refused
+
+Key = tuple[str, str]
+"""Role and digest of a message, or of a set of tools."""
+THINK, THOUGHT = "<think>", "</think>"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+ASSISTANT = "assistant"
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """What is no conversation.
+
+    Raises:
+        Refused: there are no messages, or one of them has no role, or content or tool calls of an unknown form.
+    """
+    if not messages:
+        raise Refused("a conversation without messages", why="there is nothing to answer", hint="send at least one")
+    for place, message in enumerate(messages):
+        if wrong := _wrong(message):
+            raise Refused(f"messages[{place}]", why=wrong, hint="messages are as in OpenAI's Chat Completions")
+
+
+def _wrong(message: Any) -> str:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return "it has no role"
+    content = message.get("content")
+    if isinstance(content, list):
+        odd = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text", ""), str)]
+    else:
+        odd = [] if content is None or isinstance(content, str) else [content]
+    if odd:
+        return f"content is a text or a list of parts, not {odd[0]!r:.80}"
+    for call in _calls(message):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return f"a tool call has a function with a name, unlike {call!r:.80}"
+    return ""
+
+
+def _calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def words(content: Any) -> Any:
+    """Content as one text; parts that are no text (images, audio) leave it a list."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all("text" in part for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def without_thought(content: str) -> str:
+    """What is said after a thought; nothing, if the thought does not end."""
+    if THOUGHT in content:
+        return content.rpartition(THOUGHT)[2].lstrip("\n")
+    return "" if content.lstrip().startswith(THINK) else content
+
+
+def message_key(message: Message) -> Key:
+    """Equal for messages that say the same.
+
+    Of an assistant's message: the words after its thoughts, without space around them, and names and arguments of tool
+    calls, whatever their ids, spacing and order of keys; reasoning is not compared. Of others: content and name.
+    """
+    role, content = message["role"], words(message.get("content"))
+    if role == ASSISTANT:
+        if isinstance(content, str):
+            content = without_thought(content).strip()
+        calls = [[call["function"]["name"], _canonical(call["function"].get("arguments"))] for call in _calls(message)]
+        return role, digest([content, calls])
+    # Frameworks name the tool again beside its result, or do not, and give ids of their own.
+    return role, digest([content, None if role == "tool" else message.get("name")])
+
+
+def tools_key(tools: Sequence[Tool]) -> Key:
+    """Equal for tools that are the same, whatever the order of keys."""
+    return "tools", digest(list(tools))
+
+
+def digest(value: Any) -> str:
+    """xxh3-128 of a JSON-like value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=repr)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _canonical(arguments: Any) -> Any:
+    parsed = parsed_arguments(arguments)
+    return parsed.strip() if isinstance(parsed, str) else parsed
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Arguments of a tool call as an object; text that is none stays text."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def for_template(message: Message) -> Message:
+    """As templates want it: a text for content that is text, and the arguments of tool calls as objects."""
+    ready = {**message, "content": words(message.get("content"))}
+    if calls := _calls(message):
+        ready["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))}}
+            for call in calls
+        ]
+    return ready
+
+
+def without_reasoning(message: Message) -> Message:
+    """An assistant's message without its thoughts; others as they are."""
+    if message["role"] != ASSISTANT:
+        return message
+    content = words(message.get("content"))
+    bare = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    return {**bare, "content": without_thought(content) if isinstance(content, str) else content}

@@ -1,0 +1,275 @@
+"""The conversations of a session as a tree of calls and completions: where a new call belongs, and what it changes.
+
+A conversation is a sequence of keys: that of its tools, then one for each message. A call holds those of its messages
+that are new, and its completions go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key
+from relax_rt.roles.agentic.tokens.types import Kind, Message, Sampled, Tool
+
+
+@dataclass(slots=True, eq=False)
+class Said:
+    """A completion.
+
+    Attributes:
+        id, number: its name, and how many came before it in the session.
+        keys: of its message as the caller was told, and as callers who named it sent it back. message: as told.
+        text: its tokens spelled, stop token and all.
+        trained: its tokens count.
+        calls: those that go on from it in the conversation.
+    """
+
+    id: str
+    number: int
+    call: Call
+    what: Sampled
+    keys: set[Key]
+    message: Message
+    text: str
+    trained: bool = True
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Tokens up to its last."""
+        return self.call.end + len(self.what.tokens)
+
+    @property
+    def depth(self) -> int:
+        """Keys of the conversation up to it."""
+        return self.call.depth + len(self.call.keys) + 1
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call: what was new in it, and what came of it.
+
+    Attributes:
+        above: the completion that its conversation goes on from. extends: its tokens do, too; else they begin anew.
+        keys, messages: what is new. depth: keys before.
+        tokens, text: what was rendered for it, behind that of `above` or alone.
+        tools: all of them. waiting: completions that may still come. room: tokens of each. held: of each, kept in the
+            budget.
+        abandoned: it was given up.
+    """
+
+    number: int
+    above: Said | None
+    keys: tuple[Key, ...]
+    messages: tuple[Message, ...]
+    kind: Kind
+    tools: tuple[Tool, ...]
+    waiting: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    extends: bool = False
+    room: int = 0
+    held: int = 0
+    abandoned: bool = False
+    said: list[Said] = field(default_factory=list)
+
+    @property
+    def base(self) -> Said | None:
+        """The completion whose tokens it goes on behind."""
+        return self.above if self.extends else None
+
+    @property
+    def start(self) -> int:
+        """Tokens before its own."""
+        return 0 if self.base is None else self.base.end
+
+    @property
+    def end(self) -> int:
+        """Tokens of the whole prompt."""
+        return self.start + len(self.tokens)
+
+    @property
+    def depth(self) -> int:
+        """Keys before its own."""
+        return 0 if self.above is None else self.above.depth
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a session comes to: branches, and the tokens of all of them."""
+
+    branches: int
+    tokens: int
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a conversation belongs.
+
+    Attributes:
+        above: the last completion in it. known: keys up to there.
+        old: what a drift leaves behind: the call where it parts, and all that follows that.
+    """
+
+    above: Said | None
+    known: int
+    kind: Kind
+    old: Call | None = None
+
+
+class Tree:
+    """All that a session still has. Bounded by who adds to it."""
+
+    def __init__(self) -> None:
+        self.first: list[Call] = []
+        self.calls: dict[int, Call] = {}
+        self.said: dict[str, Said] = {}
+
+    def below(self, said: Said | None) -> list[Call]:
+        """The calls that go on from a completion, or that begin a conversation."""
+        return self.first if said is None else said.calls
+
+    def add(self, call: Call) -> None:
+        """A call is there."""
+        self.calls[call.number] = call
+        self.below(call.above).append(call)
+
+    def remove(self, call: Call) -> None:
+        """It never was; nothing may go on from it."""
+        del self.calls[call.number]
+        self.below(call.above).remove(call)
+
+    def prune(self) -> None:
+        """Forget completions that are not trained, and calls that are over without any, where nothing goes on."""
+        for call in sorted(self.calls.values(), key=lambda one: -one.number):
+            for said in [said for said in call.said if not said.trained and not said.calls]:
+                call.said.remove(said)
+                del self.said[said.id]
+            if not call.waiting and not call.said:
+                self.remove(call)
+
+    def load(self) -> Load:
+        """What it all comes to; completions that are still to come count with what is held for them."""
+        branches = tokens = 0
+        for call in self.calls.values():
+            branches += call.waiting
+            tokens += call.waiting * (call.end + call.held)
+            ends = [said.end for said in call.said if not any(one.extends for one in said.calls)]
+            branches, tokens = branches + len(ends), tokens + sum(ends)
+        return Load(branches, tokens)
+
+    def place(self, keys: Sequence[Key], previous: Said | None) -> Place:
+        """Where a conversation belongs; `previous`: what the caller says that it goes on from."""
+        if previous is not None and self._goes_on(keys, previous):
+            above: Said | None = previous
+            known = previous.depth
+        else:
+            above, known = self._deepest(keys)
+        others, rest = self.below(above), keys[known:]
+        if previous is not None and above is not previous:
+            if (said := _last_of(previous, above)) is not None:
+                return Place(above, known, "drift", said)
+            return Place(above, known, "drift")
+        if not others:
+            return Place(above, known, "continuation" if above else "first")
+        if (old := _parted(others, rest)) is not None:
+            return Place(above, known, "drift", old)
+        again = any(call.keys == tuple(rest) for call in others)
+        apart = above is None and not any(_alike(call.keys, rest) > 1 for call in others)
+        open_ = any(call.waiting for call in others)
+        return Place(above, known, "fork" if again or apart or open_ else "edit")
+
+    def _goes_on(self, keys: Sequence[Key], said: Said) -> bool:
+        """Whether a conversation goes on from a completion, whatever the caller made of its words."""
+        known = said.depth
+        if len(keys) < known or keys[known - 1][0] != ASSISTANT:
+            return False
+        at = 0
+        for one in chain(said):
+            end = at + len(one.call.keys)
+            if tuple(keys[at:end]) != one.call.keys or (one is not said and keys[end] not in one.keys):
+                return False
+            at = end + 1
+        return True
+
+    def _deepest(self, keys: Sequence[Key]) -> tuple[Said | None, int]:
+        """The last completion that a conversation has in common with the tree, and the keys up to it.
+
+        Of several that say the same, the one that nothing goes on from yet; then the newest.
+        """
+        best: Said | None = None
+        rank = (0, False, 0)
+        ahead: list[tuple[Said | None, int]] = [(None, 0)]
+        while ahead:
+            above, known = ahead.pop()
+            for call in self.below(above):
+                end = known + len(call.keys)
+                if end >= len(keys) or tuple(keys[known:end]) != call.keys:
+                    continue
+                for said in [said for said in call.said if keys[end] in said.keys]:
+                    ahead.append((said, end + 1))
+                    if (end + 1, not said.calls, said.number + 1) > rank:
+                        best, rank = said, (end + 1, not said.calls, said.number + 1)
+        return best, rank[0]
+
+
+def chain(said: Said | None) -> list[Said]:
+    """The completions of a conversation up to this one, first to last."""
+    found: list[Said] = []
+    while said is not None:
+        found.append(said)
+        said = said.call.above
+    return found[::-1]
+
+
+def token_chain(said: Said | None) -> list[Said]:
+    """Those whose tokens it stands behind, itself the last."""
+    found: list[Said] = []
+    while said is not None:
+        found.append(said)
+        said = said.call.base
+    return found[::-1]
+
+
+def under(call: Call) -> Iterator[Said]:
+    """The completions of a call and of all that goes on from it."""
+    ahead = [call]
+    while ahead:
+        for said in ahead.pop().said:
+            yield said
+            ahead += said.calls
+
+
+def _last_of(said: Said, above: Said | None) -> Call | None:
+    """The call right below `above` on the way to a completion; None: it is not on that way."""
+    while said.call.above is not None and said.call.above is not above:
+        said = said.call.above
+    return said.call if said.call.above is above else None
+
+
+def _alike(one: Sequence[Key], other: Sequence[Key]) -> int:
+    """How many keys two sequences begin with in common."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
+
+
+def _parted(others: Sequence[Call], rest: Sequence[Key]) -> Call | None:
+    """The call whose history these keys change, if they do.
+
+    They do if one of its completions, or of what goes on from it, is among them (what it was sampled on was changed),
+    or if there is another answer to the same messages. Found by the first, then by the second; the newest of several.
+    """
+    answers = {key for key in rest if key[0] == ASSISTANT}
+    if not answers:
+        return None
+    for call in reversed(others):
+        if any(said.keys & answers for said in under(call)):
+            return call
+    for call in reversed(others):
+        end = len(call.keys)
+        if call.said and len(rest) > end and rest[end][0] == ASSISTANT and tuple(rest[:end]) == call.keys:
+            return call
+    return None
