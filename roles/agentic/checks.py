@@ -108,9 +108,9 @@ def preflight_environment(
     if table.workers == 0 and factory.blocking:
         message = f"the methods of {table.environment} are not async, so that they would stop the role: workers = 0"
         yield Problem((*PLACE, "workers"), message, "leave it out, or make reset and step async")
-    if table.workers and factory.plays:
-        message = f"{table.environment} is a function, which plays in the role's own process"
-        yield Problem((*PLACE, "workers"), message, "leave it out")
+    if table.workers and not factory.blocking:
+        message = f"{table.environment} is async, so that it is played in the role's own process"
+        yield Problem((*PLACE, "workers"), message, "leave it out, or raise count for more processes")
     if tokenizer is not None and not factory.plays:
         yield from _begin_one(config, table, factory, tokenizer)
 

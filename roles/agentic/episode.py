@@ -21,7 +21,7 @@ from relax_rt.roles.agentic.interface import (
     Task,
     conversation,
 )
-from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
 from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.router.requests import Outcome, Wanted
@@ -113,9 +113,18 @@ class Talk:
         """Id of the last reply."""
 
     async def say(
-        self, messages: list[Message], tools: Sequence[dict[str, Any]] | None = None, *, state: str | None = None
+        self,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        state: str | None = None,
+        previous: str = "",
     ) -> Reply:
         """See Chat.say.
+
+        Args:
+            state: what the policy sees, as the environment names it.
+            previous: id of the reply that this goes on from; else that is found by what was said.
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up.
@@ -126,7 +135,7 @@ class Talk:
             raise self._cut("turns")
         self.turns += 1
         turn = self.turns
-        plan = self._plan(messages, tools or ())
+        plan = self._plan(messages, tools or (), previous)
         self.doing = f"waits for tokens of reply {turn}"
         try:
             outcome = await self._sampled(plan, turn)
@@ -155,9 +164,10 @@ class Talk:
             raise ValueError("a reward before the first reply")
         self.rewards[self.last] += checked(value)
 
-    def _plan(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> PromptPlan:
+    def _plan(self, messages: list[Message], tools: Sequence[dict[str, Any]], previous: str) -> PromptPlan:
+        most = self._limits.max_new_tokens
         try:
-            return self.ledger.prompt(messages, tools, max_new_tokens=self._limits.max_new_tokens)
+            return self.ledger.prompt(messages, tools, previous=previous or None, max_new_tokens=most)
         except Refused as error:
             if self.last and used_up(error):
                 self.turns -= 1
@@ -191,7 +201,7 @@ class Talk:
 
 def used_up(error: Refused) -> bool:
     """Whether the ledger has no room left, in tokens or branches."""
-    return "max_tokens" in str(error) or "max_branches" in str(error)
+    return "or raise max_" in (error.hint or "")
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -256,8 +266,10 @@ async def play(factory: Factory, environment: Any, task: Task, talk: Talk, limit
 
 async def _take_turns(environment: Any, task: Task, talk: Talk, limits: Limits) -> dict[str, float]:
     """The environment's loop; returns what it reports."""
+    # In a worker a call has its deadline from when it is its turn.
+    timeout_s = None if isinstance(environment, RemoteEnvironment) else limits.turn_timeout_s
     talk.doing = "is in reset"
-    begun = await _within(lambda: environment.reset(task), limits.turn_timeout_s, "in reset")
+    begun = await _within(lambda: environment.reset(task), timeout_s, "in reset")
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise Broken("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
@@ -265,14 +277,14 @@ async def _take_turns(environment: Any, task: Task, talk: Talk, limits: Limits) 
     info: dict[str, float] = {}
     while True:
         try:
-            reply = await talk.say(messages, tools, state=state)
+            reply = await talk.say(messages, tools, state=state, previous=talk.last)
         except EpisodeOver:
             return info
         except Refused as error:
             raise Broken(f"before reply {talk.turns}", why=str(error)) from error
         where = f"in step {talk.turns}"
         talk.doing = f"is {where}"
-        step = await _within(lambda: environment.step(reply), limits.turn_timeout_s, where)  # noqa: B023
+        step = await _within(lambda: environment.step(reply), timeout_s, where)  # noqa: B023
         if not isinstance(step, Step):
             raise Broken(where, why=f"it returned {step!r:.80}, which is no Step")
         try:
@@ -300,14 +312,17 @@ async def _play_function(function: Any, task: Task, talk: Talk) -> dict[str, flo
     return {}
 
 
-async def _within(call: Callable[[], Any], seconds: float, where: str) -> Any:
-    """A call of an environment; in a worker it has the same deadline there, which is about to end."""
-    deadline = asyncio.timeout(None)
+async def _within(call: Callable[[], Any], seconds: float | None, where: str) -> Any:
+    """A call of an environment, within a deadline.
+
+    Raises:
+        Stuck, Broken, and what a worker raises.
+    """
+    deadline = asyncio.timeout(seconds)
     try:
-        found = call()
-        if inspect.isawaitable(found):
-            async with deadline:
-                deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+        async with deadline:
+            found = call()
+            if inspect.isawaitable(found):
                 found = await found
     except (Stuck, Broken, Lost):
         raise

@@ -62,6 +62,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     constant: float
     gain_low: float = NAN
     gain_high: float = NAN
+    reward: float = NAN
+    """Mean over episodes, where held-out tasks are played."""
 
 
 class Life(msgspec.Struct, kw_only=True):
@@ -307,6 +309,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         constant=_number(record, "constant"),
         gain_low=_number(record, "gain_low"),
         gain_high=_number(record, "gain_high"),
+        reward=_number(record, "reward"),
     )
 
 

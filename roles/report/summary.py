@@ -117,7 +117,7 @@ def _plain(evaluation: Evaluation | None) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     fields = ("step", "items", "exact", "exact_low", "exact_high", "lenient", "format", "constant_answer", "constant")
-    values = {name: getattr(evaluation, name) for name in fields}
+    values = {name: getattr(evaluation, name) for name in (*fields, "reward")}
     return {name: _known(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -170,6 +170,10 @@ def _held_out_lines(held_out: dict[str, Any]) -> list[str]:
         lines = [f"{number(before['exact'], '.3f')} -> {_accuracy(last)}{at}"]
     if held_out["gain"] is not None:
         lines.append(_gain_line(held_out))
+    if last.get("reward") is not None:
+        first = f"{number(before['reward'], '.3f')} -> " if before and before.get("reward") is not None else ""
+        ended = number(last["format"], ".1%")
+        return [*lines, f"reward of an episode {first}{number(last['reward'], '.3f')}, {ended} ended by themselves"]
     answer = f' ("{last["constant_answer"]}")' if last["constant_answer"] else ""
     lines.append(
         f"lenient {number(last['lenient'], '.3f')}, format {number(last['format'], '.1%')}, "

@@ -1,0 +1,168 @@
+"""Runs that play episodes: sums in two turns with the tiny model, while the env role dies or an environment hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import TinyRun, steps_that_count
+
+from relax_rt.roles.models.resolve import resolve_model
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.integration
+
+CONFIG = """
+[run]
+name = "sums"
+seed = 1
+
+[model]
+path = "package:tiny"
+
+[roles.env]
+environment = "sums.py:Sums"
+tasks = 500
+max_turns = 2
+max_tokens = 64
+turn_timeout_s = 2
+success = 0.75
+
+[sampling]
+max_new_tokens = 5
+
+[algorithm]
+group_size = 4
+prompts_per_step = 8
+steps = 6
+learning_rate = 3e-4
+
+[checkpoint]
+every_steps = 3
+
+[evaluation]
+items = 24
+every_steps = 3
+during_items = 12
+
+[queue]
+capacity_mib = 16
+slab_mib = 2
+lease_s = 10
+
+[roles.rollout]
+dtype = "float32"
+
+[roles.trainer]
+dtype = "float32"
+"""
+GAME = '''
+import random, time
+from pathlib import Path
+from relax_rt.roles.agentic import Observation, Reply, Step, Task
+
+class Sums:
+    """Two sums, half a point for each that is right."""
+
+    def __init__(self, folder=""):
+        self.folder, self.turn = folder, 0
+
+    {async_}def reset(self, task: Task) -> Observation:
+        self.draw, self.name = random.Random(task.seed), task.item
+        return Observation(messages=self.ask(), state="first")
+
+    def ask(self):
+        a, b = self.draw.randrange(10, 100), self.draw.randrange(10, 100)
+        self.answer = str(a + b)
+        return f"{{a}} + {{b}} ="
+
+    {async_}def step(self, reply: Reply) -> Step:
+        if self.folder and self.name in ("train-3", "train-5"):
+            mark = Path(self.folder) / self.name
+            if not mark.exists():
+                mark.touch()
+                time.sleep(600)
+        self.turn += 1
+        right = 0.5 * (reply.text == self.answer)
+        return Step(messages="" if self.turn == 2 else self.ask(), reward=right, done=self.turn == 2, state="second")
+'''
+STEPS = 6
+
+Make = Callable[..., TinyRun]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    resolve_model("package:tiny", Path())
+    made: list[TinyRun] = []
+
+    def run(*, blocking: bool = False, **overrides: Any) -> TinyRun:
+        (tmp_path / "job").mkdir()
+        (tmp_path / "job/roles.toml").write_text(CONFIG)
+        (tmp_path / "job/sums.py").write_text(GAME.format(async_="" if blocking else "async "))
+        made.append(TinyRun(tmp_path / "run", tmp_path / "job/roles.toml", **overrides))
+        return made[0]
+
+    yield run
+    for one in made:
+        if hasattr(one, "process") and one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def check(run: TinyRun) -> None:
+    """All steps were taken, on episodes that the env role says it made, none of them twice; the run ended in order."""
+    path = steps_that_count(run.records("step"))
+    assert sorted(path) == list(range(1, STEPS + 1))
+    keys = [key for record in path.values() for key in record["keys"]]
+    assert len(set(keys)) == len(keys) == 32 * STEPS
+    made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
+    for record in path.values():
+        assert [made[key] for key in record["keys"]] == record["digests"]
+    assert {record["slot"] for record in run.records("made")} == {"env/0"}
+    when = [(record["when"], record["step"]) for record in run.records("evaluation")]
+    assert when[0] == ("before", 0) and when[-1] == ("after", STEPS)
+    assert all(record["failed"] == 0 and record["turns"] == 2 for record in run.records("evaluation"))
+    first = run.records("evaluation")[0]
+    assert first["versions"] == [first["version"]] * 2, "weights moved before the untrained model was evaluated"
+    assert not {e["slot"] for e in run.events("slot_started")} & {"reward/0", "evaluator/0"}
+
+
+def test_an_env_role_that_is_killed_costs_only_time(make: Make) -> None:
+    run = make().start()
+    run.until("a few steps", lambda: run.last_step() >= 2)
+    run.kill("env/0")
+    assert run.wait() == 0, run.text()
+    check(run)
+    assert [e["slot"] for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"] == ["env/0"]
+    told = run.records("env")
+    assert sum(record["episodes"] for record in told) > 0 and {record["slot"] for record in told} == {"env/0"}
+    assert all(record["turns"] == 2 and record["branches"] == record["episodes"] for record in told)
+    run.gone(run.run_id())
+
+
+@pytest.mark.long
+def test_an_environment_that_hangs_is_named_killed_and_its_episodes_are_played_again(make: Make) -> None:
+    run = make(blocking=True)
+    run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
+    run.start()
+    assert run.wait() == 0, run.text()
+    check(run)
+    stuck = run.events("environment_stuck")
+    assert {e["item"] for e in stuck} == {"train-3", "train-5"}
+    assert all("did not return within 2 s" in e["why"] and "step 1 of" in e["why"] for e in stuck)
+    assert max(record["workers_killed"] for record in run.records("env")) >= 1
+    assert not [e for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"], "a role was killed"
+
+
+@pytest.mark.long
+def test_two_slots_play_and_the_second_one_waits_for_the_first_evaluation(make: Make) -> None:
+    run = make(**{"roles.env.count": 2}).start()
+    assert run.wait() == 0, run.text()
+    path = steps_that_count(run.records("step"))
+    assert sorted(path) == list(range(1, STEPS + 1))
+    assert {record["slot"] for record in run.records("made")} == {"env/0", "env/1"}
+    first = run.records("evaluation")[0]
+    assert first["when"] == "before" and first["versions"] == [first["version"]] * 2

@@ -1,0 +1,121 @@
+"""What a roles.toml with [roles.env] may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.settings import EnvSettings, env_settings, longest_tokens
+from relax_rt.roles.job import RLJob
+from relax_rt.roles.sections import RLConfig
+
+SOUND = """
+[run]
+name = "game"
+[model]
+path = "package:tiny"
+[roles.env]
+environment = "game.py:Game"
+tasks = 100
+max_tokens = 400
+[sampling]
+max_new_tokens = 8
+"""
+GAME = """
+class Game:
+    def __init__(self, size=1): ...
+    async def reset(self, task): return "go " * 20
+    async def step(self, reply): ...
+"""
+
+
+def read(folder: Path, text: str = SOUND, *overrides: str) -> RLConfig:
+    (folder / "game.py").write_text(GAME)
+    (folder / "roles.toml").write_text(text)
+    found = load_config(folder / "roles.toml", overrides)
+    assert isinstance(found, RLConfig)
+    return found
+
+
+def test_neither_prompts_nor_rewards_nor_their_roles_are_needed(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert {kind: config.roles[kind].count for kind in ("env", "rollout", "reward", "evaluator", "trainer")} == {
+        "env": 1, "rollout": 1, "reward": 0, "evaluator": 0, "trainer": 1,
+    }  # fmt: skip
+    assert isinstance(env_settings(config), EnvSettings) and longest_tokens(config) == 400
+    policy = RLJob().ledger_policy(config)
+    assert set(policy.tasks) == {"train"} and "reward" in policy.tasks["train"]
+
+
+def test_other_runs_still_need_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        read(tmp_path, '[run]\nname = "x"\n[model]\npath = "package:tiny"\n')
+    assert {problem.message for problem in caught.value.problems} >= {"missing table [data]", "missing table [reward]"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["roles.env.count=0"], "nobody plays the episodes"),
+        (["reward.function=x.py:f"], "the environment gives the rewards"),
+        (["roles.reward.count=1"], "nothing to do for reward"),
+        (["roles.evaluator.count=1"], "nothing to do for evaluator"),
+        (["data.task=chain_sum"], "tasks and [data] are both set"),
+        (["algorithm.sampler=curriculum"], "a sampler chooses among the items of [data]"),
+        (["sampling.max_new_tokens=400"], "each reply may have 400"),
+        (["roles.env.turn_timeout_s=900"], "is not below episode_timeout_s"),
+        (["roles.env.episodes_in_flight=4"], "less than a group"),
+        (["algorithm.mode=colocate", "algorithm.max_staleness=0"], "no episode waits for turns of the trainer"),
+        (["evaluation.greedy=true"], "greedy episodes"),
+        (["roles.rollout.count=0"], "a run needs at least one rollout"),
+        (["roles.env.max_turn=3"], "unknown key 'max_turn'"),
+        (["roles.env.drift=fork_"], "is not one of"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        read(tmp_path, SOUND, *overrides)
+    assert any(message in problem.message for problem in caught.value.problems), caught.value.render()
+
+
+def test_episodes_are_about_something(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match="what are the episodes about"):
+        read(tmp_path, SOUND.replace("tasks = 100", ""))
+    text = SOUND.replace("tasks = 100", "") + '[data]\ntask = "chain_sum"\n'
+    assert "data" in read(tmp_path, text).model_fields_set
+
+
+def looked_at(folder: Path, *overrides: str, context: int | None = None) -> list[str]:
+    pytest.importorskip("transformers")
+    from agentic_parts import tokenizer
+
+    config = read(folder, SOUND, *overrides)
+    return [str(problem.message) for problem in preflight_environment(config, folder, tokenizer(), context)]
+
+
+def test_the_first_held_out_task_is_begun_before_a_run(tmp_path: Path) -> None:
+    assert looked_at(tmp_path) == []
+    assert "an episode begins with 8" in looked_at(tmp_path, "roles.env.max_tokens=60")[0]
+    assert "context is 128" in looked_at(tmp_path, context=128)[0]
+    assert "has no 'Gam'" in looked_at(tmp_path, "roles.env.environment=game.py:Gam")[0]
+    assert "no such option" in looked_at(tmp_path, "roles.env.options.sise=2")[0]
+    assert "is async" in looked_at(tmp_path, "roles.env.workers=2")[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("raise OSError('no board')", "reset raised OSError: no board"),
+        ("return 3", "no Observation and no text"),
+        ("import asyncio; await asyncio.sleep(60)", "reset did not return within"),
+    ],
+)
+def test_a_task_that_cannot_be_begun_is_told(tmp_path: Path, body: str, why: str, monkeypatch: Any) -> None:
+    text = GAME.replace('return "go " * 20', body)
+    monkeypatch.setattr(f"{__name__}.GAME", text)
+    assert why in looked_at(tmp_path, "roles.env.turn_timeout_s=0.2")[0]

@@ -1,0 +1,37 @@
+"""Scores of held-out episodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.evaluation import scored
+from relax_rt.roles.agentic.tokens import Branch, Counts, Episode
+from relax_rt.transport.queue.api import VersionSpan
+
+
+def played(reward: float, version: int = 1, truncated: str = "", turns: int = 2) -> Played:
+    spans = (VersionSpan(1, 3, version, version),)
+    branch = Branch((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), spans, (), "stop")
+    episode = Episode((branch,), Counts())
+    return Played(episode=episode, rewards={"a": reward}, states={}, truncated=truncated, turns=turns, cut=0, info={})
+
+
+def test_shares_and_means_with_failed_episodes_as_reward_0() -> None:
+    episodes = [played(1.0), played(0.2, version=3, truncated="turns", turns=4), None, played(0.9)]
+    found = scored(episodes, 4, 1, 0.5, None)
+    assert (found["exact"], found["reward"], found["failed"]) == (0.5, pytest.approx(0.525), 1)
+    assert (found["format"], found["turns"], found["tokens"]) == (0.5, pytest.approx(8 / 3), 3.0)
+    assert found["versions"] == [1, 3] and 0 < found["exact_low"] < 0.5 < found["exact_high"] < 1
+    assert found["reward_low"] < found["reward"] < found["reward_high"] and "gain" not in found
+
+
+def test_the_gain_is_over_what_was_before() -> None:
+    before = scored([played(0.0)] * 50, 50, 1, 0.5, None)
+    after = scored([played(1.0)] * 40 + [played(0.0)] * 10, 50, 1, 0.5, before)
+    assert after["gain"] == pytest.approx(0.8) and 0.5 < after["gain_low"] < 0.8 < after["gain_high"]
+
+
+def test_several_samples_of_a_task_are_one_draw() -> None:
+    found = scored([played(1.0), played(0.0)] * 10, 10, 2, 0.5, None)
+    assert (found["items"], found["exact"], found["reward_low"], found["reward_high"]) == (10, 0.5, 0.5, 0.5)
