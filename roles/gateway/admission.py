@@ -161,10 +161,11 @@ class Admission:
             self._note_end(now)
         return self._let_in()
 
-    def hold(self, number: int) -> None:
-        """The caller of one that is at work has seen tokens of it: it can no longer begin anew."""
+    def hold(self, number: int) -> bool:
+        """One that is at work can no longer begin anew: its caller sees tokens of it. False: it has just been shed."""
         if (place := self._working.get(number)) is not None:
             place.held = True
+        return place is not None
 
     def tick(self, now: float, load: Load) -> list[Action]:
         """Time has passed, and the engines say how they do."""

@@ -50,9 +50,9 @@ class Gate:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
-    async def pass_through(self, group: str, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+    async def pass_through(self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]]) -> T:
         """Wait for a turn and do the work, from its beginning again if it is shed meanwhile. What it is given is to be
-        called when it can no longer begin anew.
+        called before it does what must not be done twice; False: it was shed, and is about to be cancelled.
 
         Raises:
             CallError: 429: too many wait, or it waited for too long.

@@ -119,6 +119,7 @@ def make_server(app: Any, *, connections: int, head_s: float) -> Server:
             lifespan="off",
             log_config=None,
             access_log=False,
+            log_level="error",
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing
 from hashlib import blake2b
 from typing import Literal, Protocol
 
@@ -181,8 +182,7 @@ class Service:
                 id=request,
                 created=int(self._now()),
                 model=call.model,
-                prompt_tokens=sum(len(plan.tokens) for plan in plans)
-                or sum(len(one.prompt) for one in wanted[:: call.n]),
+                prompt_tokens=sum(len(one.prompt) for one in wanted[:: call.n]),
                 reused_tokens=sum(plan.reused for plan in plans),
                 ignored=ignored,
             )
@@ -200,7 +200,9 @@ class Service:
                 # By the session's end, not by the caller: he is told.
                 message = f"session {session.name!r} {session.ended}"
                 raise CallError(409, message, code="session_ended") from error
-            raise _as_call_error(error) from error
+            if (told := _as_call_error(error)) is error:
+                raise
+            raise told from error
         finally:
             session.at_work.discard(task)
 
@@ -272,9 +274,8 @@ class Service:
     def wanted(self, call: Call, session: Session, one: _One, temperature: float, *, pieces: bool) -> Wanted:
         """The order for one sequence."""
         terms = self.terms
-        room = (
-            terms.context - len(one.prompt) if one.plan is None else min(terms.context - len(one.prompt), one.plan.room)
-        )
+        room = terms.context - len(one.prompt)
+        room = room if one.plan is None else min(room, one.plan.room)
         limit = min(call.max_tokens or terms.new_tokens, session.limits.new_tokens or terms.new_tokens, room)
         if limit < 1:
             message = f"session {session.name!r} has no tokens left for an answer"
@@ -295,8 +296,9 @@ class Service:
     async def pieces(self, wanted: Wanted, *, whole: bool) -> AsyncIterator[Deliver]:
         """Tokens as they come, or all at the end."""
         if not whole:
-            async for piece in self._tokens.stream(wanted):
-                yield piece
+            async with aclosing(self._tokens.stream(wanted)) as stream:  # type: ignore[type-var]
+                async for piece in stream:
+                    yield piece
             return
         done = await self._tokens.generate(wanted)
         yield Deliver(0, 0, done.tokens, done.logprobs, done.versions)
@@ -310,22 +312,23 @@ class _Job:
     ) -> None:
         self._service, self._call, self._session = service, call, session
         self._head, self._temperature, self._sink = head, temperature, sink
-        self._begun = False
+        self._begun = self._claimed = False
         self.versions = (0, 0)
 
-    async def run(self, wanted: Sequence[_One], hold: Callable[[], None]) -> list[Choice]:
+    async def run(self, wanted: Sequence[_One], hold: Callable[[], bool]) -> list[Choice]:
         """All sequences at once."""
-        self._hold = hold
+        self._hold, self.versions = hold, (0, 0)
         if len(wanted) == 1:
             return [await self._one(wanted[0])]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(one)) for one in wanted]
+                tasks = [group.create_task(self._one(one, beside=True)) for one in wanted]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]
 
-    async def _one(self, one: _One) -> Choice:
+    async def _one(self, one: _One, *, beside: bool = False) -> Choice:
+        """One sequence; `beside` others, so that it cannot be begun anew once it is recorded."""
         service, call, sink = self._service, self._call, self._sink
         pieces = sink is not None or bool(call.stop)
         wanted = service.wanted(call, self._session, one, self._temperature, pieces=pieces)
@@ -334,8 +337,7 @@ class _Job:
         logprobs: list[float] = []
         versions: list[VersionSpan] = []
         looks = pieces or call.logprobs or one.plan is None
-        stream = service.pieces(wanted, whole=not pieces)
-        try:
+        async with aclosing(service.pieces(wanted, whole=not pieces)) as stream:  # type: ignore[type-var]
             async for piece in stream:
                 count = reader.take(piece.tokens, piece.logprobs) if looks else len(piece.tokens)
                 tokens += piece.tokens[:count]
@@ -343,15 +345,20 @@ class _Job:
                 for span in piece.versions:
                     extend_spans(versions, span)
                 self._note(piece.versions)
-                if sink is not None:
-                    self._show(sink, one, reader)
+                if sink is not None and (text := reader.show()):
+                    await self._begin(sink)
+                    sink.text(one.index, (one.echo if reader.shown == text else "") + text, ())
                 if reader.stop is not None:
                     break
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
         finish: FinishReason = "stop" if reader.stop is not None or tokens[-1] in wanted.stop_ids else "length"
-        spans = _until(versions, len(tokens))
-        return self._ended(one, Sampled(tuple(tokens), tuple(logprobs), spans, finish), reader)
+        what = Sampled(tuple(tokens), tuple(logprobs), _until(versions, len(tokens)), finish)
+        if beside or sink is not None:
+            await self._claim()
+        choice = self._ended(one, what, reader)
+        if sink is not None:
+            await self._begin(sink)
+            sink.choice(choice)
+        return choice
 
     def _ended(self, one: _One, what: Sampled, reader: Reader) -> Choice:
         session, finish = self._session, what.finish_reason
@@ -360,36 +367,31 @@ class _Job:
         else:
             reply = session.sampled(one.plan, what)
         message = _told(reply, reader)
-        reason: FinishReason = (
-            "tool_calls" if reply.finish_reason == "tool_calls" else "stop" if finish == "stop" else "length"
-        )
         if one.plan is not None:
             session.remember(self._head.id if one.index == 0 else reply.id, reply, message)
-        choice = Choice(
+        calls = reply.finish_reason == "tool_calls"
+        return Choice(
             index=one.index,
             reply=reply.id,
             message=message,
             text=one.echo + reader.visible,
-            finish_reason=reason,
+            finish_reason="tool_calls" if calls else "stop" if finish == "stop" else "length",
             stop=reader.stop,
             tokens=len(what.tokens),
             logprobs=tuple(reader.tokens),
         )
-        if self._sink is not None:
-            self._begin(self._sink)
-            self._sink.choice(choice)
-        return choice
 
-    def _show(self, sink: Sink, one: _One, reader: Reader) -> None:
-        first = not reader.shown
-        if text := reader.show():
-            self._begin(sink)
-            sink.text(one.index, (one.echo if first else "") + text, ())
+    async def _claim(self) -> None:
+        """From here on it is not begun anew; if it is to be, that has been decided, and nothing more is done here."""
+        if not self._claimed:
+            if not self._hold():
+                await asyncio.Event().wait()
+            self._claimed = True
 
-    def _begin(self, sink: Sink) -> None:
+    async def _begin(self, sink: Sink) -> None:
+        await self._claim()
         if not self._begun:
             self._begun = True
-            self._hold()
             sink.begin(msgspec.structs.replace(self._head, version=self.versions[0]))
 
     def _note(self, spans: Sequence[VersionSpan]) -> None:

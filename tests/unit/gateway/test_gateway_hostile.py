@@ -1,0 +1,293 @@
+"""Callers who mean harm, or whose programs do: each gets a clear error in bounded memory, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tracemalloc
+from typing import Any
+
+import openai
+import pytest
+from gateway_world import TOKEN, Running, running, until
+from test_gateway_openai import ask, client, echo
+
+from relax_rt.roles.gateway.admission import Load, Marks
+from relax_rt.roles.gateway.app import Bounds
+
+CHAT = "/v1/chat/completions"
+
+
+class Raw:
+    """A connection of which each byte is ours."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, world: Running) -> Raw:
+        host, port = world.url.removeprefix("http://").split(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> tuple[int, Any]:
+        """Status and body."""
+        async with asyncio.timeout(30):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            body = await self.reader.readexactly(int(length[1])) if length else b""
+        return int(head.split()[1]), json.loads(body) if body else None
+
+    async def closed(self) -> bool:
+        """Whether the far end closes it."""
+        async with asyncio.timeout(30):
+            try:
+                while await self.reader.read(65536):
+                    pass
+            except ConnectionError:
+                pass
+        return True
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def head(length: int | None, key: str = TOKEN, more: str = "") -> bytes:
+    size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n{size}\r\n{more}\r\n".encode()
+
+
+async def still_serves(world: Running) -> None:
+    async with client(world) as api:
+        answer = await api.chat.completions.create(model="policy", messages=ask("well?"))
+        assert answer.choices[0].message.content == "You said well?."
+    assert world.gateway.memory.held == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_of_100_mb_is_refused_while_it_comes(chunked: bool) -> None:
+    chunk = b"x" * (1 << 20)
+    async with running(echo, bounds=Bounds(body_bytes=1 << 20)) as world:
+        tracemalloc.start()
+        try:
+            raw = await Raw.to(world)
+            await raw.send(head(None if chunked else 100 << 20))
+            try:
+                for _ in range(100):
+                    await raw.send((b"100000\r\n" + chunk + b"\r\n") if chunked else chunk)
+            except ConnectionError:
+                pass
+            status, body = await raw.answer()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert status == 413 and body["error"]["code"] == "body_too_large"
+        assert peak < 16 << 20
+        assert await raw.closed()
+        raw.close()
+        await still_serves(world)
+
+
+async def test_the_client_package_hears_of_it_too() -> None:
+    async with running(echo, bounds=Bounds(body_bytes=1 << 16)) as world, client(world) as api:
+        with pytest.raises(openai.APIStatusError, match="the bound is 65536") as caught:
+            await api.chat.completions.create(model="policy", messages=ask("x" * (8 << 20)))
+        assert caught.value.status_code == 413
+        await still_serves(world)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "no JSON"),
+        (b"\xff\xfe\x00", "no JSON"),
+        (b"[" * 100_000, ""),
+        (b"null", "Expected `object`"),
+        (b'{"model": "policy"}', "missing required field `messages`"),
+        (b'{"model": "policy", "messages": 3}', "messages"),
+        (b'{"model": "policy", "messages": [{}]}', "role"),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": 3}]}', "content"),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": [3]}]}', "content"),
+        (b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "tool_calls"),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 1e99}', "n"),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
+    ],
+)
+async def test_what_is_no_request_is_a_400_that_says_where(body: bytes, said: str) -> None:
+    async with running(echo) as world:
+        raw = await Raw.to(world)
+        await raw.send(head(len(body)) + body)
+        status, told = await raw.answer()
+        assert status == 400 and said in told["error"]["message"]
+        assert told["error"]["type"] == "invalid_request_error"
+        raw.close()
+        await still_serves(world)
+
+
+async def test_without_a_key_nothing_is_read() -> None:
+    async with running(echo) as world:
+        raw = await Raw.to(world)
+        await raw.send(head(1 << 40, "wrong"))
+        status, told = await raw.answer()
+        assert status == 401 and told["error"]["code"] == "invalid_api_key"
+        raw.close()
+        other = await Raw.to(world)
+        await other.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        assert (await other.answer())[0] == 401
+        other.close()
+        await still_serves(world)
+
+
+@pytest.mark.parametrize("nbytes", [100, 12 << 20])
+async def test_an_image_bomb_is_not_opened(nbytes: int) -> None:
+    data = "A" * nbytes
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    async with running(echo, bounds=Bounds(body_bytes=32 << 20)) as world, client(world) as api:
+        messages: Any = [{"role": "user", "content": [{"type": "text", "text": "look"}, part]}]
+        with pytest.raises(openai.APIStatusError) as caught:
+            await api.chat.completions.create(model="policy", messages=messages)
+        assert caught.value.status_code == (400 if nbytes == 100 else 413)
+        assert "image" in caught.value.message and len(caught.value.message) < 300
+        await still_serves(world)
+
+
+async def test_a_head_that_comes_slowly_or_never_loses_its_connection() -> None:
+    async with running(echo, head_s=0.2) as world:
+        silent, slow = await Raw.to(world), await Raw.to(world)
+        await slow.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
+
+        async def drip() -> None:
+            for number in range(10_000):
+                await slow.send(f"X-{number}: y\r\n".encode())
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        for one in (silent, slow):
+            status, told = await one.answer()
+            assert status == 408 and told["error"]["code"] == "head_timeout"
+            assert await one.closed()
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+        for one in (silent, slow):
+            one.close()
+        await still_serves(world)
+
+
+async def test_a_body_that_comes_slowly_is_not_waited_for() -> None:
+    async with running(echo, bounds=Bounds(body_s=0.2)) as world:
+        raw = await Raw.to(world)
+        await raw.send(head(1000) + b'{"model"')
+        status, told = await raw.answer()
+        assert status == 408 and "8 bytes of it were" in told["error"]["message"]
+        assert await raw.closed()
+        raw.close()
+        await still_serves(world)
+
+
+async def test_a_head_without_end_and_what_is_no_http() -> None:
+    async with running(echo) as world:
+        endless, odd = await Raw.to(world), await Raw.to(world)
+        await endless.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX: ".encode() + b"y" * (1 << 17))
+        await odd.send(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+        for one in (endless, odd):
+            status, told = await one.answer()
+            assert status == 400 and told["error"]["code"] == "invalid_http"
+            one.close()
+        await still_serves(world)
+
+
+async def test_too_many_connections_are_turned_away_and_those_at_rest_make_room() -> None:
+    async with running(echo, connections=4) as world:
+        open_ = [await Raw.to(world) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        more = await Raw.to(world)
+        status, told = await more.answer()
+        assert status == 503 and "4 connections are open" in told["error"]["message"]
+        # One of them has its answer and rests: it makes room.
+        await open_[0].send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await open_[0].answer())[0] == 200
+        await still_serves(world)
+        assert await open_[0].closed()
+        for one in [*open_, more]:
+            one.close()
+
+
+async def test_requests_at_hand_are_bounded_together() -> None:
+    async with running(echo, bounds=Bounds(held_bytes=3000)) as world:
+        first = await Raw.to(world)
+        await first.send(head(4000) + b" " * 2000)
+        await until(lambda: world.gateway.memory.held == 2000)
+        second = await Raw.to(world)
+        await second.send(head(2000) + b" " * 2000)
+        status, told = await second.answer()
+        assert status == 503 and told["error"]["code"] == "busy"
+        first.close()
+        second.close()
+        await until(lambda: world.gateway.memory.held == 0)
+        await still_serves(world)
+
+
+async def test_who_does_not_read_his_answer_loses_it() -> None:
+    async with running(lambda p, w: "x" * 3000, bounds=Bounds(send_s=0.2)) as world:
+        raw = await Raw.to(world)
+        body = json.dumps({"model": "policy", "messages": ask("x"), "n": 128, "logprobs": True, "max_tokens": 3000})
+        world.gateway.service.terms = type(world.gateway.service.terms)(
+            models=("policy",), new_tokens=4000, context=10_000
+        )
+        await raw.send(head(len(body)) + body.encode())
+        await until(lambda: world.gateway.service.answered)
+        await until(lambda: world.gateway.memory.held == 0)
+        raw.close()
+
+
+async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() -> None:
+    marks = Marks(first=1, most=1, waiting=1)
+    async with running(echo, marks=marks, load=lambda: Load(0, 0, 0.5)) as world, client(world) as api:
+        world.engine.gate.clear()
+        calls = [
+            asyncio.create_task(api.chat.completions.with_raw_response.create(model="policy", messages=ask(str(n))))
+            for n in range(3)
+        ]
+        core = world.gateway.service.gate.core
+        await until(lambda: core.counts["refused"])
+        assert core.at_work == 1 and core.waiting == 1
+        world.engine.gate.set()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 1 and int(refused[0].response.headers["retry-after"]) >= 1
+        assert sum(not isinstance(one, BaseException) for one in answers) == 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_call_that_is_shed_begins_anew_unseen(n: int) -> None:
+    load = [Load(0, 0, 0.5)]
+    marks = Marks(first=2, most=2, every_s=0.01)
+    async with running(echo, marks=marks, load=lambda: load[0]) as world, client(world, world.episode()) as api:
+        world.engine.gate.clear()
+        calls = [
+            asyncio.create_task(api.chat.completions.create(model="policy", messages=ask(text), n=n)) for text in "ab"
+        ]
+        await until(lambda: len(world.engine.orders) == 2 * n)
+        load[0] = Load(0, 0, 0.95)
+        await until(lambda: world.engine.ended_early == n)
+        load[0] = Load(5, 0, 0.5)
+        world.engine.gate.set()
+        answers = await asyncio.gather(*calls)
+        assert [a.choices[-1].message.content for a in answers] == ["You said a.", "You said b."]
+        assert world.gateway.service.gate.core.counts["shed"] == 1
+        trained = sum(sum(branch.loss_mask) for branch in world.sessions.close("episode-1").branches)
+        assert trained == sum(len(made.tokens) for made in world.engine.made)
+
+
+async def test_paths_and_methods_that_are_not_there() -> None:
+    async with running(echo) as world:
+        for line in ("GET /v1/chat/completions", "POST /v1/embeddings", "GET /", "DELETE /v1/models"):
+            raw = await Raw.to(world)
+            await raw.send(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+            status, told = await raw.answer()
+            assert status in (404, 405) and "/v1/responses" in told["error"]["message"]
+            raw.close()
