@@ -35,7 +35,8 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
             turns.append(BranchTurn(len(tokens), len(tokens) + len(rendered), role))
         start = len(tokens) + len(rendered)
         trained = said.number in owned
-        turns.append(BranchTurn(start, start + len(sampled), "assistant", said.id, trained))
+        if sampled:
+            turns.append(BranchTurn(start, start + len(sampled), "assistant", said.id, trained))
         tokens += [*rendered, *sampled]
         mask += [0] * len(rendered) + [int(trained)] * len(sampled)
         logprobs += [0.0] * len(rendered) + (list(said.what.logprobs) if trained else [0.0] * len(sampled))

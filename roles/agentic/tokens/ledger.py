@@ -279,12 +279,10 @@ def _wrong(what: Sampled) -> str:
         return f"it ended as {what.finish_reason!r}: only {' and '.join(FINISHED)} are ends, others are abandoned"
     if len(what.logprobs) != count:
         return f"{count} tokens with {len(what.logprobs)} log-probabilities"
-    at = 0
-    for span in what.versions:
-        if span.start != at or span.end <= at:
-            break
-        at = span.end
-    if at != count or (what.versions and what.versions[-1].end != count):
+    ends = [0, *(span.end for span in what.versions)]
+    if ends[-1] != count or any(
+        span.start != at or span.end <= at for span, at in zip(what.versions, ends, strict=False)
+    ):
         return f"{count} tokens of versions {what.versions!r:.200}"
     if what.routing and (not count or len(what.routing) % count):
         return f"{count} tokens with {len(what.routing)} bytes of routing rows"

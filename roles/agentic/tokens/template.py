@@ -17,6 +17,7 @@ from relax_rt.roles.agentic.tokens.messages import (
     for_template,
     parsed_arguments,
     without_reasoning,
+    words,
 )
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
 from relax_rt.roles.agentic.tokens.parsers import Call, Parsed
@@ -143,16 +144,16 @@ class ChatTemplate:
             return None
         plain = [without_reasoning(message) for message in messages]
         whole = self.text(plain, tools)
-        before = self.text(plain[: known - 1], tools, generation=False)
-        if not whole.startswith(before):
-            return None
-        shared = whole
-        if known < len(plain):
+        try:
+            before = self.text(plain[: known - 1], tools, generation=False)
             # Up to the first new words all is alike when they are others.
-            other = self.text([*plain[:known], {**plain[known], "content": MARK}, *plain[known + 1 :]], tools)
-            if whole == other:
-                return None
-            shared = whole[: _alike(whole, other)]
+            new = [{**plain[known], "content": _other(plain[known])}, *plain[known + 1 :]] if known < len(plain) else []
+            other = self.text([*plain[:known], *new], tools) if new else whole
+        except Refused:
+            return None
+        if not whole.startswith(before) or (new and other == whole):
+            return None
+        shared = whole[: _alike(whole, other)]
         at = shared.rfind(self.turn_end)
         return whole[at:] if at >= len(before) else None
 
@@ -221,6 +222,11 @@ class ChatTemplate:
             str(reasoning),
             tuple(Call(call["name"], parsers.written(parsed_arguments(call.get("arguments")))) for call in calls),
         )
+
+
+def _other(message: Message) -> str:
+    """Other words than a message has, from the first letter on."""
+    return OTHER if str(words(message.get("content"))).startswith(MARK[0]) else MARK
 
 
 def _alike(one: str, other: str) -> int:

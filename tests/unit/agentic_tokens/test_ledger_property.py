@@ -1,0 +1,208 @@
+"""Whatever a client does to its conversations: what is trained is what was sampled, on what it was sampled on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from chat_fixtures import LLAMA3, QWEN3, TOOLS, llama, prompt_text, smollm2, tiny, tokens_of, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_rt.roles.agentic.tokens import ChatTemplate, Drift, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.transport.queue.api import VersionSpan
+
+WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<b>", '{"a": 1}', "<tool", "x" * 30])
+THOUGHTS = st.sampled_from(["hm", "first\n\nthen", "1 + 1"])
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "note"]), st.one_of(st.integers(0, 9), WORDS), max_size=2)
+
+
+@dataclass
+class View:
+    """A conversation as its client has it, and the same with all thoughts, as the model knows it."""
+
+    sent: list[dict[str, Any]]
+    meant: list[dict[str, Any]]
+    of: PromptPlan | None = None
+
+
+@dataclass
+class Session:
+    """A client that talks with a sampler through a ledger, and remembers everything that the sampler did."""
+
+    chat: ChatTemplate
+    oracle: ChatTemplate
+    ways: frozenset[str]
+    draw: Any
+    drift: Drift = "fork"
+    book: TokenLedger = field(init=False)
+    said: int = 0
+    views: list[View] = field(default_factory=list)
+    record: dict[str, tuple[PromptPlan, Sampled]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.book = TokenLedger(self.chat, max_tokens=1 << 20, max_branches=512, drift=self.drift)
+
+    def step(self) -> None:
+        """Open one or two calls, and answer them in any order."""
+        opened = [self.open() for _ in range(self.draw(st.integers(1, 2)))]
+        for plan, view in self.draw(st.permutations(opened)):
+            for _ in range(plan.n):
+                self.answer(plan, view)
+            if self.draw(st.integers(0, 7)) == 0:
+                self.abandon(plan)
+
+    def open(self) -> tuple[PromptPlan, View]:
+        view = self.following()
+        tools = TOOLS if "calls" in self.ways else ()
+        plan = self.book.prompt(view.sent, tools, n=self.draw(st.integers(1, 2)))
+        assert prompt_text(self.chat, plan) == self.oracle.text(view.meant, tools)
+        return plan, view
+
+    def following(self) -> View:
+        """What the client sends next: it begins, goes on from anywhere, puts its last words otherwise, or repeats."""
+        old = self.draw(st.sampled_from(self.views)) if self.views else View([], [])
+        how = self.draw(st.sampled_from(["go on", "go on", "begin", "edit", "repeat", *self.ways & {"rewrites"}]))
+        if how == "begin" or not old.sent:
+            return self.grown(View([], []))
+        if how == "go on":
+            return self.grown(old)
+        if how == "rewrites":
+            place = self.draw(st.integers(0, len(old.sent) - 1))
+            changed = [*old.sent[:place], {**old.sent[place], "content": "Never mind."}, *old.sent[place + 1 :]]
+            return self.grown(View(changed, changed))
+        keep = max(place for place, message in enumerate(old.sent) if message["role"] == "assistant")
+        return (
+            View(old.sent[:keep], old.meant[:keep])
+            if how == "repeat"
+            else self.grown(View(old.sent[: keep - 1], old.meant[: keep - 1]))
+        )
+
+    def grown(self, view: View) -> View:
+        last = view.meant[-1] if view.meant else {}
+        new = [
+            {"role": "tool", "content": self.draw(WORDS), "tool_call_id": call["id"]}
+            for call in last.get("tool_calls", ())
+        ]
+        if not new or self.draw(st.booleans()):
+            new.append(user(self.draw(WORDS)))
+        return View([*view.sent, *copy.deepcopy(new)], [*view.meant, *new])
+
+    def answer(self, plan: PromptPlan, view: View) -> None:
+        what = self.sample()
+        reply = self.book.sampled(plan, what)
+        self.record[reply.id] = (plan, what)
+        sent, meant = [*view.sent, self.sent_back(reply)], [*view.meant, copy.deepcopy(reply.message)]
+        self.views.append(View(sent, meant, plan))
+
+    def sample(self) -> Sampled:
+        # No two completions say the same: else a client that names none could mean either.
+        words = f"{chr(ord('A') + self.said)} {self.draw(WORDS)}"
+        self.said += 1
+        if "calls" in self.ways and self.draw(st.booleans()):
+            call = json.dumps({"name": "add", "arguments": self.draw(ARGUMENTS)}, ensure_ascii=False)
+            words += f"\n<tool_call>\n{call}\n</tool_call>"
+        if "thinks" in self.ways:
+            words = f"<think>\n{self.draw(THOUGHTS)}\n</think>\n\n{words}"
+        tokens = tokens_of(self.chat, words, letters=self.draw(st.booleans()))
+        cut = "is cut" in self.ways and self.draw(st.integers(0, 3)) == 0
+        tokens = tokens[: self.draw(st.integers(0, len(tokens)))] if cut else [*tokens, self.chat.tokenizer.end_id]
+        count = len(tokens)
+        middle, version = self.draw(st.integers(0, count)), self.draw(st.integers(1, 3))
+        spans = [VersionSpan(0, middle, version, version), VersionSpan(middle, count, version + 1, version)]
+        logprobs = tuple(-(self.said * 1000 + place + 1) / 1024 for place in range(count))
+        known = tuple(span for span in spans if span.start < span.end)
+        return Sampled(tuple(tokens), logprobs, known, "length" if cut else "stop")
+
+    def sent_back(self, reply: Reply) -> dict[str, Any]:
+        """As clients send a reply back: without thoughts, with space around words, arguments spaced otherwise."""
+        message = copy.deepcopy(reply.message)
+        if "rewrites" in self.ways:
+            return message
+        if self.draw(st.booleans()):
+            message.pop("reasoning_content", None)
+        if message["content"]:
+            message["content"] = self.draw(st.sampled_from(["", " ", "\n"])) + message["content"].strip() + "\n"
+        for call in message.get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=1)
+        return message
+
+    def abandon(self, plan: PromptPlan) -> None:
+        self.book.abandon(plan)
+        for name in [name for name, (of, _) in self.record.items() if of is plan]:
+            del self.record[name]
+        self.views = [view for view in self.views if view.of is not plan]
+
+
+def check(session: Session) -> None:
+    """Each completion is trained once, where it stands behind the tokens that it was sampled on."""
+    seen: list[str] = []
+    for branch in session.book.episode().branches:
+        mask, logprobs, versions = [0] * len(branch.tokens), [0.0] * len(branch.tokens), []
+        for turn in branch.turns:
+            if turn.trained:
+                plan, what = session.record[turn.response]
+                seen.append(turn.response)
+                assert branch.tokens[: turn.end] == plan.tokens + what.tokens
+                mask[turn.start : turn.end] = [1] * len(what.tokens)
+                logprobs[turn.start : turn.end] = what.logprobs
+                for span in what.versions:
+                    versions += [(at + turn.start, span.version, span.kv_version) for at in range(span.start, span.end)]
+        assert branch.loss_mask == tuple(mask) and branch.logprobs == tuple(logprobs) and any(mask)
+        got = [(at, span.version, span.kv_version) for span in branch.versions for at in range(span.start, span.end)]
+        assert got == versions
+        ends = [turn.end for turn in branch.turns]
+        assert [turn.start for turn in branch.turns] == [0, *ends[:-1]] and ends[-1] == len(branch.tokens)
+    missing = {name: what for name, (_, what) in session.record.items() if what.tokens and name not in seen}
+    assert len(set(seen)) == len(seen)
+    assert sum(len(what.tokens) for what in missing.values()) == session.book.episode().counts.dropped_tokens
+
+
+def chats() -> dict[str, tuple[ChatTemplate, ChatTemplate, set[str]]]:
+    """Template, what prompts are held against, and what the model does."""
+    smol, small, big = ChatTemplate(smollm2()), ChatTemplate(tiny()), ChatTemplate(llama(), template=LLAMA3)
+    thinking = ChatTemplate(smollm2(), template=QWEN3)
+    kept = ChatTemplate(smollm2(), template=QWEN3, variables={"keep_all": True})
+    return {
+        "smollm2": (smol, smol, {"is cut"}),
+        "tiny": (small, small, {"is cut"}),
+        "llama": (big, big, set()),
+        "qwen3 with tools": (thinking, kept, {"calls"}),
+        "qwen3 that thinks": (thinking, kept, {"calls", "thinks"}),
+    }
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny", "llama", "qwen3 with tools", "qwen3 that thinks"])
+def test_what_is_trained_is_what_was_sampled(name: str) -> None:
+    chat, oracle, ways = chats()[name]
+
+    @settings(max_examples=12, derandomize=True, database=None)
+    @given(st.data())
+    def play(data: st.DataObject) -> None:
+        session = Session(chat, oracle, frozenset(ways), data.draw)
+        for _ in range(data.draw(st.integers(1, 5))):
+            session.step()
+        check(session)
+        counts = session.book.episode().counts
+        assert (counts.drift, counts.dropped_tokens, counts.realigned) == (0, 0, 0)
+        assert (counts.malformed_calls, counts.foreign_ends) == (0, 0)
+
+    play()
+
+
+@pytest.mark.parametrize("drift", ["fork", "realign", "drop"])
+@settings(max_examples=12, derandomize=True, database=None)
+@given(data=st.data())
+def test_clients_that_change_history_lose_what_the_policy_says(drift: Drift, data: st.DataObject) -> None:
+    chat = ChatTemplate(tiny())
+    session = Session(chat, chat, frozenset({"is cut", "rewrites"}), data.draw, drift)
+    for _ in range(data.draw(st.integers(1, 6))):
+        session.step()
+    check(session)
+    counts = session.book.episode().counts
+    assert counts.realigned == 0
+    assert counts.dropped_tokens == 0 or (drift != "fork" and counts.drift)
