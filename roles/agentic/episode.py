@@ -206,7 +206,7 @@ def used_up(error: Refused) -> bool:
 
 def turn_seed(seed: int, turn: int) -> int:
     """Seed of a reply, 63 bits: xxh3-64 of the episode's seed and the number of the turn."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {turn}") >> 1
+    return xxhash.xxh3_64_intdigest(f"{seed} {turn}".encode()) >> 1
 
 
 def checked(value: Any) -> float:

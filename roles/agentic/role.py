@@ -390,6 +390,7 @@ class EnvRole(Role):
             seed = self._seed(ticket.prompt, member, ticket.attempt + (loss << 32))
             try:
                 played = await self.player.play(name, task, seed)
+                self._check(played)
             except Lost as error:
                 self._tally.lost += 1
                 self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
@@ -403,6 +404,17 @@ class EnvRole(Role):
             self._failures_in_a_row = 0
             return played
         return None
+
+    def _check(self, played: Played) -> None:
+        """Raises: Broken, if the trainer cannot train it."""
+        from relax_rt.roles.agentic.pool import Broken
+        from relax_rt.roles.checks import settings
+        from relax_rt.roles.sections import TrainerSettings
+
+        count = len(played.episode.branches)
+        if count > 1 and settings(self.config, "trainer", TrainerSettings).backend == "megatron":
+            hint = "have the environment go on with one conversation, or train with the torch backend"
+            raise Broken("the episode", why=f"it has {count} branches, and gangs of Megatron-Core take one", hint=hint)
 
     def _fail(self, group: Group, name: str, item: str, why: str, kind: str) -> None:
         """An episode failed; raises when that is the environment's way.
