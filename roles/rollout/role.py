@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
+from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.engines.turns import Gate
 from relax_rt.roles.locations import MODEL_CODE
@@ -79,6 +80,8 @@ class RolloutRole(Role):
         self._doubtful = False
         """The engine failed, or may sample from weights that are not whole: nothing more of it is kept."""
         self._measured = (0, time.monotonic())
+        self.only_serves = env_settings(self.config) is not None
+        """Groups are not its affair: environments play them, and it generates for these."""
         self.gate = Gate()
         self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
         self.engine: Engine
@@ -93,7 +96,7 @@ class RolloutRole(Role):
         self.generation: GenerationService
 
     async def setup(self) -> None:
-        from relax_rt.roles.generation import serve_generation
+        from relax_rt.roles.generation import MOST_REQUESTS, serve_generation
         from relax_rt.roles.publication import EngineFailure, WeightFollower
         from relax_rt.transport.queue.client import QueueClient
 
@@ -117,7 +120,8 @@ class RolloutRole(Role):
         await self.queue.warm()
         self.failure = EngineFailure()
         self.follower = WeightFollower(self.ctx, self.engine, self.settings.kv_on_update)
-        self.generation = serve_generation(self.ctx, self.engine)
+        most = self.settings.max_sequences if self.only_serves else MOST_REQUESTS
+        self.generation = serve_generation(self.ctx, self.engine, most)
         await self.engine.start(self._arrive, self._engine_failed)
 
     def _load(self) -> None:
@@ -129,15 +133,16 @@ class RolloutRole(Role):
 
         folder, sampling = model_folder(self.ctx), self.config.sampling
         self.tokenizer = load_tokenizer(folder)
-        self.source = self._prompts(config_dir(self.ctx))
         self.work = Work(self.settings.journal_every_tokens)
-        self.maker = SampleMaker(
-            self.source,
-            self.tokenizer,
-            temperature=sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-            engine=str(self.ctx.who),
-        )
+        if not self.only_serves:
+            self.source = self._prompts(config_dir(self.ctx))
+            self.maker = SampleMaker(
+                self.source,
+                self.tokenizer,
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_new_tokens,
+                engine=str(self.ctx.who),
+            )
         size = self.config.algorithm.group_size
         slots = max(self.settings.max_sequences, size)
         self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
@@ -268,7 +273,7 @@ class RolloutRole(Role):
         return -(-room // size)
 
     async def _wait_for_room(self) -> None:
-        while self._complete or not self.follower.record.version or self._free() <= 0:
+        while self.only_serves or self._complete or not self.follower.record.version or self._free() <= 0:
             if self._complete and not self.work.jobs:
                 self.ctx.progress.waiting("the end of the run: the last step is done")
             self._room.clear()
@@ -398,6 +403,8 @@ class RolloutRole(Role):
         if self.intake is not None:
             self.intake.observe(now, load.kv_used, self.work.sequences)
             self._room.set()
+        if self.only_serves and self.follower.record.version:
+            self.ctx.progress.waiting("" if load.running or load.waiting else "replies that environments ask for")
         # Tokens, not completions: a long sequence is progress before it ends.
         self.ctx.progress.advance(load.tokens_generated - tokens, f"version {load.version}, {load.running} sequences")
         self.ctx.metrics(
