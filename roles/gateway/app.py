@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ log = logging.getLogger(__name__)
 
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
+SLICE = 64 << 10
 ROUTES: Mapping[str, tuple[str, Dialect]] = {
     "/v1/chat/completions": ("chatcmpl-", Chat()),
     "/v1/completions": ("cmpl-", Completions()),
@@ -47,13 +47,12 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         body_bytes: of one body. held_bytes: of the bodies of all calls at hand.
-        body_s: until a body must be there, seconds. send_s: until a caller must take what he is sent.
+        body_s: until a body must be there, seconds.
     """
 
     body_bytes: int = 16 << 20
     held_bytes: int = 256 << 20
     body_s: float = 30.0
-    send_s: float = 60.0
 
 
 class Gateway:
@@ -153,7 +152,7 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = new_id(self._prefix)
-        out = _Sender(send, self._gateway.bounds.send_s)
+        out = _Sender(send)
         try:
             # Before anything is read of somebody without a key.
             self._gateway.admitted(scope)
@@ -231,53 +230,42 @@ class _Endpoint:
 
     async def _fail(self, error: CallError, receive: Receive, out: _Sender, request: str) -> None:
         if out.started:
-            with contextlib.suppress(Gone):
-                await out.more(b"", last=True)
+            await out.more(b"", last=True)
             return
         body = msgspec.json.encode(error.body(self._dialect.family, request))
         early = error.status in (401, 408, 413, 503)
         headers = [*error.headers, (b"x-request-id", request.encode()), (b"request-id", request.encode())]
-        with contextlib.suppress(Gone):
-            # The body was not read to its end.
-            await out.start(error.status, [JSON, *_length(body), *headers, *([CLOSE] if early else [])])
-            await out.more(body)
-            if early:
-                await linger(receive)
-            await out.more(b"", last=True)
+        # Early: the body was not read to its end.
+        await out.start(error.status, [JSON, *_length(body), *headers, *([CLOSE] if early else [])])
+        await out.more(body)
+        if early and error.status != 408:
+            await linger(receive)
+        await out.more(b"", last=True)
 
 
 class _Sender:
-    """Sends an answer; a caller who does not take it loses his connection."""
+    """Sends an answer, in slices, so that a caller who does not take them holds no more than a few in memory."""
 
-    def __init__(self, send: Send, timeout_s: float) -> None:
-        self._send, self._timeout_s = send, timeout_s
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.started = False
 
     async def start(self, status: int, headers: Headers) -> None:
         """The head."""
         self.started = True
-        await self._within({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def more(self, body: bytes, *, last: bool = False) -> None:
-        """More of the body.
-
-        Raises:
-            Gone: the caller takes nothing.
-        """
-        if body or last:
-            await self._within({"type": "http.response.body", "body": body, "more_body": not last})
+        """More of the body. It returns at once when the caller is gone."""
+        for at in range(0, len(body), SLICE):
+            await self._send({"type": "http.response.body", "body": body[at : at + SLICE], "more_body": True})
+        if last:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def whole(self, status: int, body: bytes, headers: Headers) -> None:
         """All of it."""
         await self.start(status, [JSON, *_length(body), *headers])
         await self.more(body, last=True)
-
-    async def _within(self, event: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send(event)
-        except TimeoutError:
-            raise Gone from None
 
 
 async def _disconnected(receive: Receive) -> None:

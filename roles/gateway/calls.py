@@ -212,9 +212,9 @@ def stops(given: str | list[str] | None, param: str = "stop") -> tuple[str, ...]
     texts = [given] if isinstance(given, str) else list(given or [])
     if len(texts) > MOST_STOPS:
         raise bad(f"{len(texts)} stop strings, at most {MOST_STOPS} are looked for", param)
-    if wrong := next((text for text in texts if not 0 < len(text) <= LONGEST_STOP), None):
-        raise bad(f"a stop string of {len(wrong)} characters: 1 to {LONGEST_STOP} may be given", param)
-    return tuple(text for text in texts if text)
+    if wrong := [len(text) for text in texts if not 0 < len(text) <= LONGEST_STOP]:
+        raise bad(f"a stop string of {wrong[0]} characters: 1 to {LONGEST_STOP} may be given", param)
+    return tuple(texts)
 
 
 def event(data: Any, name: str = "") -> bytes:

@@ -78,8 +78,9 @@ class Reader:
         before = len(self._ids), self._from, self._read, len(self.text)
         self._append(tokens)
         count = len(tokens)
-        if self._stops and self._find(before[3]) is not None and count > 1:
-            # Which token was it? Once more, one by one.
+        unread = self._read < len(self._ids)
+        if self._stops and count > 1 and (unread or self._find(before[3]) is not None):
+            # Which token completes one? Once more, one by one; also where half a character hides what is before it.
             del self._ids[before[0] :]
             self._from, self._read, self.text = before[1], before[2], self.text[: before[3]]
             for count, token in enumerate(tokens, 1):  # noqa: B007

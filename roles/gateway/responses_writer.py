@@ -113,6 +113,6 @@ class ResponsesWriter:
     def _whole(self, name: str, finish_reason: str, used: dict[str, Any] | None = None) -> bytes:
         return self._event(name, response=response(self._call, self._head, self._output, finish_reason, used))
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return event({"type": name, "sequence_number": number, **fields}, name)
+        return event({"type": kind, "sequence_number": number, **fields}, kind)

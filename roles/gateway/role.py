@@ -142,12 +142,16 @@ class GatewayRole(Role):
                 body_bytes=table.body_mib * MIB,
                 held_bytes=table.held_mib * MIB,
                 body_s=table.read_timeout_s,
-                send_s=table.send_timeout_s,
             )
             gateway = Gateway(
                 self.service, self.sessions, self.keys, bounds, health=self._health, worked=self._first_work
             )
-            server = make_server(gateway.application(), connections=self._connections(), head_s=table.read_timeout_s)
+            server = make_server(
+                gateway.application(),
+                connections=self._connections(),
+                head_s=table.read_timeout_s,
+                send_s=table.send_timeout_s,
+            )
             serving = asyncio.create_task(server.serve([self.listening]))
             try:
                 await self._tell_where()

@@ -19,15 +19,20 @@ from relax_rt.transport.errors import RelaxError
 HEAD_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
 GRACE_S = 2
+LOOK_TICKS = 50
 
 
 class Protocol(H11Protocol):
-    """A connection that must send a request's head within `head_s`, of which there are `most` at once. When there are
-    more, one that has nothing to do makes room; without such a one the new one is turned away."""
+    """A connection that must send a request's head within `head_s` and take what it is sent within `send_s`, of which
+    there are `most` at once. When there are more, one that has nothing to do makes room; without such a one the new one
+    is turned away."""
 
     most: ClassVar[int] = 1024
     head_s: ClassVar[float] = 10.0
+    send_s: ClassVar[float] = 60.0
     _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _closing_since: float | None = None
     turned_away = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -47,8 +52,24 @@ class Protocol(H11Protocol):
         if not self.idle:
             self._head_is_there()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.send_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taken()
+
+    def look(self, now: float) -> None:
+        """Called every now and then: one that is closed waits for its caller to take the rest, but not for ever."""
+        if self.transport.is_closing():
+            self._closing_since = self._closing_since or now
+            if now - self._closing_since > self.send_s:
+                self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_there()
+        self._taken()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -72,6 +93,11 @@ class Protocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _taken(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _late(self) -> None:
         self._deadline = None
@@ -102,15 +128,24 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """In a process whose signals are its host's."""
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if counter % LOOK_TICKS == 0:
+            now = asyncio.get_running_loop().time()
+            for one in list(self.server_state.connections):
+                if isinstance(one, Protocol):
+                    one.look(now)
+        return await super().on_tick(counter)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """None."""
         yield
 
 
-def make_server(app: Any, *, connections: int, head_s: float) -> Server:
+def make_server(app: Any, *, connections: int, head_s: float, send_s: float = 60.0) -> Server:
     """A server of an ASGI application; `serve` it with a socket of `listen`."""
-    protocol = type("BoundedProtocol", (Protocol,), {"most": connections, "head_s": head_s})
+    protocol = type("BoundedProtocol", (Protocol,), {"most": connections, "head_s": head_s, "send_s": send_s})
     return Server(
         uvicorn.Config(
             app,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -48,7 +49,7 @@ def tokenizer() -> ChatTokenizer:
 
 @functools.cache
 def template() -> ChatTemplate:
-    return ChatTemplate(tokenizer(), tool_parser="hermes")
+    return ChatTemplate(tokenizer(), tool_parser="hermes", reasoning_parser="think")
 
 
 class Scripted:
@@ -132,17 +133,19 @@ async def running(
     marks: Marks | None = None,
     connections: int = 256,
     head_s: float = 20.0,
+    send_s: float = 20.0,
     load: Callable[[], Load] = lambda: Load(64, 0, 0.0),
 ) -> AsyncIterator[Running]:
     engine = Scripted(script)
     terms = terms or Terms(models=("policy",), new_tokens=200, context=4096)
     sessions = Sessions(ledger, tokens=20_000, most=64, idle_s=600.0, now=time.monotonic)
     listening = listen("127.0.0.1", 0)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     url = url_of(listening)
     async with Gate(marks or Marks(), load) as gate:
         service = Service(engine, tokenizer(), gate, terms)
         gateway = Gateway(service, sessions, Keys(TOKEN), bounds or Bounds())
-        server = make_server(gateway.application(), connections=connections, head_s=head_s)
+        server = make_server(gateway.application(), connections=connections, head_s=head_s, send_s=send_s)
         serving = asyncio.create_task(server.serve([listening]))
         try:
             await until(lambda: server.started)

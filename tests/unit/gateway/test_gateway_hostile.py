@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
 import tracemalloc
 from typing import Any
 
@@ -100,30 +102,30 @@ async def test_the_client_package_hears_of_it_too() -> None:
         await still_serves(world)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (b"{", "no JSON"),
-        (b"\xff\xfe\x00", "no JSON"),
-        (b"[" * 100_000, ""),
-        (b"null", "Expected `object`"),
-        (b'{"model": "policy"}', "missing required field `messages`"),
-        (b'{"model": "policy", "messages": 3}', "messages"),
-        (b'{"model": "policy", "messages": [{}]}', "role"),
-        (b'{"model": "policy", "messages": [{"role": "user", "content": 3}]}', "content"),
-        (b'{"model": "policy", "messages": [{"role": "user", "content": [3]}]}', "content"),
-        (b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "tool_calls"),
-        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 1e99}', "n"),
-        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
-    ],
-)
-async def test_what_is_no_request_is_a_400_that_says_where(body: bytes, said: str) -> None:
+ODD_BODIES = [
+    (b"{", "no JSON"),
+    (b"\xff\xfe\x00", "no JSON"),
+    (b"[" * 100_000, ""),
+    (b"null", "Expected `object`"),
+    (b'{"model": "policy"}', "missing required field `messages`"),
+    (b'{"model": "policy", "messages": 3}', "messages"),
+    (b'{"model": "policy", "messages": [{}]}', "role"),
+    (b'{"model": "policy", "messages": [{"role": "user", "content": 3}]}', "content"),
+    (b'{"model": "policy", "messages": [{"role": "user", "content": [3]}]}', "content"),
+    (b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [7]}]}', "tool_calls"),
+    (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 1e99}', "n"),
+    (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools"),
+]
+
+
+async def test_what_is_no_request_is_a_400_that_says_where() -> None:
     async with running(echo) as world:
         raw = await Raw.to(world)
-        await raw.send(head(len(body)) + body)
-        status, told = await raw.answer()
-        assert status == 400 and said in told["error"]["message"]
-        assert told["error"]["type"] == "invalid_request_error"
+        for body, said in ODD_BODIES:
+            await raw.send(head(len(body)) + body)
+            status, told = await raw.answer()
+            assert status == 400 and said in told["error"]["message"], body[:100]
+            assert told["error"]["type"] == "invalid_request_error"
         raw.close()
         await still_serves(world)
 
@@ -232,16 +234,27 @@ async def test_requests_at_hand_are_bounded_together() -> None:
 
 
 async def test_who_does_not_read_his_answer_loses_it() -> None:
-    async with running(lambda p, w: "x" * 3000, bounds=Bounds(send_s=0.2)) as world:
-        raw = await Raw.to(world)
-        body = json.dumps({"model": "policy", "messages": ask("x"), "n": 128, "logprobs": True, "max_tokens": 3000})
-        world.gateway.service.terms = type(world.gateway.service.terms)(
-            models=("policy",), new_tokens=4000, context=10_000
-        )
-        await raw.send(head(len(body)) + body.encode())
+    async with running(lambda p, w: "x" * 190, send_s=0.2) as world:
+        host, port = world.url.removeprefix("http://").split(":")
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
+        deaf.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
+        prompt = "y" * 4000
+        body = json.dumps({"model": "policy", "prompt": prompt, "n": 100, "echo": True, "max_tokens": 50})
+        request = head(len(body)).replace(b"/chat", b"") + body.encode()
+        await asyncio.get_running_loop().sock_sendall(deaf, request)
         await until(lambda: world.gateway.service.answered)
         await until(lambda: world.gateway.memory.held == 0)
-        raw.close()
+        # His connection has ended, with no more than what lay in its buffers.
+        got = 0
+        with deaf, contextlib.suppress(ConnectionError):
+            while part := await asyncio.get_running_loop().sock_recv(deaf, 1 << 16):
+                got += len(part)
+        assert got < 100 * len(prompt)
+        await until(lambda: not world.gateway.service.gate.core.at_work)
+        world.engine.script = echo
+        await still_serves(world)
 
 
 async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() -> None:
