@@ -166,8 +166,8 @@ class Server:
         self._booting = False
 
     async def _tell_of_start(self, began: float, timeout_s: float) -> None:
-        while True:
-            self._tell(f"starting its SGLang server, {time.monotonic() - began:.0f} s of {timeout_s:g} s")
+        while (passed := time.monotonic() - began) < timeout_s:
+            self._tell(f"starting its SGLang server, {passed:.0f} s of {timeout_s:g} s")
             await asyncio.sleep(TELL_EVERY_S)
 
     async def _start_within(self, deadline: float, timeout_s: float) -> None:
