@@ -203,7 +203,7 @@ class Admission:
 
     def _shed(self, excess: int) -> list[Action]:
         """The youngest that may be shed go back to the head of their lines."""
-        found = []
+        found: list[_Place] = []
         for place in reversed(self._working.values()):
             if len(found) >= excess:
                 break

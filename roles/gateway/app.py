@@ -164,8 +164,8 @@ class _Endpoint:
             await self._fail(error, receive, out, request)
         except Exception:
             log.exception("a call of %s", scope["path"])
-            error = CallError(500, "the gateway failed; its log has more", code="internal_error")
-            await self._fail(error, receive, out, request)
+            failed = CallError(500, "the gateway failed; its log has more", code="internal_error")
+            await self._fail(failed, receive, out, request)
 
     async def _answer(
         self, scope: Scope, receive: Receive, out: _Sender, request: str, hold: Callable[[int], None]
@@ -204,8 +204,9 @@ class _Endpoint:
         """Send what is made until all of it is; an error ends the stream, or is the answer if nothing was sent."""
         while not work.done():
             news = asyncio.ensure_future(box.news.wait())
+            any_of: list[asyncio.Future[Any]] = [news, work, gone]
             try:
-                await asyncio.wait({news, work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
             if gone.done():
@@ -279,7 +280,8 @@ async def _unless(gone: asyncio.Future[None], work: asyncio.Future[T]) -> T:
     Raises:
         Gone: the caller went before.
     """
-    await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [gone, work]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
         raise Gone
     return work.result()

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from relax_rt.roles.gateway.admission import Action, Admission, Admit, Load, Marks, Refuse, Shed
 from relax_rt.roles.gateway.errors import CallError
@@ -65,7 +65,8 @@ class Gate:
                 await turn.let_in
                 task = asyncio.ensure_future(work(lambda: self.core.hold(number)))
                 try:
-                    await asyncio.wait({task, turn.shed}, return_when=asyncio.FIRST_COMPLETED)
+                    either: list[asyncio.Future[Any]] = [task, turn.shed]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                     if task.done() or not turn.shed.done():
                         return await task
                 finally:

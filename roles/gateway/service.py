@@ -224,7 +224,7 @@ class Service:
                 _One(index=k, prompt=plan.tokens, plan=plan, seed=self._seed(call, session, number, k))
                 for k in range(call.n)
             ]
-        found = []
+        found: list[_One] = []
         for prompt in call.prompts:
             ids = tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
             self._check_room(ids)
