@@ -14,6 +14,7 @@ from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.cold_start.checks import preflight_cold_start
 from relax_rt.roles.data.source import PromptSource, check_data
+from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.evaluation_checks import preflight_evaluation
 from relax_rt.roles.genrm.checks import preflight_judge
@@ -56,11 +57,14 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         problems += _without_prompts(config, config_dir, data=tokenizer is None)
         return problems
     say(str(source.report))
+    for warning in engine_warnings(config, folder):
+        say(f"warning: {warning}")
     if len(source.held_out) < config.evaluation.items:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
     return [
         *problems,
         *_division(config, folder),
+        *check_engine_model(config, folder),
         *check_adapters(config, folder),
         *_context(config, folder, source.report.longest_tokens),
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),

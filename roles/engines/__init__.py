@@ -20,6 +20,7 @@ def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Eng
     import torch
 
     from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.sections import RolloutSettings
 
     return EmbeddedEngine(
         folder,
@@ -28,4 +29,5 @@ def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Eng
         threads=settings.threads,
         # A slot that was given no device must not touch one.
         device="cuda" if settings.gpus and torch.cuda.is_available() else "cpu",
+        routing=isinstance(settings, RolloutSettings) and settings.routing,
     )

@@ -13,6 +13,7 @@ from relax_rt.transport.queue.api import VersionSpan
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
+    from relax_rt.roles.engines.routing import RoutingShape
     from relax_rt.transport.weights.source import WeightSource
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
@@ -28,11 +29,13 @@ class Partial(msgspec.Struct, frozen=True):
     Attributes:
         tokens: sampled ids. logprobs: their behaviour log-probabilities.
         versions: policy versions of the tokens, run-length coded over all of them.
+        routing: their routing rows, where the request asks for them.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
+    routing: bytes = b""
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +51,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         stop_ids: sampling one of these ends the completion; the token is part of it.
         partials: what is there of each member already; empty: of none.
         chunk_tokens: report a member every so many tokens; 0: only its end.
-        routing: wants the experts that each token was routed to. No engine tells them yet: refused.
+        routing: wants the routing rows (see `routing`), which only an engine that was started for them has.
     """
 
     id: int
@@ -73,7 +76,8 @@ class Chunk(msgspec.Struct, frozen=True):
         start: position of the first of `tokens` in the completion.
         versions: policy versions of `tokens`, in positions of the completion.
         finish_reason: stop, length or abort in a member's last chunk, which may hold no token; else empty.
-        routing: experts of the tokens, int32 rows; empty where there are none.
+        routing: a row for each of `tokens`: that of the position before it (see `routing`).
+        prompt_routing: rows of the positions before the prompt's last, with a member's first tokens in this engine.
     """
 
     request: int
@@ -84,6 +88,7 @@ class Chunk(msgspec.Struct, frozen=True):
     versions: list[VersionSpan]
     finish_reason: str = ""
     routing: bytes = b""
+    prompt_routing: bytes = b""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -201,6 +206,8 @@ class Completion(msgspec.Struct, frozen=True):
         logprobs: behaviour log-probability of each token.
         versions: policy version of each token, run-length coded over positions in `tokens`.
         finish_reason: stop, length or abort.
+        prompt_routing, routing: routing rows where they were asked for: of the positions before the prompt's last, and
+            one for each token. Empty, the first, if no token was sampled in this engine.
     """
 
     request: int
@@ -209,7 +216,8 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: list[float]
     versions: list[VersionSpan]
     finish_reason: str
-    routing: bytes = b""
+    routing: bytearray = msgspec.field(default_factory=bytearray)
+    prompt_routing: bytes = b""
 
 
 class Assembly:
@@ -222,8 +230,9 @@ class Assembly:
         """Members of this request are to come."""
         for member in range(len(request.seeds)):
             had = request.partial(member) or Partial((), (), ())
+            routing = bytearray(had.routing if request.routing else b"")
             self._open[request.id, member] = Completion(
-                request.id, member, list(had.tokens), list(had.logprobs), list(had.versions), ""
+                request.id, member, list(had.tokens), list(had.logprobs), list(had.versions), "", routing
             )
 
     def forget(self, request: int) -> None:
@@ -231,10 +240,9 @@ class Assembly:
         for key in [key for key in self._open if key[0] == request]:
             del self._open[key]
 
-    def had(self, request: int, member: int) -> Partial | None:
-        """What an unfinished member has got so far; None if it is not expected."""
-        one = self._open.get((request, member))
-        return None if one is None else Partial(tuple(one.tokens), tuple(one.logprobs), tuple(one.versions))
+    def had(self, request: int, member: int) -> Completion | None:
+        """What an unfinished member has got so far, which grows with its chunks; None if it is not expected."""
+        return self._open.get((request, member))
 
     def add(self, chunk: Chunk) -> Completion | None:
         """The member's completion, if this was its last chunk. Chunks of members not expected are ignored.
@@ -256,8 +264,10 @@ class Assembly:
         one.logprobs.extend(chunk.logprobs)
         for span in chunk.versions:
             extend_spans(one.versions, span)
-        if chunk.routing or chunk.finish_reason:
-            one = msgspec.structs.replace(one, routing=one.routing + chunk.routing, finish_reason=chunk.finish_reason)
+        one.routing.extend(chunk.routing)
+        if chunk.prompt_routing or chunk.finish_reason:
+            prompt = chunk.prompt_routing or one.prompt_routing
+            one = msgspec.structs.replace(one, finish_reason=chunk.finish_reason, prompt_routing=prompt)
             self._open[key] = one
         if not chunk.finish_reason:
             return None
@@ -312,11 +322,12 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans.append(span)
 
 
-def check_request(request: GroupRequest, *, context: int, vocabulary: int) -> None:
+def check_request(request: GroupRequest, *, context: int, vocabulary: int, routing: RoutingShape | None = None) -> None:
     """What no engine takes.
 
     Args:
         context: positions that the model has.
+        routing: of the engine.
 
     Raises:
         Refused: with the first thing that is wrong.
@@ -326,8 +337,12 @@ def check_request(request: GroupRequest, *, context: int, vocabulary: int) -> No
         raise Refused(
             f"{what}: {len(request.prompt)} prompt tokens, {len(request.seeds)} members", why="both are needed"
         )
-    if request.routing:
-        raise Refused(f"{what}: routed experts", why="no engine reports them yet", hint="ask without routing")
+    if request.routing and routing is None:
+        raise Refused(
+            f"{what}: routing rows",
+            why="this engine was not started for them",
+            hint="set roles.rollout.routing = true, with a mixture of experts",
+        )
     if request.max_new_tokens < 1:
         raise Refused(f"{what}: max_new_tokens = {request.max_new_tokens}", why="at least one token is sampled")
     if len(request.prompt) + request.max_new_tokens > context:
@@ -349,7 +364,7 @@ def check_request(request: GroupRequest, *, context: int, vocabulary: int) -> No
                 hint="tokenizer and model must belong together",
             )
     for member, partial in enumerate(request.partials):
-        _check_partial(f"{what}, member {member}", partial, request)
+        _check_partial(f"{what}, member {member}", partial, request, routing)
 
 
 def odd_sampling(seeds: Sequence[int], temperature: float) -> str:
@@ -363,7 +378,7 @@ def odd_sampling(seeds: Sequence[int], temperature: float) -> str:
     return ""
 
 
-def _check_partial(what: str, partial: Partial | None, request: GroupRequest) -> None:
+def _check_partial(what: str, partial: Partial | None, request: GroupRequest, routing: RoutingShape | None) -> None:
     if partial is None:
         return
     count = len(partial.tokens)
@@ -371,6 +386,11 @@ def _check_partial(what: str, partial: Partial | None, request: GroupRequest) ->
         raise Refused(f"{what}: a partial of {count} tokens", why=f"max_new_tokens is {request.max_new_tokens}")
     if len(partial.logprobs) != count:
         raise Refused(f"{what}: a partial of {count} tokens and {len(partial.logprobs)} log-probabilities")
+    if request.routing and routing is not None and len(partial.routing) != count * routing.row_bytes:
+        raise Refused(
+            f"{what}: a partial of {count} tokens and {len(partial.routing)} bytes of routing rows",
+            why=f"each token has a row of {routing.row_bytes}",
+        )
     ends = [0, *(span.end for span in partial.versions)]
     if [span.start for span in partial.versions] != ends[:-1] or ends[-1] != count:
         raise Refused(

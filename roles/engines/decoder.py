@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.engines import attention
 from relax_rt.roles.engines.base import Chunk, KvPolicy
+from relax_rt.roles.engines.gates import Gates
 from relax_rt.roles.engines.kv_cache import Fill, SlotCache
 from relax_rt.roles.engines.prefixes import PrefixStore
 from relax_rt.roles.engines.sampling import Sampler
@@ -25,20 +28,50 @@ PREFILL_TOKENS = 2048
 """Tokens computed in one forward pass besides decoding: bounds its memory and the pause it makes in decoding."""
 
 
+class Computed(NamedTuple):
+    """What a pass made of a sequence's tokens: the last one's hidden state, and routing rows [tokens, layers, k]."""
+
+    hidden: torch.Tensor
+    rows: NDArray[np.int16] | None
+
+
+class Prefix(NamedTuple):
+    """A prompt that was computed: its keys and values [2, layers, kv_heads, length, head_dim], and routing rows."""
+
+    kv: torch.Tensor
+    rows: NDArray[np.int16] | None
+
+
 class Decoder:
     """A model, its cache and the sequences in it. Rows of the cache are those of `active`, in the same order.
 
     Confined to one thread, but for `weights.standby` between swaps. `turn` is one step: admit, then decode.
+
+    Args:
+        routing: tell routing rows.
+
+    Raises:
+        Refused: the model is not computed whole here, or has no routing rows.
     """
 
     def __init__(
-        self, model_dir: Path, *, dtype: str, max_sequences: int, prefix_positions: int, device: str = "cpu"
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        max_sequences: int,
+        prefix_positions: int,
+        device: str = "cpu",
+        routing: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device(device)
         self._model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=self.dtype, attn_implementation=attention.NAME
         ).eval()
+        # Before the check, whose passes show that the gates answer as they should.
+        self._gates = Gates(self._model, model_dir) if routing else None
+        self.routing = self._gates.shape if self._gates is not None else None
         check_plain(self._model, model_dir)
         text = self._model.config.get_text_config()
         self.context = int(text.max_position_embeddings)
@@ -49,7 +82,7 @@ class Decoder:
         self._cache = SlotCache(layers, max_sequences, kv_heads, head_dim, self.dtype, self.device)
         self.weights = FlatWeights(self._model, self.dtype, self.device)
         self._model.to(self.device)  # buffers; the parameters are there
-        self._prefixes = PrefixStore(prefix_positions)
+        self._prefixes: PrefixStore[Prefix] = PrefixStore(prefix_positions)
         self._sample = Sampler(self.vocabulary, self.device)
         self.slots = max_sequences
         self.active: list[Sequence] = []
@@ -132,23 +165,28 @@ class Decoder:
         # Members of one prompt side by side, so that its KV is copied to all of them at once.
         new.sort(key=lambda s: s.request.prompt)
         self.active += new
-        hidden = self._compute(start)
-        self._extend(new, self._head(hidden))
+        computed = self._compute(start)
+        hidden = torch.stack([one.hidden for one in computed])
+        self._extend(new, self._head(hidden), [None if one.rows is None else one.rows[-1] for one in computed])
         self._order()
 
-    def _compute(self, start: int) -> torch.Tensor:
-        """Keys and values of all that the rows from `start` on have, each prompt once; their last hidden states."""
+    def _compute(self, start: int) -> list[Computed]:
+        """Keys and values of all that the rows from `start` on have, each prompt once; what came last of each."""
         rows = range(start, len(self.active))
         shared = self._by_prompt(start)
-        ends = self._fill([self._from_prefix(members[0], prompt) for prompt, members in shared.items()])
-        of_prompt = dict(zip(shared, ends, strict=True))
-        self._hand_out(shared)
+        begun = [self._from_prefix(members[0], prompt) for prompt, members in shared.items()]
+        ends = self._fill([fill for fill, _ in begun])
+        whole = [Computed(end.hidden, _behind(before, end.rows)) for (_, before), end in zip(begun, ends, strict=True)]
+        of_prompt = dict(zip(shared, whole, strict=True))
+        self._hand_out(shared, of_prompt)
         resumed = [row for row in rows if self.active[row].tokens]
         fills = [Fill(row, len(self.active[row].request.prompt), self.active[row].tokens) for row in resumed]
         of_row = dict(zip(resumed, self._fill(fills), strict=True))
         for row in rows:
-            self.active[row].kv_version = self.version
-        return torch.stack([of_row.get(row, of_prompt[self.active[row].request.prompt]) for row in rows])
+            sequence = self.active[row]
+            sequence.kv_version = self.version
+            sequence.begin(of_prompt[sequence.request.prompt].rows)
+        return [of_row.get(row, of_prompt[self.active[row].request.prompt]) for row in rows]
 
     def _by_prompt(self, start: int) -> dict[tuple[int, ...], list[int]]:
         """The rows from `start` on, by their prompt."""
@@ -157,16 +195,17 @@ class Decoder:
             rows.setdefault(self.active[row].request.prompt, []).append(row)
         return rows
 
-    def _from_prefix(self, row: int, prompt: tuple[int, ...]) -> Fill:
-        """What of a prompt is to be computed into a row, after what is known of its beginning has been put there."""
+    def _from_prefix(self, row: int, prompt: tuple[int, ...]) -> tuple[Fill, NDArray[np.int16] | None]:
+        """What of a prompt is to be computed into a row, after what is known of its beginning has been put there, and
+        the routing rows of that."""
         length, held = self._prefixes.find(self.version, prompt)
         if held is None:
-            return Fill(row, 0, prompt)
+            return Fill(row, 0, prompt), None
         length = min(length, len(prompt) - 1)  # the last token's hidden state is wanted
-        self._cache.copy_in(row, held, length)
-        return Fill(row, length, prompt[length:])
+        self._cache.copy_in(row, held.kv, length)
+        return Fill(row, length, prompt[length:]), None if held.rows is None else held.rows[:length]
 
-    def _hand_out(self, shared: dict[tuple[int, ...], list[int]]) -> None:
+    def _hand_out(self, shared: dict[tuple[int, ...], list[int]], computed: dict[tuple[int, ...], Computed]) -> None:
         """Copy each prompt from the first of its rows, into which it was computed, to the others, and keep it."""
         for prompt, (first, *others) in shared.items():
             if others == list(range(first + 1, first + 1 + len(others))):
@@ -174,11 +213,15 @@ class Decoder:
             else:
                 for other in others:
                     self._cache.move(first, other, len(prompt))
-            self._prefixes.put(self.version, prompt, partial(self._cache.copy_out, first, len(prompt)))
+            self._prefixes.put(self.version, prompt, partial(self._kept, first, len(prompt), computed[prompt].rows))
 
-    def _fill(self, fills: list[Fill]) -> list[torch.Tensor]:
-        """Compute them in passes of at most PREFILL_TOKENS padded tokens; the last hidden state of each."""
-        hidden: dict[int, torch.Tensor] = {}
+    def _kept(self, row: int, length: int, rows: NDArray[np.int16] | None) -> Prefix:
+        # A copy: they lie in what a whole pass has chosen.
+        return Prefix(self._cache.copy_out(row, length), None if rows is None else rows.copy())
+
+    def _fill(self, fills: list[Fill]) -> list[Computed]:
+        """Compute them in passes of at most PREFILL_TOKENS padded tokens."""
+        made: dict[int, Computed] = {}
         order = sorted(range(len(fills)), key=lambda i: (bool(fills[i].start), len(fills[i].tokens)))
         batch: list[int] = []
         for at, i in enumerate(order):
@@ -189,11 +232,11 @@ class Decoder:
                 or bool(fills[following].start) != bool(fills[i].start)
                 or (len(batch) + 1) * len(fills[following].tokens) > PREFILL_TOKENS
             ):
-                hidden.update(zip(batch, self._pass([fills[j] for j in batch]), strict=True))
+                made.update(zip(batch, self._pass([fills[j] for j in batch]), strict=True))
                 batch = []
-        return [hidden[i] for i in range(len(fills))]
+        return [made[i] for i in range(len(fills))]
 
-    def _pass(self, fills: list[Fill]) -> torch.Tensor:
+    def _pass(self, fills: list[Fill]) -> list[Computed]:
         longest = max(len(f.tokens) for f in fills)
         ids = torch.zeros(len(fills), longest, dtype=torch.long)
         for at, one in enumerate(fills):
@@ -210,14 +253,18 @@ class Decoder:
         # Padding may stand beyond the last position that the model knows.
         positions.clamp_(max=self.context - 1)
         hidden = self._forward(ids, positions, mask)
-        return hidden[torch.arange(len(fills)), torch.tensor([len(f.tokens) - 1 for f in fills])]
+        rows = self._gates.take(len(fills)) if self._gates is not None else None
+        return [
+            Computed(hidden[at, len(one.tokens) - 1], None if rows is None else rows[at, : len(one.tokens)])
+            for at, one in enumerate(fills)
+        ]
 
     def _recompute(self) -> int:
-        """Keys and values of all sequences under the present weights; the newest token's come with its step."""
+        """Keys and values of all sequences under the present weights; the newest token's come with its step. Routing
+        rows stay those of the passes that tokens were sampled from."""
         shared = self._by_prompt(0)
         prompts = [Fill(members[0], 0, prompt) for prompt, members in shared.items()]
-        self._fill(prompts)
-        self._hand_out(shared)
+        self._hand_out(shared, dict(zip(shared, self._fill(prompts), strict=True)))
         had = [
             Fill(row, len(s.request.prompt), s.tokens[:-1]) for row, s in enumerate(self.active) if len(s.tokens) > 1
         ]
@@ -236,7 +283,10 @@ class Decoder:
         masked = [(s, self._mask(s, positions)) for s in cut]
         self._cache.begin_decode(positions.to(self.device))
         hidden = self._forward(ids, positions[:, None], None, segments=masked)
-        self._extend(running, self._head(hidden[:, 0]))
+        rows: Iterable[NDArray[np.int16] | None] = [None] * len(running)
+        if self._gates is not None:
+            rows = self._gates.take(len(running))[:, 0]
+        self._extend(running, self._head(hidden[:, 0]), rows)
         if any(length_class(p + 1) != length_class(p + 2) for p in places):
             self._order()
 
@@ -245,12 +295,14 @@ class Decoder:
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask[:, None, None].to(self.device)
 
-    def _extend(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+    def _extend(
+        self, sequences: list[Sequence], logits: torch.Tensor, rows: Iterable[NDArray[np.int16] | None]
+    ) -> None:
         temperatures = torch.tensor([s.request.temperature for s in sequences], dtype=torch.float32)
         uniforms = torch.tensor([s.uniform() for s in sequences], dtype=torch.float32)
         tokens, logprobs = self._sample(logits, temperatures.to(self.device), uniforms.to(self.device))
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.append(token, logprob, self.version)
+        for sequence, token, logprob, row in zip(sequences, tokens.tolist(), logprobs.tolist(), rows, strict=True):
+            sequence.append(token, logprob, self.version, row)
         self.tokens += len(sequences)
         self.settled += len(sequences)
 
@@ -304,3 +356,8 @@ class Decoder:
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         head: Callable[[torch.Tensor], torch.Tensor] = self._model.get_output_embeddings()
         return head(hidden)
+
+
+def _behind(before: NDArray[np.int16] | None, rows: NDArray[np.int16] | None) -> NDArray[np.int16] | None:
+    """Rows of a prompt: those that are known of its beginning, then those of what was computed now."""
+    return rows if before is None or rows is None else np.concatenate([before, rows])

@@ -47,6 +47,14 @@ class EmbeddedEngine:
 
     Weights are swapped between two forward passes. The thread takes calls from an inbox at each token boundary; what it
     reports goes to the event loop in order, so that a call's answer comes after the chunks of before it.
+
+    Args:
+        model_dir: Hugging Face folder.
+        prefix_positions: positions of prompts that are kept for others.
+        routing: tell routing rows; every pass then brings what its gates chose to this process.
+
+    Raises:
+        Refused: the model is not computed whole here, or has no routing rows.
     """
 
     name = "embedded"
@@ -60,12 +68,19 @@ class EmbeddedEngine:
         threads: int,
         device: str = "cpu",
         prefix_positions: int = PREFIX_POSITIONS,
+        routing: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self._decoder = Decoder(
-            model_dir, dtype=dtype, max_sequences=max_sequences, prefix_positions=prefix_positions, device=device
+            model_dir,
+            dtype=dtype,
+            max_sequences=max_sequences,
+            prefix_positions=prefix_positions,
+            device=device,
+            routing=routing,
         )
         self.context, self.vocabulary = self._decoder.context, self._decoder.vocabulary
+        self.routing = self._decoder.routing
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -103,8 +118,8 @@ class EmbeddedEngine:
         if len(set(ids)) < len(ids) or any(i in self._members for i in ids):
             raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
         for request in requests:
-            check_request(request, context=self.context, vocabulary=self.vocabulary)
-        members = [Member(request, m) for request in requests for m in range(len(request.seeds))]
+            check_request(request, context=self.context, vocabulary=self.vocabulary, routing=self.routing)
+        members = [Member(request, m, self.routing) for request in requests for m in range(len(request.seeds))]
         self._members.update((r.id, len(r.seeds)) for r in requests)
         self._asked += sum(one.request.max_new_tokens - len(one.tokens) for one in members)
         self._inbox.put(lambda: self._decoder.add(members))

@@ -1,27 +1,29 @@
-"""Keys and values of prompts that were computed under the present weights, for prompts that begin alike."""
+"""What was computed of prompts under the present weights, for prompts that begin alike."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-import torch
+T = TypeVar("T")
 
 
-class PrefixStore:
-    """The last prompts' KV, by policy version: what older weights computed is never found.
+class PrefixStore(Generic[T]):
+    """What the last prompts are kept with, as their KV, by policy version: what older weights computed is never found.
 
     Bounded by `capacity` positions in all; the one that was not used for the longest time goes first.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._held: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+        self._held: OrderedDict[tuple[int, ...], T] = OrderedDict()
         self._version = -1
         self.positions = 0
 
-    def find(self, version: int, prompt: tuple[int, ...]) -> tuple[int, torch.Tensor | None]:
-        """The longest common beginning with a prompt of this version, and that prompt's KV; (0, None) if none."""
+    def find(self, version: int, prompt: tuple[int, ...]) -> tuple[int, T | None]:
+        """The longest common beginning with a prompt of this version, and what that one is kept with; (0, None) if
+        there is none."""
         if version != self._version:
             return 0, None
         exact = self._held.get(prompt)
@@ -36,8 +38,8 @@ class PrefixStore:
         self._held.move_to_end(best)
         return length, self._held[best]
 
-    def put(self, version: int, prompt: tuple[int, ...], copy: Callable[[], torch.Tensor]) -> None:
-        """Keep a prompt's KV, [2, layers, kv_heads, length, head_dim], if it is not there yet."""
+    def put(self, version: int, prompt: tuple[int, ...], copy: Callable[[], T]) -> None:
+        """Keep a prompt with what `copy` gives, if it is not there yet."""
         if version != self._version:
             self.clear()
             self._version = version

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.roles.engines.base import Chunk, GroupRequest, extend_spans
+from relax_rt.roles.engines.routing import RoutingShape, Rows, told
 from relax_rt.roles.engines.sampling import member_uniforms
 from relax_rt.transport.queue.api import VersionSpan
 
@@ -15,8 +16,12 @@ from relax_rt.transport.queue.api import VersionSpan
 class Sequence:
     """Tokens, log-probabilities and versions of one member; knows what of it has been reported.
 
+    Args:
+        routing: of the engine; rows are kept if the request asks for them.
+
     Attributes:
         kv_version: the oldest version in its KV cache.
+        rows: its routing rows; None where nobody asked for them.
     """
 
     __slots__ = (
@@ -27,11 +32,12 @@ class Sequence:
         "member",
         "reported",
         "request",
+        "rows",
         "spans",
         "tokens",
     )
 
-    def __init__(self, request: GroupRequest, member: int) -> None:
+    def __init__(self, request: GroupRequest, member: int, routing: RoutingShape | None = None) -> None:
         self.request, self.member = request, member
         self._uniforms: NDArray[np.float32] | None = None
         self.kv_version = 0
@@ -39,6 +45,7 @@ class Sequence:
         self.tokens: list[int] = list(had.tokens) if had else []
         self.logprobs: list[float] = list(had.logprobs) if had else []
         self.spans: list[VersionSpan] = list(had.versions) if had else []
+        self.rows = Rows(routing, had.routing if had else b"") if routing is not None and request.routing else None
         self.reported = len(self.tokens)
         self.finish_reason = ""
         self._judge()
@@ -70,9 +77,17 @@ class Sequence:
         """Some of its tokens could be reported before its end."""
         return self.request.chunk_tokens > 0 and self.reported < len(self.tokens)
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """A sampled token."""
+    def begin(self, prompt: NDArray[np.int16] | None) -> None:
+        """Its prompt was computed, with these routing rows [prompt, layers, k]; the last of them is its next token's
+        where it has none yet."""
+        if self.rows is not None and prompt is not None:
+            self.rows.set_prompt(told(prompt[:-1]))
+
+    def append(self, token: int, logprob: float, version: int, row: NDArray[np.int16] | None = None) -> None:
+        """A sampled token, and the routing row [layers, k] of the position that it was sampled at."""
         at = len(self.tokens)
+        if self.rows is not None and row is not None:
+            self.rows.extend(told(row))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         extend_spans(self.spans, VersionSpan(at, at + 1, version, self.kv_version))
@@ -81,6 +96,7 @@ class Sequence:
     def chunk(self) -> Chunk:
         """What has not been reported; it is now."""
         start, self.reported = self.reported, len(self.tokens)
+        rows = self.rows
         return Chunk(
             self.request.id,
             self.member,
@@ -89,6 +105,8 @@ class Sequence:
             self.logprobs[start:],
             list(self._spans_from(start)),
             self.finish_reason,
+            rows.of(start, self.reported) if rows is not None else b"",
+            rows.take_prompt() if rows is not None else b"",
         )
 
     def _spans_from(self, start: int) -> Iterator[VersionSpan]:

@@ -28,6 +28,7 @@ from relax_rt.transport.versions import VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.engines.base import Chunk, Engine, GroupRequest
+    from relax_rt.roles.engines.routing import RoutingShape
     from relax_rt.roles.generation import GenerationService
     from relax_rt.roles.intake import Intake
     from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -85,6 +86,7 @@ class RolloutRole(Role):
         self.gate = Gate()
         self.device = SharedDevice(self) if self.config.algorithm.mode in SHARING else None
         self.engine: Engine
+        self.routing: RoutingShape | None = None
         self.intake: Intake | None = None
         self.work: Work
         self.maker: SampleMaker
@@ -133,7 +135,11 @@ class RolloutRole(Role):
 
         folder, sampling = model_folder(self.ctx), self.config.sampling
         self.tokenizer = load_tokenizer(folder)
-        self.work = Work(self.settings.journal_every_tokens)
+        size = self.config.algorithm.group_size
+        slots = max(self.settings.max_sequences, size)
+        self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
+        self.routing = self.engine.routing if self.settings.routing else None
+        self.work = Work(self.settings.journal_every_tokens, self._row_bytes)
         if not self.only_serves:
             self.source = self._prompts(config_dir(self.ctx))
             self.maker = SampleMaker(
@@ -142,15 +148,17 @@ class RolloutRole(Role):
                 temperature=sampling.temperature,
                 max_new_tokens=sampling.max_new_tokens,
                 engine=str(self.ctx.who),
+                routing=self.routing,
             )
-        size = self.config.algorithm.group_size
-        slots = max(self.settings.max_sequences, size)
-        self.engine = make_engine(self.ctx, folder, self.settings.model_copy(update={"max_sequences": slots}))
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.
             from relax_rt.roles.intake import Intake, Marks
 
             self.intake = Intake(Marks(most=self.settings.groups_in_flight * size, least=size))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.routing.row_bytes if self.routing is not None else 0
 
     def _prompts(self, folder: Any) -> PromptSource:
         from relax_rt.roles.data.kept import load_kept
@@ -307,8 +315,9 @@ class RolloutRole(Role):
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,
             stop_ids=stop_ids,
-            partials=partials_of(ticket, found, origin, sampling.max_new_tokens, stop_ids),
+            partials=partials_of(ticket, found, origin, sampling.max_new_tokens, stop_ids, self._row_bytes),
             chunk_tokens=self.settings.journal_every_tokens,
+            routing=self.routing is not None,
         )
 
     def _arrive(self, chunks: list[Chunk]) -> None:

@@ -10,9 +10,11 @@ import xxhash
 from relax_rt.roles.columns import generated_columns
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.engines.base import Completion
+from relax_rt.roles.engines.routing import RoutingShape
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.rollout.work import Job
 from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
 
@@ -22,12 +24,20 @@ class SampleMaker:
 
     Args:
         engine: slot and epoch, for the sample's meta.
+        routing: what routing rows look like; None: completions have none.
     """
 
     def __init__(
-        self, source: PromptSource, tokenizer: ChatTokenizer, *, temperature: float, max_new_tokens: int, engine: str
+        self,
+        source: PromptSource,
+        tokenizer: ChatTokenizer,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        engine: str,
+        routing: RoutingShape | None = None,
     ) -> None:
-        self._source, self._tokenizer = source, tokenizer
+        self._source, self._tokenizer, self._routing = source, tokenizer, routing
         self._temperature, self._max_new_tokens, self._engine = temperature, max_new_tokens, engine
 
     def origin(self, ticket: Ticket) -> bytes:
@@ -37,7 +47,11 @@ class SampleMaker:
         return digest.digest()
 
     def make(self, job: Job, completion: Completion) -> Sample:
-        """The sample of a finished member."""
+        """The sample of a finished member.
+
+        Raises:
+            Refused: it has not the routing rows that were asked for.
+        """
         ticket, member = job.ticket, job.member(completion.member)
         item = self._source.prompt(ticket.prompt, ticket.item)
         start, total = len(item.tokens), len(item.tokens) + len(completion.tokens)
@@ -68,7 +82,16 @@ class SampleMaker:
         # Spans of the completion, moved to positions in the whole sample.
         spans = [VersionSpan(s.start + start, s.end + start, s.version, s.kv_version) for s in completion.versions]
         tokens = np.array([*item.tokens, *completion.tokens], np.int32)
-        return Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
+        sample = Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
+        if self._routing is not None:
+            sample.routing = self._routing.rows(completion.prompt_routing, completion.routing)
+            if len(sample.routing) != total - 1:
+                raise Refused(
+                    f"sample {_name(sample)} with {len(sample.routing)} routing rows of {total} tokens",
+                    why="each token but the last has one",
+                    hint="the engine lost some of them; it must be restarted",
+                )
+        return sample
 
 
 def as_put(sample: Sample) -> NewSample:

@@ -6,7 +6,7 @@ and its job handed over, tokens kept; or the job is lost, because the queue gave
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from relax_rt.roles.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
@@ -15,6 +15,8 @@ from relax_rt.transport.queue.marking import Begun, make_mark
 
 INTERRUPTED = "abort"
 """Finish reason of a member that the engine stopped before its end."""
+MARK_BYTES = 1 << 18
+"""Of one mark, about. More tokens than that go in several, of which the queue keeps what it has room for."""
 
 
 @dataclass(eq=False)
@@ -65,10 +67,11 @@ class Work:
     Args:
         mark_every_tokens: an unfinished member is marked when it has so many tokens more than the queue knows of; 0:
             only when it is handed over.
+        row_bytes: of a token's routing row; 0: there are none.
     """
 
-    def __init__(self, mark_every_tokens: int) -> None:
-        self._every = mark_every_tokens
+    def __init__(self, mark_every_tokens: int, row_bytes: int = 0) -> None:
+        self._every, self._row = mark_every_tokens, row_bytes
         self.jobs: dict[int, Job] = {}
         # By request number: a group that was lost may come back with another ticket, while old chunks arrive.
         self._assembly = Assembly()
@@ -137,27 +140,31 @@ class Work:
 
     def take_due(self) -> list[Due]:
         """Marks to be journaled now: of members that have grown enough, and all that is left of jobs handed over."""
-        due = [one for (_, place), job in self._due.items() if (one := self._mark(job, place)) is not None]
+        due = [one for (_, place), job in self._due.items() for one in self._marks(job, place)]
         self._due.clear()
         for job in self.jobs.values():
             if job.cut and job.settled and not job.told:
                 job.told = True
-                due += [one for place in job.cut if (one := self._mark(job, place)) is not None]
+                due += [one for place in job.cut for one in self._marks(job, place)]
         return due
 
     def take_all(self) -> list[Due]:
         """Marks of everything unfinished, as far as it is known: the engine is no more, or not waited for."""
         places = ((job, place) for job in self.jobs.values() for place in range(len(job.marked)))
-        return [one for job, place in places if (one := self._mark(job, place)) is not None]
+        return [one for job, place in places for one in self._marks(job, place)]
 
-    def _mark(self, job: Job, place: int) -> Due | None:
+    def _marks(self, job: Job, place: int) -> Iterator[Due]:
         had = job.cut.get(place) or self._assembly.had(job.number, place)
-        start = job.marked[place]
-        if job.number not in self.jobs or had is None or len(had.tokens) <= start:
-            return None
-        tokens, logprobs = had.tokens[start:], had.logprobs[start:]
-        mark = make_mark(job.ticket, job.member(place), start, tokens, logprobs, had.versions, job.origin)
-        return Due(job, place, mark)
+        if job.number not in self.jobs or had is None:
+            return
+        row, member = self._row, job.member(place)
+        step = max(1, MARK_BYTES // (8 + row))
+        for start in range(job.marked[place], len(had.tokens), step):
+            end = min(start + step, len(had.tokens))
+            tokens, logprobs = had.tokens[start:end], had.logprobs[start:end]
+            rows = bytes(had.routing[start * row : end * row])
+            mark = make_mark(job.ticket, member, start, tokens, logprobs, had.versions, job.origin, rows)
+            yield Due(job, place, mark)
 
     def marked(self, due: Sequence[Due], held: Sequence[int]) -> None:
         """The queue holds so many tokens of each. Of what found no room, more is tried when there is more."""
@@ -202,19 +209,28 @@ class Work:
             self._due.pop((number, place), None)
 
 
-def usable(begun: Begun | None, origin: bytes, max_new_tokens: int, stop_ids: frozenset[int]) -> Partial | None:
-    """What generation can go on behind: tokens of the same prompt and temperature, which have not ended."""
+def usable(
+    begun: Begun | None, origin: bytes, max_new_tokens: int, stop_ids: frozenset[int], row_bytes: int = 0
+) -> Partial | None:
+    """What generation can go on behind: tokens of the same prompt and temperature, which have not ended, and where
+    routing rows are wanted have them."""
     if begun is None or begun.origin != origin or not 0 < len(begun.tokens) < max_new_tokens:
         return None
-    if not stop_ids.isdisjoint(begun.tokens):
+    if not stop_ids.isdisjoint(begun.tokens) or (row_bytes and len(begun.rows) != row_bytes * len(begun.tokens)):
         return None
-    return Partial(tuple(begun.tokens), tuple(begun.logprobs), tuple(begun.versions))
+    rows = begun.rows if row_bytes else b""
+    return Partial(tuple(begun.tokens), tuple(begun.logprobs), tuple(begun.versions), rows)
 
 
 def partials_of(
-    ticket: Ticket, found: dict[SampleKey, Begun], origin: bytes, max_new_tokens: int, stop_ids: frozenset[int]
+    ticket: Ticket,
+    found: dict[SampleKey, Begun],
+    origin: bytes,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    row_bytes: int = 0,
 ) -> tuple[Partial | None, ...]:
     """The partials of a request, in the order of the ticket's members."""
     keys = [SampleKey(ticket.group, member) for member in ticket.wanted()]
-    partials = tuple(usable(found.get(key), origin, max_new_tokens, stop_ids) for key in keys)
+    partials = tuple(usable(found.get(key), origin, max_new_tokens, stop_ids, row_bytes) for key in keys)
     return partials if any(partials) else ()

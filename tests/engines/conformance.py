@@ -412,8 +412,8 @@ async def test_a_completion_may_reach_the_models_last_position(driver: Driver) -
         driver.check(request, completion)
 
 
-async def test_routed_experts_are_refused_while_no_engine_tells_them(driver: Driver) -> None:
-    with pytest.raises(Refused, match="routed experts"):
+async def test_routing_rows_are_refused_by_an_engine_that_was_not_started_for_them(driver: Driver) -> None:
+    with pytest.raises(Refused, match="was not started for them"):
         driver.engine.submit([driver.request([7], 1, routing=True)])
 
 

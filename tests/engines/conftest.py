@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("harness", "conformance")
+pytest.register_assert_rewrite("harness", "conformance", "moe_conformance")
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +15,11 @@ def conformance_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from harness import build_model
 
     return build_model(tmp_path_factory.mktemp("conformance"))
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts."""
+    from harness import build_moe_model
+
+    return build_moe_model(tmp_path_factory.mktemp("moe"))

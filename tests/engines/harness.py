@@ -57,6 +57,48 @@ def build_model(folder: Path) -> Path:
     return folder
 
 
+def build_moe_model(folder: Path, dense: Sequence[int] = ()) -> Path:
+    """A random Qwen3-MoE. Its head is its own: SGLang overlooks a tied one.
+
+    Args:
+        dense: layers without experts, which SGLang has none of.
+    """
+    torch.manual_seed(1)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=list(dense),
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    transformers.utils.logging.disable_progress_bar()
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def routed(folder: Path, version: int, ids: Sequence[int]) -> Any:
+    """Experts of each token but the last, int16 [tokens - 1, layers, k] in ascending order, -1 where a layer has none:
+    by the router's logits of one plain forward pass of transformers."""
+    model = model_of(folder, version)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+    sparse = [layer for layer in range(model.config.num_hidden_layers) if layer not in model.config.mlp_only_layers]
+    rows = torch.full((len(ids), model.config.num_hidden_layers, model.config.num_experts_per_tok), -1)
+    for layer, of_layer in zip(sparse, logits, strict=True):
+        rows[:, layer] = of_layer.topk(model.config.num_experts_per_tok, dim=-1).indices.sort(dim=-1).values
+    return rows[:-1].to(torch.int16).numpy()
+
+
 @cache
 def model_of(folder: Path, version: int) -> Any:
     """The model as it is at a version: that of the folder, with noise of its own for each version above 0."""

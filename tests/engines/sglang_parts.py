@@ -21,7 +21,9 @@ KV_TOKENS = 16_384
 needs_server = pytest.mark.skipif(not PYTHON.exists(), reason="no environment with SGLang: `make sglang-cpu-env`")
 
 
-def make_engine(model: Path, folder: Path, *, python: str = str(PYTHON), **table: Any) -> SglangEngine:
+def make_engine(
+    model: Path, folder: Path, *, python: str = str(PYTHON), routing: bool = False, **table: Any
+) -> SglangEngine:
     """An engine whose server samples each sequence by its own seed; not started.
 
     Args:
@@ -33,6 +35,7 @@ def make_engine(model: Path, folder: Path, *, python: str = str(PYTHON), **table
             "engine": "sglang",
             "dtype": "float32",
             "max_sequences": 12,
+            "routing": routing,
             # A start takes 15 s on a machine that has nothing else to do.
             "sglang": {"device": "cpu", "deterministic": True, "boot_timeout_s": 400.0, **table},
         }

@@ -53,6 +53,8 @@ def _check(core: Core, who: Incarnation, marks: Sequence[Mark]) -> None:
         what, count = f"mark of {one.key} by {who}", len(one.tokens) // TOKEN_BYTES
         if len(one.tokens) != count * TOKEN_BYTES or len(one.logprobs) != len(one.tokens) or not count:
             raise Refused(what, why=f"{len(one.tokens)} bytes of tokens, {len(one.logprobs)} of log-probabilities")
+        if len(one.rows) % count:
+            raise Refused(what, why=f"{len(one.rows)} bytes of rows for {count} tokens")
         at = one.start
         for span in one.versions:
             if span.start != at or span.end <= at:
@@ -71,6 +73,10 @@ def _keep(core: Core, group: Group, one: Mark) -> int:
     if one.start > have:
         core.marks_refused["with a gap"] += 1
         return have
+    if old is not None and one.start and len(one.rows) * TOKEN_BYTES != old.row_bytes * len(one.tokens):
+        # Nobody could tell whose rows are whose; from its first token on it would be taken.
+        core.marks_refused["of another kind"] += 1
+        return have
     new = _joined(old, one)
     grown = new.nbytes - (old.nbytes if old is not None else 0)
     if new.nbytes > limits.mark_bytes or core.state.marks_bytes + grown > limits.marks_bytes:
@@ -84,7 +90,7 @@ def _keep(core: Core, group: Group, one: Mark) -> int:
 
 def _joined(old: Held | None, one: Mark) -> Held:
     if old is None or not one.start:
-        return Held(one.tokens, one.logprobs, one.versions, one.origin)
+        return Held(one.tokens, one.logprobs, one.versions, one.origin, one.rows)
     kept = [
         VersionSpan(span.start, min(span.end, one.start), span.version, span.kv_version)
         for span in old.spans
@@ -95,8 +101,10 @@ def _joined(old: Held | None, one: Mark) -> Held:
         kept[-1:] = [VersionSpan(last.start, first.end, last.version, last.kv_version), *one.versions[1:]]
     else:
         kept += one.versions
-    at = one.start * TOKEN_BYTES
-    return Held(old.tokens[:at] + one.tokens, old.logprobs[:at] + one.logprobs, kept, one.origin)
+    at, row = one.start * TOKEN_BYTES, one.start * old.row_bytes
+    return Held(
+        old.tokens[:at] + one.tokens, old.logprobs[:at] + one.logprobs, kept, one.origin, old.rows[:row] + one.rows
+    )
 
 
 def partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> list[Mark]:
@@ -113,7 +121,7 @@ def partials(core: Core, who: Incarnation, keys: Sequence[SampleKey]) -> list[Ma
         nbytes += held.nbytes
         if found and nbytes > FETCHED_BYTES:
             break
-        found.append(Mark(key, group.issue, 0, held.tokens, held.logprobs, held.spans, held.origin))
+        found.append(Mark(key, group.issue, 0, held.tokens, held.logprobs, held.spans, held.origin, held.rows))
     return found
 
 

@@ -35,6 +35,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: bytes
     spans: list[VersionSpan]
     origin: bytes = b""
+    rows: bytes = b""
 
     @property
     def length(self) -> int:
@@ -42,9 +43,14 @@ class Held(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.tokens) // 4
 
     @property
+    def row_bytes(self) -> int:
+        """Of what is kept of each token besides."""
+        return len(self.rows) // self.length
+
+    @property
     def nbytes(self) -> int:
         """What it takes, as far as it grows."""
-        return 2 * len(self.tokens) + 32 * len(self.spans) + 64
+        return 2 * len(self.tokens) + len(self.rows) + 32 * len(self.spans) + 64
 
 
 class Sample(msgspec.Struct, array_like=True, gc=False):

@@ -152,6 +152,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
         tokens, logprobs: int32 and float32, little-endian, as many of one as of the other.
         versions: of these tokens, in positions of the completion.
         origin: digest of what else the tokens depend on (prompt, temperature), for whoever goes on with them.
+        rows: what else their producer keeps of them, as many bytes of each as of any other: experts that a token was
+            routed to. Empty: nothing.
     """
 
     key: SampleKey
@@ -161,6 +163,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: MarkBytes
     versions: list[VersionSpan]
     origin: Origin = b""
+    rows: MarkBytes = b""
 
 
 class Marked(msgspec.Struct, frozen=True):

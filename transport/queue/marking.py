@@ -19,12 +19,13 @@ Call = Callable[[Callable[[int], Awaitable[Any]]], Awaitable[Any]]
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """What was sampled of a member before: the first tokens of its completion."""
+    """What was sampled of a member before: the first tokens of its completion, and their rows (see Mark)."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[VersionSpan]
     origin: bytes = b""
+    rows: bytes = b""
 
 
 def make_mark(
@@ -35,8 +36,9 @@ def make_mark(
     logprobs: Sequence[float],
     versions: Sequence[VersionSpan],
     origin: bytes = b"",
+    rows: bytes = b"",
 ) -> Mark:
-    """The mark of a member's tokens from `start` on; `versions` are those of its whole completion.
+    """The mark of a member's tokens from `start` on; `versions` are those of its whole completion, `rows` of `tokens`.
 
     Log-probabilities are kept as float32, which is what a sample has of them.
     """
@@ -46,9 +48,8 @@ def make_mark(
         for span in versions
         if span.end > start and span.start < end
     ]
-    return Mark(
-        SampleKey(ticket.group, member), ticket.issue, start, _bytes("i", tokens), _bytes("f", logprobs), spans, origin
-    )
+    key, ids, probable = SampleKey(ticket.group, member), _bytes("i", tokens), _bytes("f", logprobs)
+    return Mark(key, ticket.issue, start, ids, probable, spans, origin, rows)
 
 
 def _bytes(code: str, values: Iterable[int] | Iterable[float]) -> bytes:
@@ -67,7 +68,7 @@ def _values(code: str, data: bytes) -> list[Any]:
 
 def begun(mark: Mark) -> Begun:
     """What `partials` answered, as values."""
-    return Begun(_values("i", mark.tokens), _values("f", mark.logprobs), mark.versions, mark.origin)
+    return Begun(_values("i", mark.tokens), _values("f", mark.logprobs), mark.versions, mark.origin, mark.rows)
 
 
 class Marks:
@@ -117,6 +118,6 @@ def _calls(marks: Sequence[Mark]) -> Iterator[list[Mark]]:
             yield some
             some, nbytes = [], 0
         some.append(one)
-        nbytes += len(one.tokens) + len(one.logprobs)
+        nbytes += len(one.tokens) + len(one.logprobs) + len(one.rows)
     if some:
         yield some

@@ -14,8 +14,8 @@ CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 1.0
 """An idle connection is used again within this time only. The server ends it after SGLANG_TIMEOUT_KEEP_ALIVE (5 s), and
 an update that is sent just then would find it closed."""
-MAX_EVENT_BYTES = 64 << 20
-"""One event of a stream: tokens and log-probabilities of some steps of one sequence."""
+MAX_EVENT_BYTES = 256 << 20
+"""One event of a stream: tokens and log-probabilities of some steps of one sequence, and with its end routing rows."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -42,6 +42,7 @@ class Meta(msgspec.Struct, frozen=True):
         cached_tokens: positions of the input whose keys and values were there already.
         output_token_logprobs: (log-probability, token, text).
         weight_versions: of all sampled tokens; there at the end.
+        routed_experts: int32 of positions, layers and experts chosen, in base64; there at the end if asked for.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Meta(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] = []
+    routed_experts: str = ""
 
 
 class StreamError(msgspec.Struct, frozen=True):
@@ -197,11 +199,18 @@ def _object(content: bytes) -> dict[str, Any]:
 
 async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
     """Server-sent events: lines `data: {…}`, the last one `data: [DONE]`."""
-    rest = b""
+    rest: list[bytes] = []
+    size = 0
     async for piece in answer.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise ProtocolError("the stream of the SGLang server", why=f"a line is longer than {MAX_EVENT_BYTES} bytes")
+        rest.append(piece)
+        size += len(piece)
+        if b"\n" not in piece:
+            if size > MAX_EVENT_BYTES:
+                why = f"a line is longer than {MAX_EVENT_BYTES} bytes"
+                raise ProtocolError("the stream of the SGLang server", why=why)
+            continue
+        *lines, last = b"".join(rest).split(b"\n")
+        rest, size = [last], len(last)
         for line in lines:
             if not line.startswith(b"data: ") or line == b"data: [DONE]":
                 continue

@@ -32,39 +32,33 @@ from relax_rt.roles.engines.base import (
     check_request,
 )
 from relax_rt.roles.engines.sglang import update
+from relax_rt.roles.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.engines.sglang.client import Event, Limits
-from relax_rt.roles.engines.sglang.hashing import finished
 from relax_rt.roles.engines.sglang.members import Batch, Line, Member
 from relax_rt.roles.engines.sglang.options import Device, Option
 from relax_rt.roles.engines.sglang.server import Place, Server
 from relax_rt.roles.engines.sglang.weights import (
     PrivateCopy,
     Recipe,
+    by_expert,
     check_layout,
     checksums,
     published_tensors,
     recipes,
 )
-from relax_rt.roles.sections import EngineSettings
+from relax_rt.roles.sections import EngineSettings, RolloutSettings
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.source import WeightSource
 
 MAX_WAITING = 4096
 """Requests that may wait; callers bound themselves far below."""
-PROGRESS_TOKENS = 16
-"""A segment is heard of at least every so many tokens: health is judged by them."""
 QUEUED = 10
 """Times stall_timeout_s: how long a segment may be silent that may be waiting for room at the server."""
 ABORT_AGAIN_S = 0.25
 """An abort that overtook its request at the server has had no effect: it is said again."""
 ABORT_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 1.0
-
-
-def server_seed(seed: int) -> int:
-    """The 63 bits that the server takes, made of all 64: seeds of two domains must not meet for want of the highest."""
-    return finished(seed) >> 1
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -104,6 +98,8 @@ class SglangEngine:
         self.settings, self._table = settings, settings.sglang
         self._copy = PrivateCopy(weights_folder)
         self._device, self._booting = device, booting
+        self._rows = RowReader(model) if isinstance(settings, RolloutSettings) and settings.routing else None
+        self.routing = self._rows.shape if self._rows is not None else None
         self._folder, self._model = model, published_tensors(model, settings.dtype)
         text = json.loads((model / "config.json").read_text())
         self.context = int(text.get("max_position_embeddings") or text["text_config"]["max_position_embeddings"])
@@ -249,7 +245,7 @@ class SglangEngine:
             self._check(request, sum(other.id == request.id for other in requests[:number]))
         for request in requests:
             order = next(self._orders)
-            members = [Member.of(request, index, order) for index in range(len(request.seeds))]
+            members = [Member.of(request, index, order, self.routing) for index in range(len(request.seeds))]
             self._members[request.id] = members
             self._line.add(member for member in members if not member.finish)
             self._tell(member for member in members if member.finish)
@@ -258,7 +254,9 @@ class SglangEngine:
     def _check(self, request: GroupRequest, others: int) -> None:
         if request.id in self._members or others:
             raise Refused(f"request {request.id}", why="one of that number is in the engine already")
-        check_request(request, context=self.context, vocabulary=self.vocabulary)
+        check_request(request, context=self.context, vocabulary=self.vocabulary, routing=self.routing)
+        if self._rows is not None:
+            self._rows.check(request)
         need = len(request.prompt) + request.max_new_tokens
         if need > self._limits.longest:
             raise Refused(
@@ -313,7 +311,7 @@ class SglangEngine:
     async def _sample(self, batch: Batch, version: int) -> None:
         """One call of the server: a segment of each member."""
         try:
-            async for event in self._server.client.generate(self._body(list(batch.members.values()))):
+            async for event in self._server.client.generate(body_of(batch, seeded=self._table.deterministic)):
                 self._take(batch, event, version)
         except Unreachable:
             await self._server.end_told()  # its own end is the better reason
@@ -322,32 +320,6 @@ class SglangEngine:
             raise ProtocolError(
                 f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
             )
-
-    def _body(self, members: list[Member]) -> dict[str, Any]:
-        first = members[0].request
-        every = min(first.chunk_tokens or PROGRESS_TOKENS, PROGRESS_TOKENS)
-        return {
-            "rid": [member.rid for member in members],
-            "input_ids": [[*first.prompt, *member.tokens] for member in members],
-            "sampling_params": [self._sampling(member, every) for member in members],
-            "extra_key": [f"v{member.salt}" for member in members],
-            "return_logprob": True,
-            "stream": True,
-        }
-
-    def _sampling(self, member: Member, every: int) -> dict[str, Any]:
-        request = member.request
-        params: dict[str, Any] = {
-            "temperature": request.temperature,
-            "max_new_tokens": member.left,
-            "stop_token_ids": sorted(request.stop_ids),
-            # It would make the server overlook stop ids, too.
-            "ignore_eos": not request.stop_ids,
-            "stream_interval": every,
-        }
-        if self._table.deterministic:
-            params["sampling_seed"] = server_seed(request.seeds[member.index])
-        return params
 
     def _take(self, batch: Batch, event: Event, version: int) -> None:
         if self._failed is not None or event.meta_info is None:
@@ -358,6 +330,9 @@ class SglangEngine:
             self._heard = member.heard = time.monotonic()
         if (end := event.meta_info.finish_reason) is not None:
             del self._running[member.rid]
+            if self._rows is not None and member.rows is not None:
+                told = event.meta_info.routed_experts
+                member.take_rows(self._rows.read(told) if told else None, batch.rows_from)
             member.end_segment(end)
             if not member.finish:
                 # Interrupted, or ended by a token that ends sequences of the model and not those of this request.
@@ -488,17 +463,16 @@ class SglangEngine:
             if "released" in self._holds:
                 # What is loaded again when the memory comes back lies in the copy.
                 raise Refused(version, why=self._holds["released"], hint="resume_memory first")
-            if source.manifest.payload == "lora":
-                raise Refused(f"{version} as LoRA", why="the sglang engine takes whole weights")
             needed = {part for recipe in self._recipes.values() for part in recipe.parts}
-            check_layout(source.manifest.layout, self._model, needed)
+            check_layout(by_expert(source.manifest.layout), self._model, needed)
             self._prepared = await asyncio.to_thread(self._fetch_version, source)
         finally:
             self._fetch.release()
 
     def _fetch_version(self, source: WeightSource) -> Held:
         with self._copy.fill(source) as view:
-            return Held(source.manifest.version, checksums(self._recipes, source.manifest.layout, view, self._device))
+            layout = by_expert(source.manifest.layout)
+            return Held(source.manifest.version, checksums(self._recipes, layout, view, self._device))
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         """See Engine.commit."""
@@ -528,7 +502,7 @@ class SglangEngine:
         layout = self._copy.layout
         assert layout is not None
         # Not released here: a thread may still read from it when this is cancelled.
-        await update.load_tensors(client, layout, self._copy.view, version, flush=flush, timeout_s=limit)
+        await update.load_tensors(client, by_expert(layout), self._copy.view, version, flush=flush, timeout_s=limit)
 
     # --- memory
 

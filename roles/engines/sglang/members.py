@@ -15,7 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relax_rt.roles.engines.base import Chunk, GroupRequest, extend_spans
+from relax_rt.roles.engines.routing import RoutingShape, Rows, told
 from relax_rt.roles.engines.sglang.client import Event, Finish, Meta, ServerRefused
 from relax_rt.transport.errors import Corrupt, ProtocolError
 from relax_rt.transport.queue.api import VersionSpan
@@ -34,7 +38,10 @@ class Member:
         salt: version under which its cache was begun; None before its first segment.
         kv_version: oldest weights among its keys and values.
         rid: the running segment's name; empty while there is none.
-        base: tokens that were there when the running segment began.
+        base: tokens that were there when the running segment began. asked: how many it is to bring at most.
+        rows: routing rows, of the tokens that have them; None where nobody asked for them. They come with the end of a
+            segment, and only what has its row is told.
+        prompted: those of the prompt have come.
         fresh: the running segment has not yielded a token yet.
         heard: when it began, or yielded its last token.
         interrupted: we have asked the server to end the running segment.
@@ -52,6 +59,9 @@ class Member:
     kv_version: int = 0
     rid: str = ""
     base: int = 0
+    asked: int = 0
+    rows: Rows | None = None
+    prompted: bool = False
     fresh: bool = True
     heard: float = 0.0
     interrupted: bool = False
@@ -59,10 +69,13 @@ class Member:
     finish: str = ""
 
     @staticmethod
-    def of(request: GroupRequest, index: int, order: int) -> Member:
+    def of(request: GroupRequest, index: int, order: int, routing: RoutingShape | None = None) -> Member:
         """A member as it is submitted, with the tokens of its partial."""
         member = Member(request, index, order)
-        if (had := request.partial(index)) is not None:
+        had = request.partial(index)
+        if request.routing and routing is not None:
+            member.rows = Rows(routing, had.routing if had is not None else b"")
+        if had is not None:
             member.tokens, member.logprobs = list(had.tokens), list(had.logprobs)
             member.spans = list(had.versions)
             member.start = member.reported = len(had.tokens)
@@ -74,11 +87,23 @@ class Member:
         """Tokens still to come at most."""
         return max(0, self.request.max_new_tokens - len(self.tokens))
 
+    @property
+    def known(self) -> int:
+        """Tokens that may be told."""
+        return len(self.tokens) if self.rows is None else len(self.rows)
+
+    @property
+    def rows_from(self) -> int:
+        """Position of the first routing row that the running segment is to bring."""
+        return len(self.request.prompt) + self.base - 1 if self.prompted else 0
+
     def begin(self, rid: str, version: int, now: float = 0.0) -> None:
         """A segment begins under `version`."""
         if self.salt is None:
             self.salt = self.kv_version = version
-        self.rid, self.base, self.fresh = rid, len(self.tokens), True
+        self.rid, self.base, self.fresh, self.asked = rid, len(self.tokens), True, self.left
+        if self.rows is not None and self.request.chunk_tokens:
+            self.asked = min(self.left, self.request.chunk_tokens)
         self.heard, self.interrupted = now, False
 
     def renew(self, version: int) -> int:
@@ -128,6 +153,34 @@ class Member:
         self.logprobs.append(logprob)
         extend_spans(self.spans, VersionSpan(at, at + 1, version, self.kv_version))
 
+    def take_rows(self, rows: NDArray[np.int16] | None, start: int) -> None:
+        """Routing rows that came with the running segment's end, from position `start` on.
+
+        A segment that was ended while the server had it put aside has none: its tokens are sampled again.
+
+        Raises:
+            ProtocolError: they are not those of its tokens.
+        """
+        assert self.rows is not None
+        first, new = len(self.request.prompt) + self.base - 1, len(self.tokens) - self.base
+        own = rows[first - start :][:new] if rows is not None else ()
+        if len(own) < new:
+            if not (self.interrupted or self.aborted):
+                raise ProtocolError(f"segment {self.rid}", why=f"{new} tokens with {len(own)} routing rows")
+            self._cut(self.base + len(own))
+        if rows is None or not len(own):
+            return
+        if not self.prompted:
+            self.rows.set_prompt(told(rows[: len(self.request.prompt) - 1]))
+            self.prompted = True
+        self.rows.extend(told(rows[first - start :][:new]))
+
+    def _cut(self, count: int) -> None:
+        del self.tokens[count:], self.logprobs[count:]
+        self.spans = [
+            VersionSpan(s.start, min(s.end, count), s.version, s.kv_version) for s in self.spans if s.start < count
+        ]
+
     def end_segment(self, end: Finish | None = None) -> None:
         """The running segment is over; `finish` says whether the member is, too.
 
@@ -141,11 +194,15 @@ class Member:
         self._judge()
         if self.aborted and not self.finish:
             self.finish = ABORT
-        if self.finish or self.interrupted or end is None:
+        if self.finish or self.interrupted or end is None or self._asked_for(end):
             return
         # A token that ends sequences of the model need not be one that ends those of this request.
         if end.type != STOP or len(self.tokens) == self.base:
             raise self._broken_off(end)
+
+    def _asked_for(self, end: Finish) -> bool:
+        """The segment was to be no longer."""
+        return end.type == LENGTH and len(self.tokens) - self.base == self.asked > 0
 
     def _broken_off(self, end: Finish) -> ServerRefused:
         had, wanted = len(self.tokens), self.request.max_new_tokens
@@ -163,19 +220,31 @@ class Member:
 
     def chunk(self, *, all_of_it: bool = False) -> Chunk | None:
         """What is to be told now: at the end all that is untold, before it once it is as much as the request wants."""
-        untold, every = len(self.tokens) - self.reported, self.request.chunk_tokens
+        end, every = self.known, self.request.chunk_tokens
+        untold = end - self.reported
         if not self.finish and not (untold if all_of_it else every and untold >= every):
             return None
-        at, self.reported = self.reported, len(self.tokens)
-        spans = [VersionSpan(max(s.start, at), s.end, s.version, s.kv_version) for s in self.spans if s.end > at]
-        return Chunk(self.request.id, self.index, at, self.tokens[at:], self.logprobs[at:], spans, self.finish)
+        at, self.reported = self.reported, end
+        spans = [
+            VersionSpan(max(s.start, at), min(s.end, end), s.version, s.kv_version)
+            for s in self.spans
+            if s.end > at and s.start < end
+        ]
+        tokens, logprobs, rows = self.tokens[at:end], self.logprobs[at:end], self.rows
+        routing, prompt = (b"", b"") if rows is None else (rows.of(at, end), rows.take_prompt())
+        return Chunk(self.request.id, self.index, at, tokens, logprobs, spans, self.finish, routing, prompt)
 
 
 class Batch:
-    """Members of one request whose segments the server samples in one call."""
+    """Members of one request whose segments the server samples in one call.
+
+    Attributes:
+        rows_from: position from which on it tells the routing rows of each.
+    """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = {member.rid: member for member in members}
+        self.rows_from = min(member.rows_from for member in members)
 
     def of(self, meta: Meta) -> Member:
         """Whose event it is.

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_rt.roles.sections import EngineSettings
+from relax_rt.roles.sections import EngineSettings, RolloutSettings
 from relax_rt.transport.errors import Refused
 
 Device = Literal["cuda", "cpu"]
@@ -24,6 +24,7 @@ OURS = frozenset(
         "model-path", "host", "port", "api-key", "admin-api-key", "config", "served-model-name", "weight-version",
         "skip-tokenizer-init", "incremental-streaming-output", "dtype", "tp-size", "tp", "tensor-parallel-size",
         "dp-size", "dp", "data-parallel-size", "enable-deterministic-inference", "disable-radix-cache",
+        "enable-return-routed-experts",
     }
 )  # fmt: skip
 """Options that the engine rests on; settings of ours name them where they can be chosen."""
@@ -102,6 +103,9 @@ def server_options(
         options["ep-size"] = settings.expert_parallel
     if settings.sglang.deterministic:
         options["enable-deterministic-inference"] = True
+    if isinstance(settings, RolloutSettings) and settings.routing:
+        # Dense models crash with it; they are refused before.
+        options["enable-return-routed-experts"] = True
     return options | user_options(settings.sglang.arguments)
 
 

@@ -36,6 +36,7 @@ JOINED = (
     (re.compile(r"(.*\.)gate_up_proj\.(weight|bias)"), ("gate_proj", "up_proj")),
 )
 EXPERTS = re.compile(r"(.*\.experts\.)(w13|w2)_weight")
+STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -47,6 +48,26 @@ class Recipe(msgspec.Struct, frozen=True):
 
     parts: tuple[str, ...]
     padding: int = 0
+
+
+def by_expert(layout: Layout) -> Layout:
+    """The same bytes, with each expert's tensors under names of their own, as SGLang reads them. A trainer that has a
+    layer's experts in one tensor, as transformers does, publishes them so: [experts, rows, columns], the rows of
+    `gate_proj` before those of `up_proj`."""
+    entries: list[TensorEntry] = []
+    for entry in layout.entries:
+        match = STACKED.fullmatch(entry.name)
+        if match is None or len(entry.shape) != 3:
+            entries.append(entry)
+            continue
+        pieces = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+        experts, rows, columns = entry.shape
+        each, shape = entry.nbytes // (experts * len(pieces)), (rows // len(pieces), columns)
+        for number in range(experts * len(pieces)):
+            expert, piece = divmod(number, len(pieces))
+            name = f"{match[1]}{expert}.{pieces[piece]}.weight"
+            entries.append(TensorEntry(name, entry.dtype, shape, entry.offset + number * each, each))
+    return Layout(tuple(entries), layout.nbytes)
 
 
 def recipes(server_names: Iterable[str], layout: Layout) -> dict[str, Recipe]:
@@ -205,7 +226,7 @@ class PrivateCopy:
     def _create(self, layout: Layout) -> None:
         self._unmap()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        header = safetensors_header(layout)
+        header = safetensors_header(by_expert(layout))
         path = self.folder / "model.safetensors"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:

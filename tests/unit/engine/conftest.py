@@ -10,7 +10,7 @@ import pytest
 SUITE = Path(__file__).resolve().parents[2] / "engines"
 if str(SUITE) not in sys.path:
     sys.path.insert(0, str(SUITE))
-pytest.register_assert_rewrite("harness", "conformance")
+pytest.register_assert_rewrite("harness", "conformance", "moe_conformance")
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +19,11 @@ def conformance_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from harness import build_model
 
     return build_model(tmp_path_factory.mktemp("conformance"))
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts."""
+    from harness import build_moe_model
+
+    return build_moe_model(tmp_path_factory.mktemp("moe"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,17 @@ torch = pytest.importorskip("torch")
 
 from relax_rt.roles.engines.base import Assembly, Chunk, GroupRequest, Partial  # noqa: E402
 from relax_rt.roles.engines.prefixes import PrefixStore, common_prefix  # noqa: E402
+from relax_rt.roles.engines.routing import RoutingShape, settled, told  # noqa: E402
 from relax_rt.roles.engines.sequences import Sequence  # noqa: E402
 from relax_rt.transport.errors import Refused  # noqa: E402
 from relax_rt.transport.queue.api import VersionSpan  # noqa: E402
+
+SHAPE = RoutingShape(layers=2, chosen=1)
+
+
+def rows(*experts: int) -> np.ndarray:
+    """A row for each, which says whose it is."""
+    return np.array([[[expert], [0]] for expert in experts], np.int16).reshape(-1, 2, 1)
 
 
 def request(**changes: object) -> GroupRequest:
@@ -32,15 +41,16 @@ def request(**changes: object) -> GroupRequest:
 )
 def test_chunks_make_up_what_was_sampled(tokens: list[tuple[int, int, bool]], had: int, chunk: int) -> None:
     had = min(had, len(tokens) - 1)
-    before = Partial((9,) * had, (-0.5,) * had, (VersionSpan(0, had, 0, 0),) if had else ())
-    asked = request(partials=(before,), chunk_tokens=chunk)
-    sequence, assembly = Sequence(asked, 0), Assembly()
+    before = Partial((9,) * had, (-0.5,) * had, (VersionSpan(0, had, 0, 0),) if had else (), told(rows(*[9] * had)))
+    asked = request(partials=(before,), chunk_tokens=chunk, routing=True)
+    sequence, assembly = Sequence(asked, 0, SHAPE), Assembly()
     assembly.expect(asked)
     version = 0
-    for token, more, told in tokens[had:]:
+    sequence.begin(rows(1, 2, 3))
+    for token, more, due in tokens[had:]:
         version += more
-        sequence.append(token, -1.0, version)
-        if told or sequence.due:
+        sequence.append(token, -1.0, version, rows(token)[0])
+        if due or sequence.due:
             assert assembly.add(sequence.chunk()) is None
     known = assembly.had(1, 0)
     assert known is not None and len(known.tokens) == sequence.reported
@@ -51,6 +61,14 @@ def test_chunks_make_up_what_was_sampled(tokens: list[tuple[int, int, bool]], ha
     assert len(done.logprobs) == len(tokens)
     assert done.versions == sequence.spans
     assert done.versions[-1].end == len(tokens)
+    assert SHAPE.rows(done.prompt_routing, done.routing)[:, 0, 0].tolist() == [1, 2, *done.tokens]
+
+
+def test_rows_of_a_request_that_did_not_ask_for_them_are_not_told() -> None:
+    sequence = Sequence(request(), 0, SHAPE)
+    sequence.begin(rows(1, 2))
+    sequence.append(9, -1.0, 1, rows(9)[0])
+    assert (sequence.chunk().routing, sequence.chunk().prompt_routing) == (b"", b"")
 
 
 def test_a_lost_or_repeated_chunk_is_found() -> None:
@@ -101,3 +119,10 @@ def test_no_more_is_kept_than_there_is_room_for(prompts: list[tuple[int, ...]]) 
         store.put(0, prompt, partial(kept, len(prompt)))
         assert store.positions <= 12
         assert store.find(0, prompt)[0] == len(prompt)
+
+
+def test_rows_are_in_ascending_order_and_name_no_expert_where_there_is_none() -> None:
+    chosen = np.array([[[5, 2], [0, 0], [1, 7]], [[3, 9], [0, 0], [4, 4]]])
+    made = settled(chosen, [1])
+    assert made.dtype == np.int16 and made.tolist() == [[[2, 5], [-1, -1], [1, 7]], [[3, 9], [-1, -1], [4, 4]]]
+    assert RoutingShape(3, 2).rows(told(made[:1]), told(made[1:])).tolist() == made.tolist()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from relax_rt.roles.engines.base import Chunk, Completion, GroupRequest
+from relax_rt.roles.rollout import work as works
 from relax_rt.roles.rollout.work import Job, Work, partials_of, usable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits
@@ -21,6 +23,12 @@ TRAINER = Incarnation("trainer/0", 1)
 STOP = 7
 EVERY = 8
 SIZE = 3
+ROW = 4
+"""Bytes of a token's routing row, which is its place here."""
+
+
+def rows(start: int, end: int) -> bytes:
+    return b"".join(place.to_bytes(ROW, "little") for place in range(start, end))
 
 
 class Queue:
@@ -42,12 +50,13 @@ class Queue:
 
 
 class Rollout:
-    """Work with a queue, and an engine that samples at random: token n of a completion has the log-probability -n."""
+    """Work with a queue, and an engine that samples at random: token n of a completion has the log-probability -n and
+    the routing row n."""
 
     def __init__(self, queue: Queue, epoch: int, rng: random.Random) -> None:
         self.queue, self.rng, self.who = queue, rng, Incarnation("rollout/0", epoch)
         queue.join(self.who)
-        self.work, self.numbers = Work(EVERY), 0
+        self.work, self.numbers = Work(EVERY, ROW), 0
         self.engine: dict[tuple[int, int], int] = {}
         self.acknowledged: dict[SampleKey, list[int]] = {}
 
@@ -65,8 +74,9 @@ class Rollout:
                 temperature=1.0,
                 max_new_tokens=200,
                 stop_ids=frozenset({STOP}),
-                partials=partials_of(ticket, found, origin, 200, frozenset({STOP})),
+                partials=partials_of(ticket, found, origin, 200, frozenset({STOP}), ROW),
                 chunk_tokens=EVERY,
+                routing=True,
             )
             self.work.begin(self.numbers, ticket, request, origin)
             for place in range(len(request.seeds)):
@@ -85,7 +95,7 @@ class Rollout:
         self.engine[key] = start + len(tokens)
         if finish:
             del self.engine[key]
-        self.work.arrive([Chunk(*key, start, tokens, logprobs, spans, finish)])
+        self.work.arrive([Chunk(*key, start, tokens, logprobs, spans, finish, rows(start, start + len(tokens)))])
 
     def abort(self, numbers: list[int]) -> None:
         for key in [key for key in self.engine if key[0] in numbers]:
@@ -220,6 +230,34 @@ def test_only_tokens_that_can_be_gone_on_with_are(change: dict[str, object], tak
     assert (usable(one, b"o", 200, frozenset({STOP})) is not None) == taken
 
 
+def test_tokens_without_the_rows_that_are_wanted_are_not_gone_on_with() -> None:
+    one = Begun([8, 9], [-1.0, -2.0], [VersionSpan(0, 2, 1, 1)], b"o")
+    assert usable(one, b"o", 200, frozenset(), ROW) is None
+    taken = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), ROW)
+    assert taken is not None and taken.routing == rows(0, 2)
+    assert usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset(), 2 * ROW) is None
+    without = usable(msgspec.structs.replace(one, rows=rows(0, 2)), b"o", 200, frozenset())
+    assert without is not None and without.routing == b"", "nobody wants them any more"
+
+
+def test_much_is_marked_in_pieces_of_which_those_are_kept_that_there_is_room_for(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(works, "MARK_BYTES", 10 * (8 + ROW))
+    q = Queue(marks_bytes=64 + 32 + 25 * (8 + ROW))
+    r = Rollout(q, 1, rng)
+    (ticket,) = r.ask(1)
+    r.sample((1, 0), 38)
+    due = r.work.take_due()
+    assert [(one.mark.start, len(one.mark.rows) // ROW) for one in due] == [(0, 10), (10, 10), (20, 10), (30, 8)]
+    answer = q.apply(ev.MarkTokens([one.mark for one in due]), r.who)
+    assert answer.held == [10, 20, 20, 20]  # type: ignore[attr-defined]
+    r.work.marked(due, answer.held)  # type: ignore[attr-defined]
+    assert r.work.jobs[1].marked[0] == 20
+    (mark,) = partials(q.ledger.core, r.who, [SampleKey(ticket.group, 0)])
+    assert begun(mark).rows == rows(0, 20)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
     """Rollouts that are killed, stopped and lose groups at any moment; one after the other goes on."""
@@ -271,6 +309,7 @@ def test_whoever_goes_on_has_every_acknowledged_token(seed: int) -> None:
     assert made
     for key, completion in made.items():
         assert completion.logprobs == [-float(n) for n in range(len(completion.tokens))], "each token has its own"
+        assert completion.routing == rows(0, len(completion.tokens))
         assert sum(span.end - span.start for span in completion.versions) == len(completion.tokens)
         before = known.get(key, [])
         if q.ledger.account().get("marks_given_up", 0) == 0:

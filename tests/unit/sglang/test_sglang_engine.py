@@ -17,12 +17,13 @@ from safetensors.numpy import save_file
 
 from relax_rt.roles.engines.base import Chunk, EngineEnded, GroupRequest
 from relax_rt.roles.engines.sglang import engine as engines
+from relax_rt.roles.engines.sglang.asking import server_seed
 from relax_rt.roles.engines.sglang.client import Client, Event, Finish, Limits, Meta, ServerRefused
-from relax_rt.roles.engines.sglang.engine import SglangEngine, server_seed
+from relax_rt.roles.engines.sglang.engine import SglangEngine
 from relax_rt.roles.engines.sglang.hashing import content_hash
 from relax_rt.roles.engines.sglang.server import Place
 from relax_rt.roles.sections import EngineSettings
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused, RelaxError
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Manifest, layout_of
 
@@ -136,8 +137,11 @@ class FakeServer:
     async def stop(self, timeout_s: float = 10.0) -> None:
         pass
 
-    def describe(self) -> str:
-        return "a fake"
+    def explain(self, error: RelaxError) -> RelaxError:
+        return type(error)(error.what, why=f"{error.why}; a fake", hint=error.hint)
+
+    async def end_told(self, within_s: float = 1.0) -> None:
+        pass
 
 
 class Rig:

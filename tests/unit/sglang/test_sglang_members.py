@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.engines.base import Assembly, GroupRequest, Partial
+from relax_rt.roles.engines.routing import RoutingShape
 from relax_rt.roles.engines.sglang.client import Event, Finish, Meta, ServerRefused, Span
 from relax_rt.roles.engines.sglang.members import Batch, Line, Member
 from relax_rt.transport.errors import Corrupt, ProtocolError
@@ -153,6 +155,75 @@ def test_the_line_keeps_the_order_of_requests() -> None:
     assert [*line] == [members[0], members[3], members[4], members[5]]
     assert line.drop(3) == members[4:]
     assert len(line) == 2
+
+
+SHAPE = RoutingShape(1, 2)
+
+
+def routed(tokens: list[int]) -> np.ndarray:
+    """A row for each, which says whose it is."""
+    return np.array([[[token, token]] for token in tokens], np.int16)
+
+
+def told(member: Member, **how: bool) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, rows and rows of the prompt of a member's next chunk."""
+    chunk = member.chunk(**how)
+    assert chunk is not None
+    rows, prompt = (SHAPE.rows(data)[:, 0, 0].tolist() for data in (chunk.routing, chunk.prompt_routing))
+    return chunk.tokens, rows, prompt
+
+
+def test_only_tokens_with_their_rows_are_told() -> None:
+    member = Member.of(request(new=7, chunk_tokens=2, routing=True), 0, 1, SHAPE)
+    member.begin("a", 3)
+    assert (member.asked, member.rows_from) == (2, 0), "rows come with the end of a segment: a mark's tokens, no more"
+    member.take(event(member, [14, 15], upto=2), 3)
+    assert member.chunk(all_of_it=True) is None
+    # Positions 0 and 1 are the prompt's, token 14 was sampled at position 2.
+    member.take_rows(routed([1, 2, 14, 15]), 0)
+    member.end_segment(Finish("length"))
+    assert (member.finish, told(member)) == ("", ([14, 15], [14, 15], [1, 2]))
+    member.begin("b", 3)
+    assert (member.asked, member.rows_from) == (2, 4)
+    member.take(event(member, [16, 9], upto=2), 3)
+    # Others of the batch have begun before: its rows begin with theirs.
+    member.take_rows(routed([0, 0, 16, 9]), 2)
+    member.end_segment(Finish("stop"))
+    assert (member.finish, told(member)) == ("stop", ([16, 9], [16, 9], []))
+
+
+@pytest.mark.parametrize("rows", [None, routed([1, 2, 14])])
+def test_tokens_that_came_without_rows_are_sampled_again_if_the_server_was_interrupted(rows: np.ndarray | None) -> None:
+    member = Member.of(request(routing=True), 0, 1, SHAPE)
+    member.begin("a", 3)
+    member.take(event(member, [14, 15, 16], upto=3), 3)
+    with pytest.raises(ProtocolError, match=r"3 tokens with [01] routing rows"):
+        member.take_rows(rows, 0)
+    member.interrupted = True
+    member.take_rows(rows, 0)
+    member.end_segment(Finish("abort"))
+    left = [] if rows is None else [14]
+    assert (member.tokens, len(member.logprobs), member.known) == (left, len(left), len(left))
+    member.begin("b", 4)
+    assert member.rows_from == (0 if rows is None else 3)
+    member.take(event(member, [9], upto=1), 4)
+    member.take_rows(routed([9] if left else [1, 2, 9]), member.rows_from)
+    member.end_segment(Finish("stop"))
+    assert [*told(member)][:2] == [[*left, 9], [*left, 9]]
+    spans = [VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 4, 3)] if left else [VersionSpan(0, 1, 4, 3)]
+    assert member.spans == spans
+
+
+def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_the_prompt() -> None:
+    had = Partial((4, 5), (-1.0, -2.0), (VersionSpan(0, 2, 7, 7),), routed([4, 5]).tobytes())
+    member = Member.of(request(new=5, partials=(had,), routing=True), 0, 1, SHAPE)
+    member.begin("a", 8)
+    assert member.rows_from == 0
+    member.take(event(member, [6, 9], upto=2), 8)
+    member.take_rows(routed([1, 2, 94, 95, 6, 9]), 0)
+    member.end_segment(Finish("stop"))
+    assert told(member) == ([6, 9], [6, 9], [1, 2])
+    assert member.rows is not None and SHAPE.rows(member.rows.of(0, 4))[:, 0, 0].tolist() == [4, 5, 6, 9]
 
 
 SWAPS = st.sampled_from(["none", "keep", "recompute"])

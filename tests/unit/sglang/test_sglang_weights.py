@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from relax_rt.roles.engines.sglang.weights import (
     PrivateCopy,
     Recipe,
+    by_expert,
     check_layout,
     checksums,
     compare,
@@ -150,6 +151,21 @@ def test_joined_tensors_are_their_parts_in_a_row() -> None:
         f"{layer}mlp.experts.w2_weight": digest(np.stack([d for _, _, d in experts])),
         "model.norm.weight": digest(a["model.norm.weight"]),
     }
+
+
+def test_experts_in_one_tensor_are_those_one_by_one() -> None:
+    stacked = laid_out({"a": (3,), "l.0.mlp.experts.gate_up_proj": (2, 6, 4), "l.0.mlp.experts.down_proj": (2, 4, 3)})
+    data, arrays = filled(stacked)
+    entries = by_expert(stacked).entries
+    names = [f"l.0.mlp.experts.{e}.{n}_proj.weight" for e in (0, 1) for n in ("gate", "up")]
+    assert [e.name for e in entries] == ["a", *names, *(f"l.0.mlp.experts.{e}.down_proj.weight" for e in (0, 1))]
+    found = {e.name: np.frombuffer(data, np.float32, e.nbytes // 4, e.offset).reshape(e.shape) for e in entries}
+    both, down = arrays["l.0.mlp.experts.gate_up_proj"], arrays["l.0.mlp.experts.down_proj"]
+    for e in (0, 1):
+        assert np.array_equal(found[f"l.0.mlp.experts.{e}.gate_proj.weight"], both[e, :3])
+        assert np.array_equal(found[f"l.0.mlp.experts.{e}.up_proj.weight"], both[e, 3:])
+        assert np.array_equal(found[f"l.0.mlp.experts.{e}.down_proj.weight"], down[e])
+    assert by_expert(laid_out()) == laid_out()
 
 
 def test_what_cannot_be_verified_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from broker_world import world
 from ledger_driver import AGENT, ENGINE, OTHER, TRAINER, Driver, a_mark, make, started, step
@@ -125,6 +126,35 @@ def test_marks_are_bounded_for_each_member_and_in_all_and_count_in_the_capacity(
     assert d.ledger.audit() == []
 
 
+def with_rows(mark: Mark, size: int) -> Mark:
+    """A mark whose tokens have rows of so many bytes, of what they are."""
+    return msgspec.structs.replace(mark, rows=b"".join(bytes([token]) * size for token in begun(mark).tokens))
+
+
+def test_what_is_kept_of_tokens_besides_goes_where_they_go() -> None:
+    d, version = started()
+    (ticket,) = d.admit(ENGINE, version).tickets
+
+    def mark(start: int, first: int, count: int, size: int = 3) -> int:
+        one = with_rows(a_mark(ticket, 0, start, tokens(first, count, version)), size)
+        (held,) = d.call(ENGINE, ev.MarkTokens([one])).held
+        return int(held)
+
+    def found() -> tuple[list[int], bytes]:
+        (one,) = partials(d.ledger.core, ENGINE, [SampleKey(ticket.group, 0)])
+        return begun(one).tokens, begun(one).rows
+
+    assert (mark(0, 1, 5), mark(3, 50, 2)) == (5, 5)
+    assert found() == ([1, 2, 3, 50, 51], b"\1\1\1\2\2\2\3\3\3" + b"222333")
+    assert d.ledger.state.marks_bytes == 5 * (8 + 3) + 32 + 64
+    # Rows of another size, or none, behind these could not be told apart.
+    assert (mark(5, 60, 1, 2), mark(5, 60, 1, 0)) == (5, 5)
+    assert d.ledger.core.marks_refused["of another kind"] == 2
+    assert mark(0, 60, 2, 0) == 2 and found() == ([60, 61], b"")
+    assert mark(2, 62, 1, 3) == 2 and mark(2, 62, 1, 0) == 3
+    assert d.ledger.audit() == []
+
+
 def test_tokens_that_bring_nobody_on_are_given_up() -> None:
     """They may be what kills whoever goes on with them."""
     d, version = started()
@@ -149,6 +179,7 @@ def test_tokens_that_bring_nobody_on_are_given_up() -> None:
         ({"versions": [VersionSpan(0, 3, 99, 99)]}, "not known"),
         ({"versions": [VersionSpan(0, 2, 1, 1), VersionSpan(1, 3, 1, 1)]}, "follow each other"),
         ({"start": 1}, "follow each other"),
+        ({"rows": b"1234"}, "4 bytes of rows for 3 tokens"),
     ],
 )
 def test_a_malformed_mark_is_refused_whole(change: dict[str, object], says: str) -> None:

@@ -1,0 +1,70 @@
+"""What is refused of engines once the model is known: rows of dense models, and what SGLang computes otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
+from relax_rt.roles.sections import DataTable, RLConfig, RolloutSettings, SamplingTable
+
+MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128,
+    "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+PATH = ("roles", "rollout", "routing")
+
+
+def config(capacity_mib: int = 1024, new: int = 256, **rollout: Any) -> RLConfig:
+    whole = {
+        "run": {"name": "r"},
+        "model": {"path": "model"},
+        "data": {"task": "chain_sum"},
+        "reward": {"function": "r.py:r"},
+        "sampling": {"max_new_tokens": new},
+        "queue": {"capacity_mib": capacity_mib},
+    }
+    made = RLConfig.model_validate(whole)
+    object.__setattr__(made, "roles", {"rollout": RolloutSettings.model_validate(rollout)})
+    assert isinstance(made.data, DataTable) and isinstance(made.sampling, SamplingTable)
+    return made
+
+
+def problems(folder: Path, values: dict[str, Any], **settings: Any) -> dict[tuple[str | int, ...], str]:
+    (folder / "config.json").write_text(json.dumps(values))
+    return {p.path: p.message for p in check_engine_model(config(**settings), folder)}
+
+
+def test_routing_rows_need_experts(tmp_path: Path) -> None:
+    assert problems(tmp_path, MOE, routing=True) == {}
+    dense = {**MOE, "model_type": "qwen3"}
+    assert problems(tmp_path, dense) == {}
+    assert "it is dense" in problems(tmp_path, dense, routing=True)[PATH]
+    assert "it is dense" in problems(tmp_path, {**MOE, "mlp_only_layers": [0, 1, 2]}, routing=True)[PATH]
+    assert "how it routes is not known" in problems(tmp_path, {**MOE, "model_type": "mixtral"}, routing=True)[PATH]
+
+
+def test_the_queue_must_hold_them(tmp_path: Path) -> None:
+    said = problems(tmp_path, {**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}, routing=True)
+    assert "768 bytes a token, up to 589824 a sample" in said[PATH]
+    assert problems(tmp_path, {**MOE, "num_hidden_layers": 48}, capacity_mib=65_536, routing=True) == {}
+
+
+def test_what_sglang_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    place = ("roles", "rollout", "engine")
+    tied, mixed = {**MOE, "tie_word_embeddings": True}, {**MOE, "mlp_only_layers": [1]}
+    assert problems(tmp_path, MOE, engine="sglang", routing=True) == {}
+    assert "all its logits are zero" in problems(tmp_path, tied, engine="sglang")[place]
+    assert "none in layer 1" in problems(tmp_path, mixed, engine="sglang")[place]
+    assert problems(tmp_path, tied) == problems(tmp_path, mixed, routing=True) == {}
+    assert problems(tmp_path, {**tied, "model_type": "qwen3"}, engine="sglang") == {}
+
+
+def test_what_the_journal_has_no_room_for_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
+    (said,) = engine_warnings(config(new=4096, routing=True), tmp_path)
+    assert "keeps the first 2702 tokens" in said
+    assert not list(engine_warnings(config(new=2702, routing=True), tmp_path))
+    assert not list(engine_warnings(config(new=4096), tmp_path))
+    assert not list(engine_warnings(config(new=4096, routing=True, journal_every_tokens=0), tmp_path))
