@@ -108,10 +108,17 @@ def wire_bytes(config: RLConfig) -> int:
     return 0 if wire is None else 2 * published_bytes(config) * (1 if wire != "bfloat16" else 2) // BYTES[published]
 
 
+def base_bytes(config: RLConfig) -> int:
+    """Shared memory of the model's own weights, where adapters are published, and of those at most: of the committed
+    version, and of one that is written."""
+    return int((1 + 2 * DELTA_PART) * published_bytes(config)) if config.publication.adapters else 0
+
+
 def stage_bytes(config: RLConfig) -> int:
     """Shared memory of the weight stage, its deltas and of engines' own copies at most."""
     copies = server_copies(config) + received_copies(config)
-    return (STAGE_BUFFERS + copies) * published_bytes(config) + delta_bytes(config) + wire_bytes(config) + MIB
+    beside = delta_bytes(config) + wire_bytes(config) + base_bytes(config)
+    return (STAGE_BUFFERS + copies) * published_bytes(config) + beside + MIB
 
 
 def plan(config: RLConfig) -> list[PlanLine]:
@@ -254,7 +261,8 @@ def _shared_memory(config: RLConfig) -> list[PlanLine]:
             + (f", and {copies} for servers" if (copies := server_copies(config)) else "")
             + (f", and {received} to receive broadcasts" if (received := received_copies(config)) else "")
             + (f", and {_mib(deltas)} for deltas" if (deltas := delta_bytes(config)) else "")
-            + (f", and {_mib(narrow)} in fewer bits" if (narrow := wire_bytes(config)) else ""),
+            + (f", and {_mib(narrow)} in fewer bits" if (narrow := wire_bytes(config)) else "")
+            + (f", and {_mib(base)} for adapters and their base" if (base := base_bytes(config)) else ""),
         ),
         PlanLine(
             section, "together", _mib(config.queue.capacity_mib * MIB + stage), f"{_mib(free)} are free in /dev/shm"

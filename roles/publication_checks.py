@@ -11,6 +11,7 @@ from typing import Literal
 from relax_rt.config.problems import Problem
 from relax_rt.nodes.api import HEAD
 from relax_rt.nodes.gpus import count_gpus
+from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 
 CARRIER = ("publication", "carrier")
@@ -60,6 +61,7 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
         message = f'carrier = "{table.carrier}": publication.directory has no effect'
         yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
     yield from _wire(config)
+    yield from _adapters(config)
     yield from _broadcasts(config)
     yield from _cuda_ipc(config)
 
@@ -70,6 +72,30 @@ def _wire(config: RLConfig) -> Iterator[Problem]:
     if config.publication.wire_dtype == "float32" and isinstance(table, RolloutSettings) and table.dtype != "float32":
         message = f'wire_dtype = "float32" is wider than what is published (roles.rollout.dtype = "{table.dtype}")'
         yield Problem(("publication", "wire_dtype"), message, "leave it out")
+
+
+def _adapters(config: RLConfig) -> Iterator[Problem]:
+    """Adapters need a trainer that has them, and somebody to send them to."""
+    table, path = config.publication, ("publication", "adapters")
+    if not table.adapters:
+        return
+    trainer = config.roles.get("trainer")
+    if isinstance(trainer, TrainerSettings) and (trainer.lora is None or trainer.backend != "torch"):
+        message = "adapters = true, and the trainer has none: roles.trainer.lora is not set"
+        yield Problem(path, message, 'set roles.trainer.lora, with backend = "torch"; or leave it out')
+    if table.carrier in ("directory", "collective", "cuda_ipc"):
+        message = f'adapters = true has no effect with carrier = "{table.carrier}", which moves each version in full'
+        yield Problem(path, message, 'leave it out, or set carrier = "auto"')
+    if table.delta:
+        message = "adapters = true and delta = true: all elements of an adapted weight change with each version"
+        yield Problem(path, message, "leave delta out: it would save nothing")
+    if table.wire_dtype is not None:
+        message = "adapters = true and wire_dtype: what receivers make of adapters is not rounded"
+        yield Problem(path, message, "leave wire_dtype out: adapters are fewer bytes")
+    if config.algorithm.mode in SHARING:
+        message = f'adapters = true has no effect with algorithm.mode = "{config.algorithm.mode}"'
+        hint = "leave it out: engines let go of their weights for each step, and take the next ones in full"
+        yield Problem(path, message, hint)
 
 
 def _broadcasts(config: RLConfig) -> Iterator[Problem]:

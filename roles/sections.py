@@ -163,6 +163,9 @@ class PublicationTable(Table):
     and is started again; the trainer waits for none longer than this."""
     delta: bool = False
     """Put what changed since the version before beside each version where it is less than half of it."""
+    adapters: bool = False
+    """With roles.trainer.lora: put the adapters alone beside each version, for receivers that have the model's own
+    weights; they add them as the trainer does, and have the same bits. Saves bytes between nodes, costs computing."""
     carrier: Literal["auto", "shared_memory", "stream", "directory", "collective", "cuda_ipc"] = "auto"
     """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
     that is set and the other fails. collective: a broadcast to the engines on the trainer's node, behind each commit.

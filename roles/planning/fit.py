@@ -266,7 +266,9 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
         how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
         deltas = int(2 * DELTA_PART * buffer) if config.publication.delta else 0
         how += f"; {_gib(deltas)} GiB for deltas" if deltas else ""
-        yield Component("weight stage", STAGE_BUFFERS * buffer + deltas, how)
+        base = int((1 + 2 * DELTA_PART) * buffer) if config.publication.adapters else 0
+        how += f"; {_gib(base)} GiB for adapters and their base" if base else ""
+        yield Component("weight stage", STAGE_BUFFERS * buffer + deltas + base, how)
 
 
 def host_problems(config: RLConfig, accounts: Sequence[HostAccount]) -> Iterator[Problem]:

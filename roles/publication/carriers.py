@@ -139,8 +139,17 @@ def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
         before = mirror.bytes_in
         found = mirror.source(record, timeout_s)
         found.carrier = "stream"
-        if mirror.bytes_in != before:
-            ctx.event("weights_streamed", version=record.version, node=links.node, bytes=mirror.bytes_in - before)
+        if nbytes := mirror.bytes_in - before:
+            found.payload, found.nbytes = mirror.payload, nbytes
+            why = {"not_adapted": mirror.not_adapted} if mirror.not_adapted else {}
+            ctx.event(
+                "weights_streamed",
+                version=record.version,
+                node=links.node,
+                bytes=nbytes,
+                payload=mirror.payload,
+                **why,
+            )
         return found
 
     return source
@@ -186,14 +195,15 @@ class FallbackSource:
         self.record: VersionRecord = source.record
         self.manifest: Manifest = source.manifest
         self.carrier = source.carrier
+        self.payload, self.nbytes = source.payload, source.nbytes
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""
         try:
             self._source.copy_into(into)
         except self._fell as error:
-            # What is no whole version rests on what lies in `into`, which is spoilt by now.
-            if self._fallen or self.manifest.payload != "full":
+            # A delta rests on what lies in `into`, which is spoilt by now; of adapters the stage has the whole as well.
+            if self._fallen or self.payload != "full":
                 raise
             self._fall(error)
             self._source.copy_into(into)

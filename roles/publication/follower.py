@@ -71,7 +71,8 @@ class WeightFollower:
         self._ctx, self._engine, self._kv = ctx, engine, kv
         self._source = source or source_for(ctx)
         self._machine = Receiver(ctx.config.publication.ack_timeout_s)
-        self._swap, self._fetch_s, self._carrier = Swapped(0, 0.0, 0), 0.0, ""
+        self._swap, self._fetch_s = Swapped(0, 0.0, 0), 0.0
+        self._fetched: WeightSource | None = None
         self._empty = False
         self.record = VersionRecord(0, 0, 0)
 
@@ -128,12 +129,12 @@ class WeightFollower:
         failure = await self._attempt(prepare())
         now = time.monotonic()
         if failure is not None:
-            if failure[0] == "refused" and source is not None and source.manifest.payload != "full":
+            if failure[0] == "refused" and source is not None and source.payload != "full":
                 failure = ("corrupt", failure[1])  # it may still fit as a whole
             self._ctx.event("weights_not_prepared", version=record.version, failure=failure[0], why=failure[1])
             self._ctx.log.warning("a version could not be prepared", version=record.version, why=failure[1])
             return self._machine.failed(record.version, *failure, now)
-        self._fetch_s, self._carrier = now - began, source.carrier if source is not None else ""
+        self._fetch_s, self._fetched = now - began, source
         return self._machine.fetched(record.version, now)
 
     async def _swap_in(self, record: VersionRecord) -> Action | None:
@@ -170,10 +171,13 @@ class WeightFollower:
 
     async def _acknowledge(self, record: VersionRecord, seconds: float) -> None:
         self.record, self._empty = record, False
+        source = self._fetched
         facts = {
             "version": record.version,
             "step": record.step,
-            "carrier": self._carrier,
+            "carrier": source.carrier if source is not None else "",
+            "payload": source.payload if source is not None else "",
+            "bytes": source.nbytes if source is not None else 0,
             "seconds": round(seconds, 4),
             "fetch_s": round(self._fetch_s, 4),
             "pause_s": round(self._swap.pause_s, 4),

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from relax_rt.role import RoleContext
+from relax_rt.roles.publication.adapters import AdaptedVersions, Adapters
 from relax_rt.roles.publication.device import DeviceWeights
 from relax_rt.roles.publication.files import WeightFiles
 from relax_rt.roles.publication.machine import Late, Lost, Publication, Report, Settled
@@ -79,6 +80,7 @@ class Publisher:
         self._ctx, self._stage, self._backend, self._dtype, self._table = ctx, stage, backend, dtype, table
         self._committed, self._files = committed, files
         self._spread, self._device = Spreader.of(ctx, table), DeviceWeights.of(ctx, table)
+        self._adapted = AdaptedVersions.of(table, backend, stage, dtype)
         self._machine = Publication(engines, table.ack_timeout_s)
         self._copied = threading.Event()
         self._copied.set()
@@ -176,6 +178,7 @@ class Publisher:
             "bytes": staged.manifest.layout.nbytes,
             "delta_bytes": staged.delta_bytes,
             "wire_bytes": staged.manifest.wire_bytes,
+            "adapter_bytes": staged.manifest.adapter_bytes,
             "export_s": round(staged.export_s, 4),
             "stage_s": round(staged.stage_s, 4),
         }
@@ -229,11 +232,18 @@ class Publisher:
             # Where only memory is short nothing is taken from anybody.
             why = "readers hold every buffer longer than engines have time"
             self._ctx.event("weights_evicted", version=version, buffer=evicted, why=why)
+        base = self._adapted.base(layout) if self._adapted is not None else None
         with self._stage.writing(layout, self._committed) as (file, view):
-            self._backend.export(view, self._dtype)
+            adapters: Adapters | None = None
+            if self._adapted is not None and base is not None:
+                adapters = self._adapted.take(base)
+            else:
+                self._backend.export(view, self._dtype)
             self._copied.set()
             copied = time.monotonic()
-            manifest = self._sealed(version, layout, file, view)
+            if self._adapted is not None and adapters is not None:
+                self._adapted.make(adapters, view)
+            manifest = self._sealed(version, layout, file, view, adapters)
             if self._device is not None:
                 self._device.show(manifest, view)
             delta_bytes = 0
@@ -243,13 +253,14 @@ class Publisher:
                 delta_bytes = (self._stage.folder / delta.file).stat().st_size if delta is not None else 0
         return Staged(manifest, delta_bytes, copied - began, time.monotonic() - began)
 
-    def _sealed(self, version: int, layout: Layout, file: str, view: memoryview) -> Manifest:
+    def _sealed(self, version: int, layout: Layout, file: str, view: memoryview, adapters: Adapters | None) -> Manifest:
         """Seal the copy, rounded to what is sent; a shared memory that is full is waited for with the copy in it."""
         narrow = self._narrowed(layout, view)
+        beside, digest = (adapters.beside, adapters.base.digest) if adapters is not None else (b"", "")
         deadline = time.monotonic() + STAGE_WAIT_S
         while True:
             try:
-                return self._stage.seal(version, layout, file, view, narrow)
+                return self._stage.seal(version, layout, file, view, narrow, beside, digest)
             except OutOfSpace as error:
                 if self._closing or time.monotonic() > deadline:
                     raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -14,6 +14,9 @@ from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.transport.weights.manifest import Layout
+
+if TYPE_CHECKING:
+    from relax_rt.transport.weights.payloads import Lora
 
 
 class Partial(msgspec.Struct, frozen=True):
@@ -184,3 +187,14 @@ class TrainerBackend(Protocol):
 
     def close(self) -> None:
         """No more calls will come."""
+
+
+@runtime_checkable
+class AdapterBackend(Protocol):
+    """A `TrainerBackend` whose weights are the model's own and adapters to them."""
+
+    def export_base(self, into: memoryview | None, dtype: str) -> None:
+        """`export` without the adapters: what never changes."""
+
+    def adapters(self) -> Lora:
+        """A copy of the adapters as they are, whole; its base is ROOT, without a digest."""

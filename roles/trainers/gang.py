@@ -22,12 +22,13 @@ from safetensors import SafetensorError
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers.base import Partial, StepResult
+from relax_rt.roles.trainers.base import AdapterBackend, Partial, StepResult
 from relax_rt.roles.trainers.blocks import failure_of
 from relax_rt.roles.trainers.orders import Order, give, received, sent, take
 from relax_rt.roles.trainers.sharing import Numbered, share
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
+from relax_rt.transport.weights.payloads import Lora
 
 T = TypeVar("T")
 
@@ -104,6 +105,11 @@ class Member:
 
     def __init__(self, backend: RankBackend) -> None:
         self.backend, self.ranks = backend, backend.ranks
+
+    @property
+    def _adapted(self) -> AdapterBackend:
+        assert isinstance(self.backend, AdapterBackend), "only asked of a backend that has adapters"
+        return self.backend
 
     def _share(self, samples: Sequence[Sample]) -> list[Numbered]:
         whole = self.backend.together(samples)
@@ -192,6 +198,16 @@ class Leader(Member):
         with self._order("export", options={"dtype": dtype}):
             self.backend.export(into, dtype)
 
+    def export_base(self, into: memoryview | None, dtype: str) -> None:
+        """See `AdapterBackend.export_base`."""
+        with self._order("export_base", options={"dtype": dtype}):
+            self._adapted.export_base(into, dtype)
+
+    def adapters(self) -> Lora:
+        """See `AdapterBackend.adapters`."""
+        with self._order("adapters"):
+            return self._adapted.adapters()
+
     def snapshot(self) -> None:
         """Every rank copies its state aside."""
         with self._order("snapshot"):
@@ -257,6 +273,10 @@ class Follower(Member):
                 self.backend.apply(float(options["count"]), int(options["number"]))
             case "export":
                 self.backend.export(None, str(options["dtype"]))
+            case "export_base":
+                self._adapted.export_base(None, str(options["dtype"]))
+            case "adapters":
+                self._adapted.adapters()
             case "snapshot":
                 self.backend.snapshot()
             case "write":

@@ -30,6 +30,7 @@ from relax_rt.roles.trainers.torch.snapshot import Snapshots
 from relax_rt.roles.trainers.torch.weights import Weights
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.weights.manifest import Layout
+from relax_rt.transport.weights.payloads import Lora
 
 T = TypeVar("T")
 
@@ -311,6 +312,14 @@ class TorchBackend:
     def export(self, into: memoryview | None, dtype: str) -> None:
         """Write the weights of all ranks, adapters merged, into rank 0's buffer; the other ranks give None."""
         self.weights.export(into, dtype)
+
+    def export_base(self, into: memoryview | None, dtype: str) -> None:
+        """See `AdapterBackend.export_base`."""
+        self.weights.export(into, dtype, merged=False)
+
+    def adapters(self) -> Lora:
+        """See `AdapterBackend.adapters`."""
+        return self.weights.low_rank()
 
     def snapshot(self) -> None:
         """See `TrainerBackend.snapshot`."""

@@ -24,6 +24,8 @@ def check_manifest(manifest: Manifest, record: VersionRecord, what: str) -> None
         raise Corrupt(what, why=f"it has {manifest.layout.nbytes} bytes")
     if not 0 <= manifest.wire_bytes <= manifest.layout.nbytes + MAX_WIRE_HEADER_BYTES:
         raise Corrupt(what, why=f"in fewer bits it has {manifest.wire_bytes} bytes of {manifest.layout.nbytes}")
+    if not 0 <= manifest.adapter_bytes <= manifest.layout.nbytes:
+        raise Corrupt(what, why=f"its adapters have {manifest.adapter_bytes} bytes of {manifest.layout.nbytes}")
     if len(manifest.buckets) != len(bucket_slices(manifest.layout.nbytes)):
         raise Corrupt(what, why=f"{len(manifest.buckets)} digests are not those of {manifest.layout.nbytes} bytes")
     if total_digest(manifest.buckets) != manifest.digest:

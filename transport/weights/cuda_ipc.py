@@ -27,7 +27,7 @@ from relax_rt.transport.weights import device
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.collective.communicator import DeviceMemory
 from relax_rt.transport.weights.device import DeviceBuffer, DeviceFailed, DeviceView
-from relax_rt.transport.weights.manifest import Manifest, bucket_digest, bucket_slices
+from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, bucket_slices
 
 SLOTS = 2
 """One version that readers may be at, one that is being made."""
@@ -199,6 +199,8 @@ class CudaIpcSource:
     def __init__(self, folder: Path, record: VersionRecord, manifest: Manifest) -> None:
         self.record, self.manifest, self.carrier, self._folder = record, manifest, "cuda_ipc", folder
         self._export = read_export(folder, record.version)
+        self.payload: Sent = "full"
+        self.nbytes = manifest.layout.nbytes
         if self._export.digest != record.digest and record.digest:
             raise Corrupt(
                 f"policy version {record.version}",

@@ -24,7 +24,7 @@ from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, OutOfSpac
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.fence import fence
-from relax_rt.transport.weights.manifest import Manifest, TensorEntry
+from relax_rt.transport.weights.manifest import Manifest, Sent, TensorEntry
 from relax_rt.transport.weights.safetensors_header import (
     LENGTH,
     FileTensor,
@@ -207,6 +207,8 @@ class DirectorySource:
         self._what = f"policy version {record.version} in {root}"
         self._stored = _read_stored(self.folder, self._what)
         self.manifest = self._stored.manifest
+        self.payload: Sent = "full"
+        self.nbytes = self.manifest.layout.nbytes
         _check_stored(self._stored, record, self._what)
 
     def copy_into(self, into: memoryview) -> None:

@@ -30,7 +30,9 @@ class Layout(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-Payload = Literal["full", "delta", "lora"]
+Payload = Literal["full", "delta"]
+Sent = Literal["full", "delta", "adapters"]
+"""As what a version travels."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -38,9 +40,11 @@ class Manifest(msgspec.Struct, frozen=True):
 
     Attributes:
         layout, buckets, digest: of the whole version's weights, whatever the payload is.
-        payload: full: `file` holds the weights; delta: what changed since version `base`; lora: adapters only.
-        base: the version that must be there before a delta is applied to it; base_digest: that version's digest.
+        payload: full: `file` holds the weights; delta: what changed since version `base`.
+        base: the version that must be there before a delta is applied to it, or that adapters are added to;
+            base_digest: that version's digest.
         wire_bytes: of the same version in fewer bits, which lies beside it for carriers that send it; 0: there is none.
+        adapter_bytes: of the adapters that make this version of the base, beside it; 0: there are none.
     """
 
     version: int
@@ -53,6 +57,7 @@ class Manifest(msgspec.Struct, frozen=True):
     base: int = 0
     base_digest: str = ""
     wire_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def sent_bytes(self) -> int:

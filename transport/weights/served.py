@@ -20,7 +20,7 @@ import msgspec
 from relax_rt.transport.errors import Corrupt, Gone
 from relax_rt.transport.payload.server import PayloadServer
 from relax_rt.transport.weights.manifest import Manifest
-from relax_rt.transport.weights.stage import narrow, pinned, read_manifest
+from relax_rt.transport.weights.stage import adapters_of, narrow, pinned, read_manifest
 from relax_rt.transport.zmq_keys import CurveKeys
 
 MANIFEST_HEAD = struct.Struct("<8sQ")
@@ -28,7 +28,7 @@ MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
 IDLE_S = 5.0
-_NAME = re.compile(r"(manifest|weights|wire)-(\d{1,18})-([0-9a-f]{0,64})")
+_NAME = re.compile(r"(manifest|weights|wire|adapters)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
 def manifest_name(version: int, digest: str) -> str:
@@ -44,6 +44,12 @@ def weights_name(version: int, digest: str) -> str:
 def wire_name(version: int, digest: str) -> str:
     """Under which a version in fewer bits is served, where its manifest says that there is one."""
     return f"wire-{version}-{digest}"
+
+
+def adapters_name(version: int, digest: str) -> str:
+    """Under which a version's adapters are served, where its manifest says that it has any. What they are added to is
+    served as version ROOT."""
+    return f"adapters-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
@@ -102,7 +108,10 @@ class StagedVersions:
                 self._let_go(next(iter(self._pins)))
             with contextlib.ExitStack() as entering:
                 try:
-                    view = entering.enter_context(pinned(self._folder, manifest))
+                    if name.startswith("adapters"):
+                        view = entering.enter_context(adapters_of(self._folder, manifest))
+                    else:
+                        view = entering.enter_context(pinned(self._folder, manifest))
                     if name.startswith("wire"):
                         view = entering.enter_context(narrow(self._folder, manifest))
                 except OSError as error:

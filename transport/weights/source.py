@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from relax_rt.transport.errors import Gone, Refused
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
-from relax_rt.transport.weights.manifest import Manifest
-from relax_rt.transport.weights.stage import copy_verified, pinned, read_manifest, verify
+from relax_rt.transport.weights.manifest import Manifest, Sent
+from relax_rt.transport.weights.payloads import decode_lora, merge_lora
+from relax_rt.transport.weights.stage import adapters_of, copy_verified, pinned, read_manifest, verify
 
 
 class WeightSource(Protocol):
@@ -27,11 +28,17 @@ class WeightSource(Protocol):
         record: the version as the registry has it.
         manifest: its layout and digests; those of the whole version, whatever the payload is.
         carrier: the way it comes, for people: shared_memory, stream, directory, collective, cuda_ipc.
+        payload, nbytes: as what it comes, and how many bytes that has.
     """
 
     record: VersionRecord
     manifest: Manifest
     carrier: str
+
+    @property
+    def payload(self) -> Sent: ...
+    @property
+    def nbytes(self) -> int: ...
 
     def copy_into(self, into: memoryview) -> None:
         """Fill `into`, of manifest.layout.nbytes, and verify what lies there then, bucket by bucket.
@@ -67,6 +74,8 @@ class StageSource:
         self.manifest = read_manifest(folder, record.version)
         self._folder = folder
         check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
+        self.payload: Sent = "full"
+        self.nbytes = self.manifest.layout.nbytes
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""
@@ -88,6 +97,8 @@ class DeltaSource:
         Gone: there is no delta to it. Corrupt: as for StageSource.
         Refused: it is a delta to another version than `holds`, or to other weights of that version.
     """
+
+    payload: Sent = "delta"
 
     def __init__(self, folder: Path, record: VersionRecord, holds: VersionRecord) -> None:
         self.record, self.carrier = record, "shared_memory"
@@ -120,8 +131,81 @@ class DeltaSource:
         raise Refused(f"mapping a delta to policy version {self.record.version}", why="it is not the whole version")
 
 
+class AdapterSource:
+    """A version on the stage of this node, made of its adapters and of what they are added to, which lies there too.
+
+    The receiver's buffer need hold nothing: the manifest is that of the whole version.
+
+    Raises:
+        Gone: it is not there, or has no adapters beside it. Corrupt: as for StageSource.
+    """
+
+    payload: Sent = "adapters"
+
+    def __init__(self, folder: Path, record: VersionRecord) -> None:
+        self.record, self.carrier, self._folder = record, "shared_memory", folder
+        self.manifest = read_manifest(folder, record.version)
+        check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
+        if not self.manifest.adapter_bytes:
+            raise Gone(f"adapters of policy version {record.version}", why="it is not staged so")
+        self.nbytes = self.manifest.adapter_bytes
+
+    def copy_into(self, into: memoryview) -> None:
+        """See WeightSource. It computes for as long as `merge_lora` does.
+
+        Raises:
+            Gone: adapters or base were retired meanwhile. Refused: they are for another base.
+            Corrupt: they are damaged, or the base is.
+        """
+        with adapters_of(self._folder, self.manifest) as blob:
+            add_adapters(blob, self._folder, base_of(self._folder, self.manifest), into)
+        verify(self.manifest, into)
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """See WeightSource."""
+        raise Refused(f"mapping adapters of policy version {self.record.version}", why="they are not the whole version")
+
+
+def add_adapters(blob: memoryview, folder: Path, base: Manifest, into: memoryview) -> None:
+    """Fill `into` with a base on this stage and add adapters to it; a receiver has to verify the result.
+
+    Raises:
+        Gone: the base is not here any more. Corrupt: it is damaged, or the adapters are.
+        Refused: they are for another base, or do not fit the model.
+    """
+    lora = decode_lora(blob)
+    if (lora.base, lora.base_digest) != (base.version, base.digest):
+        raise _other_base("adapters", lora.base_digest, base.digest)
+    with pinned(folder, base) as view:
+        copy_verified(base, view, into)
+    merge_lora(lora, base.layout, into)
+
+
+def base_of(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest of what a version's adapters are added to, as it lies on this stage.
+
+    Raises:
+        Gone: nothing lies there. Corrupt: its manifest cannot be true.
+        Refused: it is another model's, or was published in another dtype.
+    """
+    base = read_manifest(folder, ROOT)
+    if base.digest != manifest.base_digest or base.layout != manifest.layout:
+        raise _other_base(f"adapters of policy version {manifest.version}", manifest.base_digest, base.digest)
+    check_manifest(base, VersionRecord(ROOT, ROOT, 0, base.digest), f"the model's own weights in {folder}")
+    return base
+
+
+def _other_base(what: str, wanted: str, here: str) -> Refused:
+    return Refused(
+        what,
+        why=f"they are for weights with digest {wanted or 'none'}, here are those with {here}",
+        hint="fetch the version in full",
+    )
+
+
 def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | None = None) -> WeightSource:
-    """A version on this node's stage: as a delta to what the receiver's buffer holds if there is one, else in full.
+    """A version on this node's stage, in full; for a receiver that has a version as what has to be added to another:
+    a delta to what its buffer holds if there is one, or adapters.
 
     Raises:
         Gone, Corrupt: as for StageSource.
@@ -129,4 +213,6 @@ def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | Non
     if holds is not None and holds.version:
         with suppress(Gone, Refused):
             return DeltaSource(folder, record, holds)
+        with suppress(Gone):
+            return AdapterSource(folder, record)
     return StageSource(folder, record)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace
+from relax_rt.transport.versions import ROOT
 from relax_rt.transport.weights.delta import encode
 from relax_rt.transport.weights.fence import fence
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
@@ -43,6 +44,15 @@ def _delta_file(version: int) -> str:
 def wire_file(version: int) -> str:
     """Where a version lies in fewer bits, if its manifest says that it does."""
     return f"x{version:08d}.bin"
+
+
+def adapters_file(version: int) -> str:
+    """Where the adapters of a version lie, if its manifest says that it has any."""
+    return f"a{version:08d}.bin"
+
+
+BASE_FILE = "base.buf"
+"""The model's own weights, to which adapters are added: staged as version ROOT, beside the buffers of versions."""
 
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -121,32 +131,82 @@ class WeightStage:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
-    def seal(self, version: int, layout: Layout, file: str, data: memoryview, wire: bytes = b"") -> Manifest:
+    def seal(
+        self,
+        version: int,
+        layout: Layout,
+        file: str,
+        data: memoryview,
+        wire: bytes = b"",
+        adapters: bytes = b"",
+        base_digest: str = "",
+    ) -> Manifest:
         """Digest the written buffer and put its manifest on the stage (call it inside `writing`).
 
         Args:
             wire: the same version in fewer bits, see payloads.wire_version; it is put beside it.
+            adapters: see payloads.encode_lora; they are put beside it. base_digest: of what they are added to.
 
         Raises:
             OutOfSpace: there is no room for the manifest; the buffer is as it was, and may be sealed again.
         """
         self._fence()
         if wire:
-            self._put_wire(version, wire)
-        buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
-        manifest = Manifest(version, self.epoch, file, layout, buckets, total_digest(buckets), wire_bytes=len(wire))
+            self._put_beside(wire_file(version), wire, f"policy version {version} in fewer bits")
+        if adapters:
+            self._put_beside(adapters_file(version), adapters, f"adapters of policy version {version}")
+        manifest = _sealed(version, self.epoch, layout, file, data)
+        manifest = msgspec.structs.replace(
+            manifest, wire_bytes=len(wire), adapter_bytes=len(adapters), base_digest=base_digest if adapters else ""
+        )
         self._put(_manifest_path(self.folder, version), manifest)
         return manifest
 
-    def _put_wire(self, version: int, wire: bytes) -> None:
-        path = self.folder / wire_file(version)
+    def _put_beside(self, name: str, content: bytes, what: str) -> None:
+        path = self.folder / name
         try:
             with open(path, "wb", opener=_private) as file:
-                file.write(wire)
+                file.write(content)
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            raise _no_room(f"policy version {version} in fewer bits in {self.folder}", error) from error
+            raise _no_room(f"{what} in {self.folder}", error) from error
+
+    def seal_base(self, layout: Layout, fill: Callable[[memoryview], None]) -> Manifest:
+        """Put the model's own weights, which adapters are added to, on the stage as version ROOT, where they stay.
+
+        They take the place of older ones when they are whole; who reads those goes on reading them.
+
+        Args:
+            fill: writes all bytes. It may find part of them there: from a time before, when it raised.
+
+        Raises:
+            OutOfSpace: there is no room for them.
+        """
+        self._fence()
+        path = self.folder / f"{BASE_FILE}.tmp"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                os.ftruncate(descriptor, layout.nbytes)
+                os.posix_fallocate(descriptor, 0, layout.nbytes)
+                mapping = mmap.mmap(descriptor, layout.nbytes)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise _no_room(f"{layout.nbytes >> 20} MiB for the model's own weights", error) from error
+        finally:
+            os.close(descriptor)
+        view = memoryview(mapping)
+        try:
+            fill(view)
+            manifest = _sealed(ROOT, self.epoch, layout, BASE_FILE, view)
+        finally:
+            with suppress(BufferError):  # where a traceback still holds an array of it
+                view.release()
+                mapping.close()
+        path.rename(self.folder / BASE_FILE)
+        self._put(_manifest_path(self.folder, ROOT), manifest)
+        return manifest
 
     def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest | None:
         """Put what changed since version `base` beside the sealed version (call it inside `writing`).
@@ -190,9 +250,12 @@ class WeightStage:
         return [*self.folder.glob("d*.json"), *self.folder.glob("d*.bin")]
 
     def retire(self, committed: int) -> None:
-        """Remove the manifests of the versions before the committed one, and deltas to them; buffers may be reused."""
-        for path in [*self.folder.glob("v*.json"), *self.folder.glob("x*.bin"), *self._deltas()]:
-            if _number(path) < committed:
+        """Remove the manifests of the versions before the committed one, and what lies beside them; buffers may be
+        reused. The model's own weights stay."""
+        beside = [*self.folder.glob("[xa]*.bin"), *self._deltas()]
+        for path in [*self.folder.glob("v*.json"), *beside]:
+            # One that is kept has to be found by its name still.
+            if ROOT < _number(path) < committed and (path.suffix != ".bin" or self._is_free(path.name)):
                 path.unlink(missing_ok=True)
 
     def _put(self, path: Path, manifest: Manifest) -> None:
@@ -293,6 +356,11 @@ class WeightStage:
         return mapping
 
 
+def _sealed(version: int, epoch: int, layout: Layout, file: str, data: memoryview) -> Manifest:
+    buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
+    return Manifest(version, epoch, file, layout, buckets, total_digest(buckets))
+
+
 def _no_room(what: str, error: OSError) -> OutOfSpace:
     return OutOfSpace(what, why=str(error), hint="enlarge /dev/shm")
 
@@ -335,6 +403,26 @@ def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
 
 
 @contextmanager
+def kept(path: Path) -> Iterator[None]:
+    """Leaves a file that lies beside a version where it is, also when a newer version is committed meanwhile.
+
+    Raises:
+        Gone: it was retired before.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Gone(path.name, why=f"not on the stage {path.parent}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if not path.exists():
+            raise Gone(path.name, why=f"retired from the stage {path.parent}")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def narrow(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
     """A staged version in fewer bits, read-only.
 
@@ -342,11 +430,29 @@ def narrow(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
         Gone: it was retired meanwhile, or there is none.
     """
     what = f"policy version {manifest.version} in fewer bits"
-    if not manifest.wire_bytes:
+    with _mapped(folder / wire_file(manifest.version), manifest.wire_bytes, what) as view:
+        yield view
+
+
+@contextmanager
+def adapters_of(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
+    """The adapters of a staged version, read-only.
+
+    Raises:
+        Gone: they were retired meanwhile, or there are none.
+    """
+    what = f"adapters of policy version {manifest.version}"
+    with _mapped(folder / adapters_file(manifest.version), manifest.adapter_bytes, what) as view:
+        yield view
+
+
+@contextmanager
+def _mapped(path: Path, nbytes: int, what: str) -> Iterator[memoryview]:
+    if not nbytes:
         raise Gone(what, why="it is not staged so")
     try:
-        with (folder / wire_file(manifest.version)).open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), manifest.wire_bytes, prot=mmap.PROT_READ)
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
         raise Gone(what, why=str(error)) from error
     view = memoryview(mapping)

@@ -36,19 +36,20 @@ from relax_rt.transport.payload.cache import Entry
 from relax_rt.transport.payload.memory import Region
 from relax_rt.transport.payload.peer import Link, Peer, Settings
 from relax_rt.transport.queue.api import Extent
-from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
-from relax_rt.transport.weights.manifest import Manifest, bucket_digest, bucket_slices
+from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, bucket_slices
 from relax_rt.transport.weights.served import (
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
     MAX_MANIFEST_BYTES,
+    adapters_name,
     manifest_name,
     weights_name,
     wire_name,
 )
-from relax_rt.transport.weights.source import StageSource
-from relax_rt.transport.weights.stage import WeightStage
+from relax_rt.transport.weights.source import StageSource, add_adapters, base_of
+from relax_rt.transport.weights.stage import WeightStage, pinned, verify
 from relax_rt.transport.zmq_keys import CurveKeys
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
@@ -103,6 +104,9 @@ class StageMirror:
         self.folder = folder
         self.bytes_in = 0
         """Fetched since this was made."""
+        self.payload: Sent = "full"
+        """As what the version came that was fetched last; `not_adapted` says why not as adapters, where it has any."""
+        self.not_adapted = ""
         self._locate, self._keys, self._told_to, self._told = locate, keys, on_wait, ""
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
@@ -179,8 +183,11 @@ class StageMirror:
             try:
                 with stage.writing(manifest.layout, keep) as (file, view):
                     try:
+                        self.payload, self.not_adapted = "full", ""
                         if manifest.wire_bytes:
                             _widen(reader, manifest, view)
+                        if manifest.adapter_bytes:
+                            self._adapt(reader, stage, manifest, view)
                         reader.weights(manifest, view)
                         stage.seal(manifest.version, manifest.layout, file, view)
                     finally:
@@ -192,6 +199,35 @@ class StageMirror:
                     raise
                 self._on_wait(str(error))
                 time.sleep(_ROOM_RETRY_S)
+
+    def _adapt(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> None:
+        """Make the version of its adapters and the base, which is fetched once, where most of it is not there yet.
+        What is not right afterwards is fetched as it is."""
+        if _missing_bytes(manifest, into) <= manifest.adapter_bytes:
+            return
+        blob = bytearray(manifest.adapter_bytes)
+        try:
+            base = self._base(reader, stage, manifest)
+            reader.whole(adapters_name(manifest.version, manifest.digest), memoryview(blob))
+            add_adapters(memoryview(blob), self.folder, base, into)
+        except (Gone, Corrupt, Refused, OutOfSpace) as error:
+            self.not_adapted = str(error)
+            reader.start_over()
+            return
+        wrong = _missing_bytes(manifest, into)
+        self.payload = "full" if wrong else "adapters"
+        self.not_adapted = f"{wrong} bytes of the result do not match their digests" if wrong else ""
+
+    def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest) -> Manifest:
+        """What a version's adapters are added to, on this node's stage; fetched if it is not there, or not whole. An
+        attempt that broke is gone on with."""
+        with contextlib.suppress(Gone, Corrupt, Refused):
+            found = base_of(self.folder, manifest)
+            with pinned(self.folder, found) as view:
+                verify(found, view)
+            return found
+        base = _read_manifest(reader, VersionRecord(ROOT, ROOT, 0, manifest.base_digest))
+        return stage.seal_base(base.layout, lambda view: reader.weights(base, view))
 
 
 class _Reader:
@@ -369,9 +405,7 @@ class _Reader:
 def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
     """Fill `into` from the version in fewer bits, where most of it is not there yet. What is not right afterwards is
     fetched as it is."""
-    parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
-    missing = sum(part.stop - part.start for part, digest in parts if bucket_digest(into[part]) != digest)
-    if missing <= manifest.wire_bytes:
+    if _missing_bytes(manifest, into) <= manifest.wire_bytes:
         return
     from relax_rt.transport.weights.payloads import decode_wire  # imports torch
 
@@ -381,6 +415,12 @@ def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
         decode_wire(memoryview(narrow), manifest.layout, into)
     except (Gone, Corrupt, Refused):
         reader.start_over()
+
+
+def _missing_bytes(manifest: Manifest, into: memoryview) -> int:
+    """Of the buckets that are not there yet."""
+    parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
+    return sum(part.stop - part.start for part, digest in parts if bucket_digest(into[part]) != digest)
 
 
 def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:

@@ -9,7 +9,11 @@ import torch
 
 from relax_rt.roles.trainers.torch.pieces import Piece, piece_of, to_rank_0
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
+from relax_rt.transport.errors import Refused
+from relax_rt.transport.versions import ROOT
+from relax_rt.transport.weights import payloads
 from relax_rt.transport.weights.manifest import Layout, layout_of
+from relax_rt.transport.weights.payloads import Lora
 
 ADAPTER = "default"
 """Under which name peft keeps the adapters that are trained."""
@@ -24,7 +28,12 @@ class Adapter(NamedTuple):
 
     a: Piece
     b: Piece
-    scale: float
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / self.a.shape[0]
 
 
 class Weights:
@@ -49,12 +58,12 @@ class Weights:
                 parts.setdefault(f"{layer}.weight", {})[piece.name[-len("A.weight")]] = piece
             else:
                 self.published.append(piece)
-        scales = {
-            plain_name(f"{name}.weight"): float(module.scaling[ADAPTER])
+        alphas = {
+            plain_name(f"{name}.weight"): float(module.lora_alpha[ADAPTER])
             for name, module in model.named_modules()
             if hasattr(module, "lora_A")
         }
-        self.adapters = {name: Adapter(two["A"], two["B"], scales[name]) for name, two in parts.items()}
+        self.adapters = {name: Adapter(two["A"], two["B"], alphas[name]) for name, two in parts.items()}
         self.trained = [piece for piece in self if piece.parameter.requires_grad]
 
     def __iter__(self) -> Iterator[Piece]:
@@ -68,15 +77,31 @@ class Weights:
         width = getattr(torch, dtype).itemsize
         return layout_of([(p.name, dtype, p.shape, torch.Size(p.shape).numel() * width) for p in self.published])
 
-    def export(self, into: memoryview | None, dtype: str) -> None:
-        """All weights, adapters merged, cast to dtype, into rank 0's buffer of the layout's size; other ranks give
-        None. Tensor by tensor: besides the buffer nothing large is held."""
+    def export(self, into: memoryview | None, dtype: str, *, merged: bool = True) -> None:
+        """All weights, adapters merged or left out, cast to dtype, into rank 0's buffer of the layout's size; other
+        ranks give None. Tensor by tensor: besides the buffer nothing large is held."""
         target: torch.dtype = getattr(torch, dtype)
         flat = torch.frombuffer(into, dtype=torch.uint8) if into is not None else None
         with torch.no_grad():
             for entry, piece in zip(self.layout(dtype).entries, self.published, strict=True):
                 place = flat[entry.offset : entry.offset + entry.nbytes] if flat is not None else None
-                to_rank_0(self.merged(piece).to(target), piece.shape, place, self.ranks)
+                values = self.merged(piece) if merged else piece.values.detach()
+                to_rank_0(values.to(target), piece.shape, place, self.ranks)
+
+    def low_rank(self) -> Lora:
+        """A copy of all adapters, whole on every rank; all ask at the same time.
+
+        Raises:
+            Refused: there are none.
+        """
+        if not self.adapters:
+            raise Refused("the adapters of the trainer", why="it trains all weights", hint="set roles.trainer.lora")
+        copies = {
+            name.removesuffix(".weight"): payloads.Adapter(_copied(self.whole(one.a)), _copied(self.whole(one.b)))
+            for name, one in self.adapters.items()
+        }
+        one = next(iter(self.adapters.values()))
+        return Lora(one.a.shape[0], one.alpha, ROOT, "", copies)
 
     def merged(self, piece: Piece) -> torch.Tensor:
         """The rows of a weight as published; all ranks ask for the same one.
@@ -96,6 +121,10 @@ class Weights:
         with torch.no_grad():
             found: torch.Tensor = sharded.full_tensor()
         return found
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    return values.to("cpu", copy=True)
 
 
 def plain_name(name: str) -> str:

@@ -41,7 +41,9 @@ def test_a_gang_is_killed_ended_and_goes_on_as_one_process(
 ) -> None:
     steps = 40
     overrides = {"roles.trainer.count": 2, "algorithm.steps": steps, "checkpoint.every_steps": 5}
-    overrides |= {"evaluation.items": 16} | ({"roles.trainer.lora": lora} if lora is not None else {})
+    overrides |= {"evaluation.items": 16} | (
+        {"roles.trainer.lora": lora, "publication.adapters": "true"} if lora is not None else {}
+    )
     run = TinyRun(tmp_path / "run", **overrides)
     runs.append(run.start())
     run.until("a checkpoint", lambda: run.events("checkpoint"))
@@ -60,6 +62,8 @@ def test_a_gang_is_killed_ended_and_goes_on_as_one_process(
     assert run.wait() == 0, run.text()
     resumed = [event["step"] for event in run.events("resumed")]
     assert len(resumed) == 2 and resumed[-1] == saved and all(step >= 5 for step in resumed)
+    sent = {event["payload"] for event in run.events("weights_swapped")}
+    assert sent == ({"full"} if lora is None else {"full", "adapters"})
     path = steps_that_count(run.records("step"))
     assert sorted(path) == list(range(1, steps + 1))
     keys = [key for record in path.values() for key in record["keys"]]

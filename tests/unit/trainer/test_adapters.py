@@ -18,13 +18,19 @@ from safetensors.torch import load_file  # noqa: E402
 
 from relax_rt.config.loader import load_config  # noqa: E402
 from relax_rt.config.problems import ConfigErrors  # noqa: E402
+from relax_rt.roles.engines.weights import FlatWeights  # noqa: E402
 from relax_rt.roles.planning.memory import adapter_elements  # noqa: E402
 from relax_rt.roles.planning.shape import read_shape  # noqa: E402
+from relax_rt.roles.publication.adapters import AdaptedVersions  # noqa: E402
 from relax_rt.roles.sections import AlgorithmTable, RLConfig, TrainerSettings  # noqa: E402
 from relax_rt.roles.trainers.torch.checks import check_adapters  # noqa: E402
 from relax_rt.roles.trainers.torch.settings import LoraTable  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import Refused, RelaxError  # noqa: E402
+from relax_rt.transport.versions import VersionRecord  # noqa: E402
+from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402
+from relax_rt.transport.weights.source import AdapterSource  # noqa: E402
+from relax_rt.transport.weights.stage import WeightStage  # noqa: E402
 
 LORA = LoraTable(rank=4, alpha=8.0)
 
@@ -158,3 +164,59 @@ def test_a_misspelt_target_or_key_has_its_place(tmp_path: Path) -> None:
         load_config(tmp_path / "roles.toml", ('roles.trainer.lora={ rnk = 8, targets = "all-linea" }',))
     paths = {problem.path for problem in caught.value.problems}
     assert ("roles", "trainer", "lora", "rnk") in paths
+
+
+def version(trainer: TorchBackend, folder: Path, number: int, dtype: str, epoch: int = 1) -> tuple[VersionRecord, str]:
+    """The trainer's weights staged as adapters; with the digest of what they are added to."""
+    stage = WeightStage(folder, epoch)
+    try:
+        adapted, layout = AdaptedVersions(trainer, stage, dtype), trainer.layout(dtype)
+        base = adapted.base(layout)
+        taken = adapted.take(base)
+        with stage.writing(layout, number - 1) as (file, view):
+            adapted.make(taken, view)
+            manifest = stage.seal(number, layout, file, view, b"", taken.blob, base.digest)
+        return VersionRecord(number, number - 1, number, manifest.digest), base.digest
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_receivers_make_of_the_adapters_what_the_trainer_publishes(dtype: str, model_dir: Path, tmp_path: Path) -> None:
+    trainer, stage = backend(model_dir), tmp_path / "stage"
+    for number in (1, 2):
+        trainer.step(SAMPLES, number)
+    record, base = version(trainer, stage, 1, dtype)
+    into = bytearray(trainer.layout(dtype).nbytes)
+    AdapterSource(stage, record).copy_into(memoryview(into))
+    flat = torch.frombuffer(into, dtype=torch.uint8)
+    for entry in trainer.layout(dtype).entries:
+        made = flat[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, dtype)).view(entry.shape)
+        rounding = {"atol": 1e-6, "rtol": 1e-5} if dtype == "float32" else {"atol": 1e-4, "rtol": 2**-7}
+        torch.testing.assert_close(made.float(), published(trainer)[entry.name], **rounding)
+    # The base is the model as any engine has it that loads the folder.
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+    weights = FlatWeights(model, getattr(torch, dtype), torch.device("cpu"))
+    assert weights.layout == trainer.layout(dtype)
+    mine = weights.standby(base=True)
+    assert base == total_digest(bucket_digest(mine[part]) for part in bucket_slices(weights.layout.nbytes))
+
+
+def test_a_resumed_training_publishes_the_same_bits_over_the_same_base(model_dir: Path, tmp_path: Path) -> None:
+    straight, stage = backend(model_dir), tmp_path / "stage"
+    straight.step(SAMPLES, 1)
+    folder = saved(straight, tmp_path / "step")
+    before = version(straight, stage, 1, "bfloat16")
+    resumed = backend(model_dir, seed=9)
+    resumed.restore(folder)
+    after = version(resumed, stage, 2, "bfloat16", epoch=2)
+    assert (after[0].digest, after[1]) == (before[0].digest, before[1])
+    elsewhere = version(resumed, tmp_path / "new node", 3, "bfloat16")
+    assert elsewhere[1] == before[1] and elsewhere[0].digest == before[0].digest
+    resumed.step(SAMPLES, 2)
+    assert version(resumed, stage, 4, "bfloat16", epoch=2)[0].digest != before[0].digest
+
+
+def test_a_trainer_of_all_weights_has_no_adapters_to_publish(model_dir: Path) -> None:
+    with pytest.raises(Refused, match="it trains all weights"):
+        backend(model_dir, None).adapters()

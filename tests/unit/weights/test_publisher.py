@@ -109,8 +109,8 @@ class Backend:
 
 
 class World:
-    def __init__(self, folder: Path, **table: Any) -> None:
-        self.folder, self.ctx, self.backend = folder, Context(), Backend()
+    def __init__(self, folder: Path, backend: Backend | None = None, **table: Any) -> None:
+        self.folder, self.ctx, self.backend = folder, Context(), backend or Backend()
         self.stage = WeightStage(folder, 1)
         self.publisher = Publisher(
             cast(RoleContext, self.ctx),
@@ -131,8 +131,8 @@ class World:
 
 
 @asynccontextmanager
-async def world_of(folder: Path, **table: Any) -> AsyncIterator[World]:
-    world = World(folder, **table)
+async def world_of(folder: Path, backend: Backend | None = None, **table: Any) -> AsyncIterator[World]:
+    world = World(folder, backend, **table)
     try:
         yield world
     finally:

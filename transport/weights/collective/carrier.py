@@ -17,8 +17,8 @@ from relax_rt.transport.weights.collective.group import Collective
 from relax_rt.transport.weights.collective.offers import Receiver
 from relax_rt.transport.weights.collective.worker import digest_of
 from relax_rt.transport.weights.device import DeviceBuffer
-from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, bucket_digest, bucket_slices
-from relax_rt.transport.weights.stage import copy_verified, pinned, verify, wire_file
+from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, Sent, bucket_digest, bucket_slices
+from relax_rt.transport.weights.stage import copy_verified, kept, pinned, verify, wire_file
 
 LayOut = Callable[[Path, Manifest], AbstractContextManager[tuple[Memory, str]]]
 """Has a staged version in memory that a root can send from, for the length of a block, with the digest that memory of
@@ -32,10 +32,13 @@ def on_host(folder: Path, manifest: Manifest) -> Iterator[tuple[Memory, str]]:
         if not manifest.wire_bytes:
             yield HostMemory(str(folder / manifest.file), manifest.layout.nbytes), manifest.digest
             return
-        narrow = HostMemory(str(folder / wire_file(manifest.version)), manifest.wire_bytes)
-        with host.opened(narrow, writable=False) as view:
-            digest = digest_of(view, BUCKET_BYTES)
-        yield narrow, digest
+        path = folder / wire_file(manifest.version)
+        narrow = HostMemory(str(path), manifest.wire_bytes)
+        # Ranks open it by its name, some time after this.
+        with kept(path):
+            with host.opened(narrow, writable=False) as view:
+                digest = digest_of(view, BUCKET_BYTES)
+            yield narrow, digest
 
 
 class OnDevice:
@@ -137,6 +140,8 @@ class BroadcastSource:
 
     def __init__(self, record: VersionRecord, manifest: Manifest, receiver: Receiver) -> None:
         self.record, self.manifest, self.carrier = record, manifest, "collective"
+        self.payload: Sent = "full"
+        self.nbytes = manifest.sent_bytes
         self._receiver = receiver
 
     def copy_into(self, into: memoryview) -> None:
@@ -156,6 +161,8 @@ class ReceivedSource:
 
     def __init__(self, record: VersionRecord, manifest: Manifest, memory: HostMemory) -> None:
         self.record, self.manifest, self.carrier, self._memory = record, manifest, "collective", memory
+        self.payload: Sent = "full"
+        self.nbytes = manifest.sent_bytes
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""

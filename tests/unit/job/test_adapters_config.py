@@ -1,0 +1,62 @@
+"""publication.adapters: refused with the reason where there are none, or where nobody would be sent them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relax_rt.roles.plan import DELTA_PART, plan, published_bytes, stage_bytes
+from relax_rt.roles.publication_checks import check_publication
+from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+
+LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 8}}}
+
+
+def config(publication: dict[str, Any], roles: dict[str, Any] = LORA, **tables: Any) -> RLConfig:
+    values: dict[str, Any] = {
+        "run": {"name": "x", "job": "rl"},
+        "model": {"path": "package:tiny"},
+        "data": {"task": "chain_sum"},
+        "reward": {"function": "a:b"},
+        "publication": publication,
+        **tables,
+    }
+    made = RLConfig.model_validate({**values, "roles": {}})
+    made.roles["trainer"] = TrainerSettings(**roles.get("trainer", {}))
+    made.roles["rollout"] = RolloutSettings()
+    return made
+
+
+def refused(made: RLConfig) -> list[str]:
+    return [f"{p.message} ({p.hint})" for p in check_publication(made) if p.path == ("publication", "adapters")]
+
+
+@pytest.mark.parametrize(
+    ("publication", "roles", "tables", "says"),
+    [
+        ({}, {}, {}, ""),
+        ({}, LORA, {}, ""),
+        ({"adapters": True}, LORA, {}, ""),
+        ({"adapters": True, "directory": "x"}, LORA, {}, ""),
+        ({"adapters": True}, {}, {}, "roles.trainer.lora is not set"),
+        ({"adapters": True, "delta": True}, LORA, {}, "leave delta out"),
+        ({"adapters": True, "wire_dtype": "float8"}, LORA, {}, "leave wire_dtype out"),
+        ({"adapters": True, "carrier": "collective"}, LORA, {}, 'no effect with carrier = "collective"'),
+        ({"adapters": True, "carrier": "directory", "directory": "x"}, LORA, {}, 'carrier = "directory"'),
+        ({"adapters": True, "carrier": "cuda_ipc"}, LORA, {}, 'carrier = "cuda_ipc"'),
+        ({"adapters": True}, LORA, {"algorithm": {"mode": "colocate"}}, "take the next ones in full"),
+    ],
+)
+def test_what_is_impossible_or_gains_nothing_is_refused(
+    publication: dict[str, Any], roles: dict[str, Any], tables: dict[str, Any], says: str
+) -> None:
+    found = refused(config(publication, roles, **tables))
+    assert (len(found) == 1 and says in found[0]) if says else not found
+
+
+def test_the_plan_asks_for_the_base_and_the_adapters() -> None:
+    without, made = config({}), config({"adapters": True})
+    assert stage_bytes(made) - stage_bytes(without) == (1 + 2 * DELTA_PART) * published_bytes(made)
+    (line,) = [line for line in plan(made) if (line.section, line.name) == ("shared memory", "weights")]
+    assert "for adapters and their base" in line.how
