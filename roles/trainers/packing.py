@@ -16,9 +16,15 @@ import torch
 from relax_rt.roles.sample import Sample
 
 
+class Branch(Sample, kw_only=True):
+    """One branch of an episode, as a sample; `offset` is the place of its first token in the whole sample."""
+
+    offset: int = 0
+
+
 @dataclass(slots=True)
 class Row:
-    """Members of one group that share a prefix.
+    """Members of one group that share a prefix, or the branches of one sample.
 
     `members` holds (index of the sample in the step's batch, sample); a suffix is the sample's tokens from the
     prefix's end on.
@@ -62,11 +68,15 @@ class MicroBatch:
 def shared_rows(samples: Sequence[Sample], budget: int) -> list[Row]:
     """Rows of at most `budget` tokens: members of one group with the same prompt go together.
 
-    A single sample longer than the budget becomes a row of its own.
+    A single sample longer than the budget becomes a row of its own, and so does one with branches.
     """
     rows: list[Row] = []
     by_prompt: dict[tuple[int, bytes], Row] = {}
     for index, sample in enumerate(samples):
+        if sample.meta.branches:
+            branches = _branches(sample)
+            rows.append(Row(_in_common([branch.tokens for branch in branches]), [(index, one) for one in branches]))
+            continue
         prefix = sample.prompt_length
         key = (sample.meta.group, sample.tokens[:prefix].tobytes())
         row = by_prompt.get(key)
@@ -75,6 +85,25 @@ def shared_rows(samples: Sequence[Sample], budget: int) -> list[Row]:
             rows.append(row)
         row.members.append((index, sample))
     return rows
+
+
+def _branches(sample: Sample) -> list[Branch]:
+    """The branches of a sample, as views of it."""
+    columns = ("tokens", "loss_mask", "behaviour_logprobs", "advantages", "proximal_logprobs", "reference_logprobs")
+    held = {name: column for name in columns if (column := getattr(sample, name)) is not None}
+    return [
+        Branch(meta=sample.meta, versions=[], offset=start, **{name: held[name][start:end] for name in held})
+        for start, end in sample.meta.branches
+    ]
+
+
+def _in_common(sequences: Sequence[np.ndarray]) -> int:
+    """Tokens with which all begin; at least one is left to each."""
+    shortest = min(len(sequence) for sequence in sequences)
+    alike = np.ones(shortest, bool)
+    for sequence in sequences[1:]:
+        alike &= sequence[:shortest] == sequences[0][:shortest]
+    return min(int(np.argmin(alike)) if not alike.all() else shortest, shortest - 1)
 
 
 def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
@@ -161,7 +190,7 @@ def _predictions(row: int, at: int, prefix: int, index: int, group: int, sample:
         sample.behaviour_logprobs[trained].astype(np.float32),
         advantages[trained].astype(np.float32),
         np.full(len(trained), index, np.int64),
-        trained.astype(np.int64),
+        trained.astype(np.int64) + (sample.offset if isinstance(sample, Branch) else 0),
         np.full(len(trained), group, np.int64),
     )
 

@@ -37,8 +37,7 @@ class Game:
 
     def reset(self, task: Task) -> Observation:
         """Begin, with the task's seed."""
-        random.seed(task.seed)
-        self._generator = random.getstate()
+        self._generator = random.Random(task.seed).getstate()
         with self._own_generator():
             self._env = self._make()
             self._env.reset(num_players=1, seed=task.seed)

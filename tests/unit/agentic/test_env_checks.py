@@ -72,7 +72,7 @@ def test_other_runs_still_need_them(tmp_path: Path) -> None:
         (["roles.env.episodes_in_flight=4"], "less than a group"),
         (["algorithm.mode=colocate", "algorithm.max_staleness=0"], "no episode waits for turns of the trainer"),
         (["evaluation.greedy=true"], "greedy episodes"),
-        (["roles.rollout.count=0"], "a run needs at least one rollout"),
+        (["roles.rollout.count=0"], "must be at least 1, not 0"),
         (["roles.env.max_turn=3"], "unknown key 'max_turn'"),
         (["roles.env.drift=fork_"], "is not one of"),
     ],
@@ -100,7 +100,7 @@ def looked_at(folder: Path, *overrides: str, context: int | None = None) -> list
 
 def test_the_first_held_out_task_is_begun_before_a_run(tmp_path: Path) -> None:
     assert looked_at(tmp_path) == []
-    assert "an episode begins with 8" in looked_at(tmp_path, "roles.env.max_tokens=60")[0]
+    assert "an episode begins with 63 tokens" in looked_at(tmp_path, "roles.env.max_tokens=60")[0]
     assert "context is 128" in looked_at(tmp_path, context=128)[0]
     assert "has no 'Gam'" in looked_at(tmp_path, "roles.env.environment=game.py:Gam")[0]
     assert "no such option" in looked_at(tmp_path, "roles.env.options.sise=2")[0]

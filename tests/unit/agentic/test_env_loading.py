@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relax_rt.roles.agentic import Observation, Reply, Step, Task
+from relax_rt.roles.agentic import Observation, Reply, Task
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.tasks import SeedTasks, seed_of
 from relax_rt.transport.errors import RelaxError
@@ -87,7 +87,7 @@ def test_a_class_or_a_function_of_the_users_own(tmp_path: Path) -> None:
         ("textarena:GuessTheNumber-v0", {"max_nmber": 5}, "roles.env.options.max_nmber", "no such", "'max_number'"),
         ("textarena:TicTacToe-v0", {}, "roles.env.environment", "2", "games of one player"),
         ("gymnasium:FrozenLake-v9", {}, "roles.env.environment", "FrozenLake", "did you mean"),
-        ("gymnasium:Taxi-v3", {"mapp": 1}, "roles.env.options", "mapp", ""),
+        ("gymnasium:Blackjack-v1", {"natral": True}, "roles.env.options", "natral", ""),
         ("gymnasium:Pendulum-v1", {}, "roles.env.environment", "not a few numbered ones", "an Environment around it"),
         ("gymnasium:FrozenLake-v1", {"actions": ["go"]}, "roles.env.options.actions", "1 names for 4", ""),
         ("reasoning_gym:chain_sumo", {}, "roles.env.environment", "no such task", "did you mean 'chain_sum'"),
@@ -175,7 +175,8 @@ def test_a_game_of_textarena_says_what_was_wrong_and_then_ends(tmp_path: Path) -
     game.reset(task(1))
     step = game.step(said("I do not know"))
     assert not step.done and "invalid move" in step.messages and "I do not know" not in step.messages
-    assert game.step(said("still not")) == Step(reward=0.0, done=True, info={"game_turns": 0.0})
+    step = game.step(said("still not"))
+    assert step.done and step.reward == 0.0 and step.info.keys() == {"game_turns"}
 
 
 def test_a_lake_of_gymnasium_is_shown_as_text_and_walked_by_words(tmp_path: Path) -> None:
@@ -191,8 +192,9 @@ def test_a_lake_of_gymnasium_is_shown_as_text_and_walked_by_words(tmp_path: Path
 
 
 def test_other_environments_of_gymnasium(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
-    taxi = load(tmp_path, "gymnasium:Taxi-v3").make()
+    gymnasium = pytest.importorskip("gymnasium")
+    newest = max(name for name in gymnasium.registry if name.startswith("Taxi-"))
+    taxi = load(tmp_path, f"gymnasium:{newest}").make()
     first = taxi.reset(task(1)).state
     assert "+---------+" in first and taxi.step(said("south")).reward == -1.0
     cards = load(tmp_path, "gymnasium:Blackjack-v1").make()

@@ -60,7 +60,7 @@ async def test_replies_have_seeds_of_their_own_that_a_repetition_has_again() -> 
     assert seeds[0] == turn_seed(3, 1) and all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-@pytest.mark.parametrize(("max_turns", "max_tokens", "why"), [(2, 400, "turns"), (8, 60, "tokens")])
+@pytest.mark.parametrize(("max_turns", "max_tokens", "why"), [(2, 400, "turns"), (8, 40, "tokens")])
 async def test_an_episode_that_is_cut_keeps_what_it_has_and_says_so(max_turns: int, max_tokens: int, why: str) -> None:
     engine, game = Engine(numbers), Count(5)
     found = await played(game, talk(engine.generate, max_tokens, max_turns=max_turns))
