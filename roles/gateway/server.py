@@ -20,6 +20,7 @@ HEAD_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
 GRACE_S = 2
 LOOK_TICKS = 50
+BACKLOG = 2048
 
 
 class Protocol(H11Protocol):
@@ -159,6 +160,7 @@ def make_server(app: Any, *, connections: int, head_s: float, send_s: float = 60
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
+            backlog=BACKLOG,
             h11_max_incomplete_event_size=HEAD_BYTES,
         )
     )
@@ -178,6 +180,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(place)
+        # Whoever is told the address may come before the server has started.
+        found.listen(BACKLOG)
         found.setblocking(False)
     except OSError as error:
         found.close()

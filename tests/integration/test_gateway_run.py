@@ -18,9 +18,9 @@ from relax_rt.roles.models.resolve import resolve_model
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-STEPS = 12
+STEPS = 8
 
 
 @pytest.fixture
