@@ -24,6 +24,7 @@ from relax_rt.roles.sections import (
     RolloutSettings,
     TrainerSettings,
 )
+from relax_rt.roles.trainers.rates import check_rates
 
 S = TypeVar("S", bound=RoleSettings)
 
@@ -103,9 +104,7 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("algorithm", "max_staleness"), message)
     if not all(0 <= beta < 1 for beta in table.adam_betas):
         yield Problem(("algorithm", "adam_betas"), f"adam_betas = {list(table.adam_betas)} must lie in [0, 1)")
-    if table.warmup_steps >= table.steps:
-        message = f"warmup_steps = {table.warmup_steps} is not below steps = {table.steps}: the rate is never reached"
-        yield Problem(("algorithm", "warmup_steps"), message)
+    yield from check_rates(table, ("algorithm",), table.steps)
     for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
         if not math.isfinite(getattr(table, name)):
             yield Problem(("algorithm", name), f"{name} must be finite")

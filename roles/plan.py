@@ -15,10 +15,12 @@ from relax_rt.config.schema import MIB
 from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.models.cache import cache_dir
+from relax_rt.roles.planning.models import own_model
 from relax_rt.roles.publication_checks import communicator_of, wire_of
 from relax_rt.roles.sections import (
     EngineSettings,
     EvaluatorSettings,
+    GenrmSettings,
     ReferenceSettings,
     RLConfig,
     RolloutSettings,
@@ -30,6 +32,8 @@ STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
 DELTA_PART = 0.5
 """Of a buffer that a delta takes at most."""
+LOGIT_BYTES = 14
+"""Of one entry of a trained token's logits: the autocast copy, float32, their log-softmax and its gradient."""
 RUNTIME_MIB = {"torch": 420, "transformers": 250, "plain": 60}
 """Resident memory of a process before it holds a model, with the libraries that its kind imports."""
 
@@ -177,25 +181,15 @@ def _memory(config: RLConfig) -> list[PlanLine]:
     if not size.known:
         return [PlanLine(section, "model", "unknown", f"{config.model.path} cannot be read")]
     lines = [PlanLine(section, "parameters", f"{size.parameters / 1e6:.1f} M", config.model.path)]
-    longest = longest_tokens(config)
-    for kind, table in (
+    engines: list[tuple[str, EngineSettings]] = [
         ("rollout", settings(config, "rollout", RolloutSettings)),
         ("evaluator", settings(config, "evaluator", EvaluatorSettings)),
-    ):
-        if not table.count:
-            continue
-        width = BYTES[table.dtype]
-        weights, cache = 2 * size.parameters * width, table.max_sequences * longest * size.kv_values_a_token * width
-        lines.append(
-            PlanLine(
-                section,
-                f"{kind}, each of {table.count}" if table.count > 1 else kind,
-                _mib(weights + cache + RUNTIME_MIB["torch"] * MIB),
-                f"2 x {_mib(weights // 2)} weights ({table.dtype}), KV cache up to {_mib(cache)} "
-                f"({table.max_sequences} sequences x {longest} tokens), {RUNTIME_MIB['torch']} MiB torch",
-            )
-        )
+    ]
+    if "genrm" in config.roles:
+        engines.append(("genrm", settings(config, "genrm", GenrmSettings)))
+    lines += [_engine_memory(config, kind, table) for kind, table in engines if table.count]
     lines.append(_trainer_memory(config, size))
+    lines += _cold_memory(config, size)
     if "reference" in config.roles:
         lines.append(_reference_memory(config))
     if "critic" in config.roles:
@@ -207,6 +201,42 @@ def _memory(config: RLConfig) -> list[PlanLine]:
     return lines
 
 
+def _engine_memory(config: RLConfig, kind: str, table: EngineSettings) -> PlanLine:
+    """Of an engine while weights are swapped: then it has both versions."""
+    section, path = "memory, estimated", own_model(table) or config.model.path
+    name = f"{kind}, each of {table.count}" if table.count > 1 else kind
+    size = model_size(path, Path(config.config_dir))
+    if table.engine == "sglang":
+        value = f"{table.memory_fraction:.0%} of each GPU" if table.gpus else "unknown"
+        how = "weights and KV cache of the server; what it takes besides, and in this machine's memory, is not known"
+        return PlanLine(section, name, value, how)
+    if not size.known:
+        return PlanLine(section, name, "unknown", f"{path} cannot be read")
+    longest = longest_tokens(config)
+    width = BYTES[table.dtype]
+    weights, cache = 2 * size.parameters * width, table.max_sequences * longest * size.kv_values_a_token * width
+    of = f" of {path}" if path != config.model.path else ""
+    how = (
+        f"2 x {_mib(weights // 2)} weights{of} ({table.dtype}), KV cache up to {_mib(cache)} "
+        f"({table.max_sequences} sequences x {longest} tokens), {RUNTIME_MIB['torch']} MiB torch"
+    )
+    if table.gpus:
+        how += f"; with a GPU weights and cache are there, and {_mib(weights // 2)} here while a version is fetched"
+    return PlanLine(section, name, _mib(weights + cache + RUNTIME_MIB["torch"] * MIB), how)
+
+
+def _cold_memory(config: RLConfig, size: ModelSize) -> list[PlanLine]:
+    """What a cold start takes of the trainer beyond RL: there every token of a micro-batch may be learnt."""
+    table, trainer = config.cold_start, settings(config, "trainer", TrainerSettings)
+    if not table.wanted:
+        return []
+    longest = table.max_tokens * (2 if table.kind == "dpo" else 1)
+    tokens = max(trainer.tokens_per_micro_batch, longest)
+    what = f"{'two sequences' if table.kind == 'dpo' else 'a sequence'} of max_tokens {table.max_tokens}"
+    how = f"logits of a micro-batch, in place of RL's: {tokens} tokens (tokens_per_micro_batch or {what}); rows besides"
+    return [PlanLine("memory, estimated", "trainer, cold start", _mib(tokens * size.vocabulary * LOGIT_BYTES), how)]
+
+
 def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
     table = settings(config, "trainer", TrainerSettings)
     # FSDP2 divides all of it but the copy of the weights; adapters are small beside the model.
@@ -216,25 +246,29 @@ def _trainer_memory(config: RLConfig, size: ModelSize) -> PlanLine:
     snapshot = 4 * size.parameters + moments * size.parameters // over
     longest = longest_tokens(config)
     trained = table.tokens_per_micro_batch * config.sampling.max_new_tokens // longest
-    # Logits of the trained tokens: the autocast copy, float32, their log-softmax and its gradient.
-    logits = max(trained, 1) * size.vocabulary * 14
+    logits = max(trained, 1) * size.vocabulary * LOGIT_BYTES
     held = "weights" if table.lora is not None else "weights, gradients, moments"
     return PlanLine(
         "memory, estimated",
         f"trainer, rank 0 of {over}" if over > 1 else "trainer",
         _mib(state + snapshot + logits + RUNTIME_MIB["torch"] * MIB),
         f"{_mib(state)} {held} (float32), {_mib(snapshot)} checkpoint copy, about {_mib(logits)} "
-        f"logits of a micro-batch, {RUNTIME_MIB['torch']} MiB torch; activations besides",
+        f"logits of a micro-batch, {RUNTIME_MIB['torch']} MiB torch; activations besides"
+        + ("; with a GPU all but the copy is there" if table.gpus else ""),
     )
 
 
 def _reference_memory(config: RLConfig) -> PlanLine:
     table = settings(config, "reference", ReferenceSettings)
-    path = table.model or config.model.path
-    weights = 4 * model_size(path, Path(config.config_dir)).parameters
+    path, section = table.model or config.model.path, "memory, estimated"
+    name = f"reference, each of {table.count}" if table.count > 1 else "reference"
+    size = model_size(path, Path(config.config_dir))
+    if not size.known:
+        return PlanLine(section, name, "unknown", f"{path} cannot be read")
+    weights = 4 * size.parameters
     return PlanLine(
-        "memory, estimated",
-        f"reference, each of {table.count}" if table.count > 1 else "reference",
+        section,
+        name,
         _mib(weights + RUNTIME_MIB["torch"] * MIB),
         f"{_mib(weights)} weights (float32) of {path}, {RUNTIME_MIB['torch']} MiB torch; activations besides",
     )

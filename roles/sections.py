@@ -12,6 +12,7 @@ from relax_rt.roles.algorithms.presets import PRESETS, Name
 from relax_rt.roles.cold_start.table import ColdStartTable
 from relax_rt.roles.engines.tables import ColocationTable, Mode
 from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.roles.trainers.rates import Schedule
 from relax_rt.roles.trainers.torch.settings import LoraTable
 
 Dtype = Literal["float32", "bfloat16"]
@@ -133,6 +134,11 @@ class AlgorithmTable(Table):
     """With on_failed_member = "shrink": smaller groups are dropped."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises from 0."""
+    learning_rate_schedule: Schedule = "constant"
+    """After the warm-up: stay, or go down to learning_rate_floor by the end of `steps`."""
+    learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of linear and cosine: the rate that they go down to."""
     weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -340,6 +346,8 @@ class ShardedSettings(RoleSettings):
     backend: Literal["torch", "megatron"] = "torch"
     dtype: Dtype = "bfloat16"
     """bfloat16: autocast over float32 master weights."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What computes it. auto: the GPU, where `gpus` gives the slot one and torch sees it, else the CPU (torch)."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 4096
     """Tokens that one forward pass of a replica takes; a longer sample goes alone."""
     tensor_parallel: Parallel = 1

@@ -10,6 +10,7 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.nodes.api import HEAD
 from relax_rt.roles.cold_start.table import ColdStartTable
 from relax_rt.roles.sections import ReferenceSettings, RLConfig, TrainerSettings
+from relax_rt.roles.trainers.rates import check_rates
 from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ def _length(table: ColdStartTable) -> Iterator[Problem]:
         if table.batch_tokens < table.max_tokens:
             message = f"batch_tokens = {table.batch_tokens} is less than max_tokens = {table.max_tokens} of a sequence"
             yield Problem((*PLACE, "batch_tokens"), message, "raise it, or lower max_tokens")
-    if table.steps is not None and table.warmup_steps >= table.steps:
-        message = f"warmup_steps = {table.warmup_steps} is not below steps = {table.steps}: the rate is never reached"
-        yield Problem((*PLACE, "warmup_steps"), message)
+    yield from check_rates(table, PLACE, table.steps)
 
 
 def preflight_cold_start(

@@ -62,9 +62,9 @@ class ColdStart:
 
         self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.cold_start
         self._store = CheckpointStore(folder_of(ctx.run_dir), ctx.who.epoch, KEEP)
-        self._algorithm = cold_algorithm(config)
         self._objective: Objective
         self._data: ColdData
+        self._steps: int
         self._reference: dict[int, list[Floats]] = {}
         self._saving: asyncio.Task[None] | None = None
         self._in_a_row = 0
@@ -138,8 +138,11 @@ class ColdStart:
         tokenizer, base = load_tokenizer(model_folder(ctx)), config_dir(ctx)
         source = load_kept(config.data, tokenizer, seed=config.run.seed, config_dir=base, folder=ctx.run_dir)
         self._data = load(config, base, source, tokenizer)
-        self._objective = Objective.of(self._algorithm)
-        self._backend.use(self._objective, self._algorithm, temperature=1.0)
+        sizes = [item.tokens for item in self._data.train]
+        self._steps = total(self._table, sizes, config.run.seed)
+        algorithm = cold_algorithm(config, self._steps)
+        self._objective = Objective.of(algorithm)
+        self._backend.use(self._objective, algorithm, temperature=1.0)
         report = self._data.report
         ctx.event("cold_start_data", **{name: getattr(report, name) for name in report.__struct_fields__})
         ctx.log.info(f"cold start: {report}")
@@ -151,8 +154,6 @@ class ColdStart:
         """The newest checkpoint that can be read and is of this data; a damaged one is passed over, and said so."""
         from safetensors import SafetensorError
 
-        sizes = [item.tokens for item in self._data.train]
-        steps = await asyncio.to_thread(total, self._table, sizes, self._config.run.seed)
         for folder, _ in await asyncio.to_thread(self._store.complete):
             mark, why = read_mark(folder), ""
             if mark is None:
@@ -166,10 +167,10 @@ class ColdStart:
                     why = str(error)
             if mark is not None and not why:
                 self._ctx.event("cold_start_resumed", checkpoint=folder.name, step=mark.step)
-                return replace(mark, total=steps)
+                return replace(mark, total=self._steps)
             self._ctx.event("checkpoint_damaged", checkpoint=f"{folder.parent.name}/{folder.name}", why=why)
             self._ctx.log.warning("passing over a checkpoint of the cold start", checkpoint=folder.name, error=why)
-        return Mark(step=0, total=steps, done=False, digest=self._data.digest)
+        return Mark(step=0, total=self._steps, done=False, digest=self._data.digest)
 
     # Steps.
 
@@ -299,16 +300,19 @@ class ColdStart:
             await self._saving
 
 
-def cold_algorithm(config: RLConfig) -> AlgorithmTable:
-    """The phase's objective and optimizer, as a table of [algorithm]."""
+def cold_algorithm(config: RLConfig, steps: int) -> AlgorithmTable:
+    """The phase's objective and optimizer over so many steps, as a table of [algorithm]."""
     table = config.cold_start
     options: dict[str, Any] = {}
     if table.kind == "dpo":
         options["loss"] = {"name": "dpo", "beta": table.beta, "label_smoothing": table.label_smoothing}
     return AlgorithmTable(
         name=table.kind,
+        steps=steps,
         learning_rate=table.learning_rate,
         warmup_steps=table.warmup_steps,
+        learning_rate_schedule=table.learning_rate_schedule,
+        learning_rate_floor=table.learning_rate_floor,
         max_grad_norm=table.max_grad_norm,
         weight_decay=config.algorithm.weight_decay,
         adam_betas=config.algorithm.adam_betas,

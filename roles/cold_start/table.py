@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relax_rt.config.schema import Table
+from relax_rt.roles.trainers.rates import Schedule
 
 
 class ColdStartTable(Table):
@@ -32,6 +33,11 @@ class ColdStartTable(Table):
     """In place of `batch`: as many sequences as have at most so many tokens together, prompts included."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises from 0."""
+    learning_rate_schedule: Schedule = "constant"
+    """As in [algorithm], over the steps of this phase: constant, linear, cosine."""
+    learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of linear and cosine: the rate that they go down to."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Annotated[int, Field(ge=2)] = 2048
     """Longest sequence, prompt included."""

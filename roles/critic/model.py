@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.algorithms.advantages.gae import value_loss
 from relax_rt.roles.algorithms.tensors import Metrics, merge
 from relax_rt.roles.critic.api import CriticReport
+from relax_rt.roles.models.device import CPU, autocasting, on_host
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
@@ -43,7 +44,7 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, batch: MicroBatch, autocast: bool) -> torch.Tensor:
         """Values of the states before the batch's trained tokens; float32 [m]."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with autocasting(batch.ids.device, autocast):
             hidden = hidden_states(self.body, batch)
         found: torch.Tensor = self.head(hidden.float())[:, 0]
         return found
@@ -55,17 +56,24 @@ class CriticModel:
     Args:
         folder: of the model whose layers it begins with.
         on_progress: told of tokens that went through the model.
+        device: where weights, gradients and moments are; snapshots are in ordinary memory.
     """
 
-    def __init__(self, folder: Path, settings: CriticSettings, on_progress: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: CriticSettings,
+        on_progress: Callable[[int], object],
+        device: torch.device = CPU,
+    ) -> None:
         torch.set_num_threads(settings.threads)
-        self._folder, self._settings, self._on_progress = folder, settings, on_progress
+        self._folder, self._settings, self._on_progress, self._device = folder, settings, on_progress, device
         self._snapshot: dict[str, dict[str, torch.Tensor]] = {}
         self.reset()
 
     def reset(self) -> None:
         """Weights as before the first step."""
-        self._model = ValueModel(self._folder)
+        self._model = ValueModel(self._folder).to(self._device)
         self._model.train()
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=self._settings.learning_rate, weight_decay=0.0, fused=True
@@ -73,7 +81,8 @@ class CriticModel:
 
     def values(self, samples: Sequence[Sample]) -> list[Values]:
         """Values of each sample's trained tokens, 0 at others; float32 [T]."""
-        return at_trained_tokens(self._values, samples, self._settings.tokens_per_micro_batch, self._on_progress)
+        budget = self._settings.tokens_per_micro_batch
+        return at_trained_tokens(self._values, samples, budget, self._on_progress, device=self._device)
 
     def _values(self, batch: MicroBatch) -> torch.Tensor:
         found: torch.Tensor = self._model(batch, self._settings.dtype == "bfloat16")
@@ -93,10 +102,10 @@ class CriticModel:
         self._optimizer.zero_grad(set_to_none=False)
         budget = self._settings.tokens_per_micro_batch
         trained = [i for i, sample in enumerate(samples) if sample.loss_mask[1:].any()]
-        columns = _Columns([old[i] for i in trained], [returns[i] for i in trained])
+        columns = _Columns([old[i] for i in trained], [returns[i] for i in trained], self._device)
         with denormals_flushed():
             for rows in micro_batches(shared_rows([samples[i] for i in trained], budget), budget):
-                merge(sums, self._micro_batch(collate(rows), columns, count))
+                merge(sums, self._micro_batch(collate(rows, self._device), columns, count))
                 self._on_progress(sum(row.length for row in rows))
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
             applied = count > 0 and math.isfinite(norm) and math.isfinite(sums["loss"])
@@ -126,9 +135,9 @@ class CriticModel:
         """Copy the state aside; `write` saves the copy."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         self._snapshot = {
-            MODEL_FILE: {name: p.detach().clone() for name, p in self._model.named_parameters()},
+            MODEL_FILE: {name: on_host(p) for name, p in self._model.named_parameters()},
             OPTIMIZER_FILE: {
-                f"{names[id(parameter)]}|{key}": value.detach().clone()
+                f"{names[id(parameter)]}|{key}": on_host(value)
                 for parameter, state in self._optimizer.state.items()
                 for key, value in state.items()
             },
@@ -158,7 +167,7 @@ class CriticModel:
                 state: dict[str, Any] = {}
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     if (value := optimizer.get(f"{name}|{key}")) is not None:
-                        state[key] = value
+                        state[key] = value.to(self._device)
                 if state:
                     self._optimizer.state[parameter] = state
 
@@ -166,11 +175,13 @@ class CriticModel:
 class _Columns:
     """Values and returns of the samples, to be picked for the tokens of a micro-batch."""
 
-    def __init__(self, old: Sequence[Values], returns: Sequence[Values]) -> None:
+    def __init__(self, old: Sequence[Values], returns: Sequence[Values], device: torch.device) -> None:
         self._old, self._returns = old, returns
         lengths = [len(values) for values in old]
-        self._starts = torch.tensor([0, *np.cumsum(lengths)[:-1]] if lengths else [0])
-        self._flat = [torch.from_numpy(np.concatenate(parts)) if len(parts) else None for parts in (old, returns)]
+        self._starts = torch.tensor([0, *np.cumsum(lengths)[:-1]] if lengths else [0]).to(device)
+        self._flat = [
+            torch.from_numpy(np.concatenate(parts)).to(device) if len(parts) else None for parts in (old, returns)
+        ]
 
     def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """At the trained tokens of a micro-batch; float32 [m] each."""

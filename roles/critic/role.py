@@ -12,6 +12,7 @@ from relax_rt.roles.sections import CriticSettings, RLConfig
 
 if TYPE_CHECKING:
     from relax_rt.roles.critic.api import CriticReport
+    from relax_rt.roles.critic.model import CriticModel
 
 LOAD_ALLOWANCE_S = 180.0
 IDLE = "the trainer's next step"
@@ -33,13 +34,19 @@ class CriticRole(Role):
 
     async def setup(self) -> None:
         from relax_rt.roles.critic.api import CriticApi
-        from relax_rt.roles.critic.model import CriticModel
         from relax_rt.roles.critic.service import CriticService
-        from relax_rt.roles.locations import model_folder
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        model = await asyncio.to_thread(CriticModel, model_folder(self.ctx), self.settings, self.ctx.progress.advance)
+        model = await asyncio.to_thread(self._load)
         self.ctx.serve(CriticApi, CriticService(model, self._working, self._report))
+
+    def _load(self) -> CriticModel:
+        from relax_rt.roles.critic.model import CriticModel
+        from relax_rt.roles.locations import model_folder
+        from relax_rt.roles.models.device import open_device
+
+        device = open_device(self.ctx, self.settings)
+        return CriticModel(model_folder(self.ctx), self.settings, self.ctx.progress.advance, device)
 
     async def run(self) -> None:
         await self.ctx.ready()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.planning.models import Shapes, is_pool
 from relax_rt.roles.planning.shape import ModelShape
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
 
@@ -16,6 +17,7 @@ def divisible(config: RLConfig) -> Iterator[Problem]:
         path = ("roles", kind)
         if isinstance(table, ShardedSettings):
             yield from _gang_division(table, path)
+            yield from _device(table, path)
         elif isinstance(table, EngineSettings) and table.engine == "embedded":
             for key in ("tensor_parallel", "data_parallel", "expert_parallel"):
                 if getattr(table, key) > 1:
@@ -26,6 +28,24 @@ def divisible(config: RLConfig) -> Iterator[Problem]:
                 f"expert_parallel = {table.expert_parallel} does not divide tensor_parallel = {table.tensor_parallel}"
             )
             yield Problem((*path, "expert_parallel"), message, "experts are dealt out over a replica's own GPUs")
+
+
+def _device(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
+    """What the torch backend is to compute on, against the GPUs that its slots are given."""
+    if 0 < table.gpus < 1 < table.count and not is_pool(table):
+        message = f"gpus = {table.gpus:g}: {table.count} ranks of one gang that share a GPU; NCCL wants one for each"
+        yield Problem((*path, "gpus"), message, "set gpus = 1, or count = 1")
+    place = (*path, "device")
+    if table.backend == "megatron":
+        if table.device != "auto":
+            message = f'device = "{table.device}": megatron takes a GPU where torch sees one, else the CPU'
+            yield Problem(place, message, 'leave it out, or set backend = "torch"', at="key")
+        return
+    if table.device == "cuda" and not table.gpus:
+        yield Problem(place, 'device = "cuda", and gpus gives its slots none', "set gpus = 1")
+    if table.device == "cpu" and table.gpus:
+        message = f'device = "cpu" leaves the GPU unused that gpus = {table.gpus:g} keeps from others'
+        yield Problem(place, message, "leave one of them out")
 
 
 def _gang_division(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
@@ -50,12 +70,15 @@ def _gang_division(table: ShardedSettings, path: KeyPath) -> Iterator[Problem]:
 
 def divides_model(config: RLConfig, shape: ModelShape) -> Iterator[Problem]:
     """Sizes that do not divide the model's heads, layers, widths or experts."""
+    shapes = Shapes(config, shape)
     for kind, table in config.roles.items():
-        path = ("roles", kind)
+        path, own = ("roles", kind), shapes.of(kind)
+        if own is None:
+            continue
         if isinstance(table, ShardedSettings) and table.backend == "megatron":
-            yield from _gang_model(table, shape, path)
+            yield from _gang_model(table, own, path)
         elif isinstance(table, EngineSettings):
-            yield from _engine_model(table, shape, path)
+            yield from _engine_model(table, own, path)
 
 
 def _gang_model(table: ShardedSettings, shape: ModelShape, path: KeyPath) -> Iterator[Problem]:

@@ -9,9 +9,10 @@ import msgspec
 
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
+from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.checks import batch_samples
 from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS
-from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample
+from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.links import (
     Communicator,
     Device,
@@ -31,8 +32,10 @@ from relax_rt.roles.planning.memory import (
     gang_memory,
     total_bytes,
 )
+from relax_rt.roles.planning.models import Shapes
 from relax_rt.roles.planning.placement import Placed
 from relax_rt.roles.planning.shape import ModelShape
+from relax_rt.roles.publication_checks import communicator_of
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainedSettings
 
 GPU_PROCESS_MIB = 6144
@@ -89,14 +92,14 @@ def gpu_accounts(
     communicators: Sequence[Communicator],
 ) -> list[GpuAccount]:
     """The memory of every GPU that is used."""
-    member = memberships(communicators)
+    member, shapes = memberships(communicators), Shapes(config, shape)
     shares: dict[Device, list[Share]] = {}
     kinds = {node.name: node for node in inventory.nodes}
     for slot in placed:
         for gpu in slot.gpus:
             mine = shares.setdefault((slot.node, gpu), [])
             memory_bytes = gpu_bytes(inventory.kind_of(kinds[slot.node]).memory_gib)
-            mine.append(Share(slot.slot, _slot_memory(config, shape, slot, memory_bytes, member[slot.node, gpu])))
+            mine.append(Share(slot.slot, _slot_memory(config, shapes, slot, gpu, memory_bytes, member[slot.node, gpu])))
     order = {node.name: n for n, node in enumerate(inventory.nodes)}
     return [
         GpuAccount(
@@ -112,15 +115,23 @@ def gpu_accounts(
 
 
 def _slot_memory(
-    config: RLConfig, shape: ModelShape, slot: Placed, memory_bytes: int, communicators: int
+    config: RLConfig, shapes: Shapes, slot: Placed, gpu: int, memory_bytes: int, communicators: int
 ) -> list[Component]:
-    table, longest = config.roles[slot.kind], longest_sample(config)
+    table, shape = config.roles[slot.kind], shapes.of(slot.kind)
+    if shape is None:
+        return [Component("model", 0, f"unknown: {shapes.unknown[slot.kind]}")]
     if isinstance(table, EngineSettings):
-        return engine_memory(shape, table, memory_bytes, longest=longest, communicators=communicators)
+        return engine_memory(
+            shape,
+            table,
+            memory_bytes,
+            longest=longest_sample(config),
+            communicators=communicators,
+            received=_received(config, shape, slot) if gpu == slot.gpus[0] else 0,
+        )
     if isinstance(table, ShardedSettings):
-        if slot.kind == "critic":
-            shape = msgspec.structs.replace(shape, value_head=True, tied=False)
-        sizes = gang_sizes(table)
+        trains = slot.kind == "trainer"
+        longest, sizes = (longest_trained if trains else longest_sample)(config), gang_sizes(table)
         return gang_memory(
             shape,
             table,
@@ -129,9 +140,23 @@ def _slot_memory(
             longest=longest,
             tokens_a_step=batch_samples(config) * longest,
             communicators=communicators,
-            sends=slot.kind == "trainer" and slot.index in senders(sizes).values(),
+            sends=trains and slot.index in senders(sizes).values(),
+            shown=_shown(config, shape) if trains and slot.index == 0 else 0,
         )
     return [Component("unknown", 0, "a role of your own: nothing is known of its memory")]
+
+
+def _received(config: RLConfig, shape: ModelShape, slot: Placed) -> int:
+    """Bytes of device memory that a rollout keeps for broadcasts."""
+    over_nccl = config.publication.carrier == "collective" and communicator_of(config) == "nccl"
+    return shape.parameters * published_width(config) if over_nccl and slot.kind == "rollout" else 0
+
+
+def _shown(config: RLConfig, shape: ModelShape) -> int:
+    """Bytes of device memory in which rank 0 of the trainer has versions: with cuda_ipc the committed one and the one
+    that is written, with broadcasts over NCCL the latter."""
+    copies = {"cuda_ipc": 2, "collective": int(communicator_of(config) == "nccl")}.get(config.publication.carrier, 0)
+    return copies * shape.parameters * published_width(config)
 
 
 def gpu_problems(config: RLConfig, accounts: Sequence[GpuAccount]) -> list[Problem]:
@@ -180,14 +205,16 @@ def engine_problems(
 ) -> Iterator[Problem]:
     """KV caches that do not hold one sample."""
     longest, nodes = longest_sample(config), {node.name: node for node in inventory.nodes}
+    shapes = Shapes(config, shape)
     for kind, table in config.roles.items():
-        if not isinstance(table, EngineSettings) or table.engine != "sglang":
+        own = shapes.of(kind)
+        if not isinstance(table, EngineSettings) or table.engine != "sglang" or own is None:
             continue
         tokens: dict[int, list[str]] = {}
         for slot in placed:
             if slot.kind == kind and slot.gpus:
                 memory_bytes = gpu_bytes(inventory.kind_of(nodes[slot.node]).memory_gib)
-                each = cache_tokens(shape, table, memory_bytes, longest) // table.data_parallel
+                each = cache_tokens(own, table, memory_bytes, longest) // table.data_parallel
                 tokens.setdefault(each, []).append(slot.slot)
         for each, slots in tokens.items():
             if each >= longest:
@@ -232,8 +259,13 @@ def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> I
     each = RUNTIME_MIB["transformers"]
     yield Component("processes without", others * each * MIB, f"{others} x {each} MiB, the agent among them")
     if models:
-        needed = sum(_cpu_model(config, shape, config.roles[slot.kind]) for slot in models)
-        yield Component("models on cores", needed, f"{len(models)} processes: weights, caches, optimizer state")
+        shapes = Shapes(config, shape)
+        known = [(config.roles[slot.kind], own) for slot in models if (own := shapes.of(slot.kind)) is not None]
+        needed = sum(_cpu_model(config, own, table) for table, own in known)
+        how = f"{len(known)} processes: weights, caches, optimizer state"
+        unknown = sorted({slot.slot for slot in models if slot.kind in shapes.unknown})
+        how += f"; not counted, of models that are not known: {', '.join(unknown)}" if unknown else ""
+        yield Component("models on cores", needed, how)
     trained = [slot for slot in here if slot.gpus and isinstance(config.roles[slot.kind], TrainedSettings)]
     if trained:
         copies: Mapping[str, int] = {
@@ -244,15 +276,16 @@ def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> I
         yield Component("checkpoint copies", nbytes, f"of {len(trained)} ranks, while they are written")
 
 
-def _cpu_model(config: RLConfig, shape: ModelShape, table: EngineSettings | ShardedSettings) -> int:
-    """Bytes of a role that computes on cores."""
+def _cpu_model(config: RLConfig, shape: ModelShape, table: RoleSettings) -> int:
+    """Bytes of a role that computes on cores; of an engine with a version that is fetched beside the one in use."""
     base = RUNTIME_MIB["torch"] * MIB
     if isinstance(table, EngineSettings):
         width = WIDTH[table.dtype]
         cache = table.max_sequences * longest_sample(config) * shape.kv_values_a_token * width
         return base + 2 * shape.parameters * width + cache
-    state = 28 if isinstance(table, TrainedSettings) else WIDTH[table.dtype]
-    return base + math.ceil(shape.parameters * state / table.count)
+    assert isinstance(table, ShardedSettings)
+    state = 28 if isinstance(table, TrainedSettings) else MASTER
+    return base + math.ceil(shape.parameters * state / gang_sizes(table).world)
 
 
 def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head: bool) -> Iterator[Component]:
@@ -261,7 +294,8 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
     if head or produces:
         mib = config.queue.capacity_mib
         yield Component("queue", mib * MIB, f"queue.capacity_mib {mib}, at most on one node")
-    if any(isinstance(config.roles[slot.kind], EngineSettings) for slot in here):
+    engines = [slot for slot in here if isinstance(config.roles[slot.kind], EngineSettings)]
+    if engines:
         buffer = shape.parameters * published_width(config)
         how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
         deltas = int(2 * DELTA_PART * buffer) if config.publication.delta else 0
@@ -269,6 +303,18 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
         base = int((1 + 2 * DELTA_PART) * buffer) if config.publication.adapters else 0
         how += f"; {_gib(base)} GiB for adapters and their base" if base else ""
         yield Component("weight stage", STAGE_BUFFERS * buffer + deltas + base, how)
+        yield from _engines_copies(config, engines, buffer)
+
+
+def _engines_copies(config: RLConfig, engines: Sequence[Placed], buffer: int) -> Iterator[Component]:
+    """Versions in shared memory that are an engine's own, beside those of the stage."""
+    servers = sum(getattr(config.roles[slot.kind], "engine", "") == "sglang" for slot in engines)
+    if servers:
+        how = f"a version for each of {servers}, to load from while it is swapped"
+        yield Component("servers' copies", servers * buffer, how)
+    receivers = sum(slot.kind == "rollout" for slot in engines)
+    if receivers and config.publication.carrier == "collective" and communicator_of(config) == "gloo":
+        yield Component("broadcast memory", receivers * buffer, f"a version for each of {receivers}, as it comes")
 
 
 def host_problems(config: RLConfig, accounts: Sequence[HostAccount]) -> Iterator[Problem]:

@@ -41,6 +41,15 @@ def longest_sample(config: RLConfig) -> int:
     return longest_tokens(config)
 
 
+def longest_trained(config: RLConfig) -> int:
+    """Tokens of the longest that the trainer computes at once: a cold start may have longer sequences than RL, and the
+    two of a preference go together."""
+    cold = config.cold_start
+    if not cold.wanted:
+        return longest_sample(config)
+    return max(longest_sample(config), cold.max_tokens * (2 if cold.kind == "dpo" else 1))
+
+
 def cache_tokens(shape: ModelShape, table: EngineSettings, memory_bytes: int, longest: int) -> int:
     """Tokens that the KV caches of one engine hold, over all of its replicas."""
     token = kv_token_bytes(shape, table.tensor_parallel, WIDTH[table.dtype])

@@ -11,6 +11,7 @@ import msgspec
 from relax_rt.config.inventory import Inventory, NodeTable
 from relax_rt.config.problems import Problem
 from relax_rt.roles.planning.memory import WIDTH
+from relax_rt.roles.planning.models import is_pool
 from relax_rt.roles.planning.parallel import Group, Sizes, groups, stage_layers
 from relax_rt.roles.planning.placement import Placed
 from relax_rt.roles.planning.shape import ModelShape
@@ -84,7 +85,9 @@ def _network_gb_s(node: NodeTable) -> float | None:
 
 
 def gang_sizes(table: ShardedSettings) -> Sizes:
-    """The division of a gang as its settings have it."""
+    """The division of a gang as its settings have it; of a pool, that of one slot."""
+    if is_pool(table):
+        return Sizes(world=1)
     if table.backend == "torch":
         return Sizes(world=table.count)
     return Sizes(
@@ -242,7 +245,7 @@ def _listeners(
             yield node.name, "payload"
     for slot in placed:
         table = config.roles[slot.kind]
-        if isinstance(table, ShardedSettings) and slot.index == 0:
+        if isinstance(table, ShardedSettings) and slot.index == 0 and not is_pool(table):
             yield slot.node, f"{slot.kind} rendezvous"
         elif isinstance(table, EngineSettings) and table.engine == "sglang":
             yield slot.node, f"{slot.slot} HTTP"

@@ -154,6 +154,7 @@ def gang_memory(
     tokens_a_step: int,
     communicators: int,
     sends: bool,
+    shown: int = 0,
 ) -> list[Component]:
     """What one rank of a gang keeps on its GPU.
 
@@ -161,6 +162,7 @@ def gang_memory(
         longest: tokens of the longest sample.
         communicators: NCCL communicators that the rank is a member of.
         sends: it sends the weights to the engines.
+        shown: bytes of versions that it keeps on the GPU for engines to copy.
     """
     trained = isinstance(table, TrainedSettings)
     if table.backend == "torch":
@@ -176,6 +178,8 @@ def gang_memory(
     moving = sum(part.bytes for part in (activations, logits) if part is not None)
     if sends:
         found.append(_bucket(shape, WIDTH["bfloat16"], "gathered and sent"))
+    if shown:
+        found.append(Component("published weights", shown, "whole versions, for the engines on its node"))
     return [*found, *_overhead(communicators, moving)]
 
 
@@ -200,10 +204,10 @@ def _state(table: ShardedSettings, sizes: Sizes, dense: int, experts: int) -> It
 
 
 def _fsdp_state(shape: ModelShape, table: ShardedSettings, sizes: Sizes) -> Iterator[Component]:
-    """FSDP2: everything divided over all ranks, and two layers gathered at a time."""
-    total, over, width = shape.parameters, sizes.world, WIDTH[table.dtype]
-    held = MASTER if isinstance(table, TrainedSettings) else width
-    what = "float32 master" if held == MASTER else table.dtype
+    """FSDP2: everything divided over all ranks, and two layers gathered at a time. A model that is not trained has its
+    weights in float32 as well, so that its numbers are those of the trainer."""
+    total, over, held = shape.parameters, sizes.world, MASTER
+    what = "float32 master" if isinstance(table, TrainedSettings) else "float32"
     yield Component("weights", -(-total * held // over), f"{total:,} x {held} ({what}) over {over}")
     if isinstance(table, TrainedSettings):
         lora = table.lora if isinstance(table, TrainerSettings) else None
@@ -332,21 +336,31 @@ def kv_bytes(shape: ModelShape, table: EngineSettings, memory_bytes: int, longes
 
 
 def engine_memory(
-    shape: ModelShape, table: EngineSettings, memory_bytes: int, *, longest: int, communicators: int
+    shape: ModelShape,
+    table: EngineSettings,
+    memory_bytes: int,
+    *,
+    longest: int,
+    communicators: int,
+    received: int = 0,
 ) -> list[Component]:
-    """What an engine keeps on each of its GPUs.
+    """What an engine keeps on each of its GPUs, also while weights are swapped.
 
     Args:
         memory_bytes: of the GPU.
         longest: tokens of the longest sample.
         communicators: NCCL communicators that each of its processes is a member of.
+        received: bytes that it keeps on its first GPU to receive broadcasts into.
     """
     width, tensor = WIDTH[table.dtype], table.tensor_parallel
     held, cache = engine_elements(shape, tensor), kv_bytes(shape, table, memory_bytes, longest)
     how = f"{held:,} parameters x {width} bytes ({table.dtype})"
     token = kv_token_bytes(shape, tensor, width)
+    extra = [Component("broadcast memory", received, "a version as it comes, before the engine copies it")]
+    extra = extra if received else []
     if table.engine == "embedded":
         found = [
+            *extra,
             Component("weights", 2 * held * width, f"2 x {how}: serving, and being fetched"),
             Component("KV cache", cache, f"{table.max_sequences} sequences x {longest} tokens x {token} bytes"),
         ]
@@ -356,6 +370,7 @@ def engine_memory(
     logits = table.max_sequences * shape.vocabulary * 8
     tokens = max(cache, 0) // token
     return [
+        *extra,
         Component("weights", held * width, how),
         Component(
             "KV cache",

@@ -74,9 +74,6 @@ def check_gpus(config: RLConfig, inventory: Inventory) -> Iterator[Problem]:
             yield Problem((*path, "gpus"), f"gpus = {given:g}: above one, whole GPUs are given out")
         elif isinstance(table, ShardedSettings) and given > 1:
             yield Problem((*path, "gpus"), f"gpus = {given:g}: each slot of {kind} is one rank, with one GPU at most")
-        elif isinstance(table, ShardedSettings) and 0 < given < 1 < table.count:
-            message = f"gpus = {given:g}: ranks of one gang that share a GPU; NCCL wants one for each"
-            yield Problem((*path, "gpus"), message, "set gpus = 1, or count = 1")
         elif isinstance(table, EngineSettings) and table.engine == "sglang":
             wanted = table.tensor_parallel * table.data_parallel
             if given not in (0, wanted) and not (wanted == 1 and given < 1):

@@ -23,6 +23,7 @@ from relax_rt.roles.planning.fit import (
 from relax_rt.roles.planning.flow import Figure, figures, longest_sample
 from relax_rt.roles.planning.links import Communicator, Port, communicators, gang_groups, gang_sizes, ports
 from relax_rt.roles.planning.memory import FRAGMENTATION, LOGIT_BYTES
+from relax_rt.roles.planning.models import is_pool
 from relax_rt.roles.planning.parallel import ORDER, Group, Sizes, coordinates
 from relax_rt.roles.planning.placement import Placed, check_gpus, place
 from relax_rt.roles.planning.shape import ModelShape, read_shape
@@ -160,7 +161,7 @@ def _replicas(config: RLConfig) -> list[Problem]:
 def _gangs(config: RLConfig, shape: ModelShape, placed: Sequence[Placed]) -> list[Gang]:
     found = []
     for kind, table in config.roles.items():
-        if not isinstance(table, ShardedSettings) or not table.count:
+        if not isinstance(table, ShardedSettings) or not table.count or is_pool(table):
             continue
         sizes = gang_sizes(table)
         ranks = [

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, predicted
@@ -27,11 +28,22 @@ class FrozenModel:
         vocabulary: tokens it knows have ids below this.
     """
 
-    def __init__(self, folder: Path, *, dtype: str, threads: int, budget: int, temperature: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        threads: int,
+        budget: int,
+        temperature: float,
+        device: torch.device = CPU,
+    ) -> None:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         check_plain(self._model, folder)
         self._model.eval()
+        self._device = device
+        self._model.to(device)
         self._budget, self._temperature, self._autocast = budget, temperature, dtype == "bfloat16"
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
 
@@ -40,7 +52,7 @@ class FrozenModel:
     ) -> list[NDArray[np.float32]]:
         """Log-probabilities of each sample's trained tokens, 0 at others; float32 [T]. Their ids are in the
         vocabulary."""
-        return at_trained_tokens(self._compute, samples, self._budget, on_progress)
+        return at_trained_tokens(self._compute, samples, self._budget, on_progress, device=self._device)
 
     def _compute(self, batch: MicroBatch) -> torch.Tensor:
         return predicted(self._model, batch, temperature=self._temperature, autocast=self._autocast)[0]

@@ -90,6 +90,7 @@ class ReferenceRole(Role):
         await asyncio.to_thread(self._load, folder)
 
     def _load(self, folder: Path) -> None:
+        from relax_rt.roles.models.device import open_device
         from relax_rt.roles.reference.model import FrozenModel
 
         self.model = FrozenModel(
@@ -98,6 +99,7 @@ class ReferenceRole(Role):
             threads=self.settings.threads,
             budget=self.settings.tokens_per_micro_batch,
             temperature=self.config.sampling.temperature,
+            device=open_device(self.ctx, self.settings),
         )
 
     async def run(self) -> None:

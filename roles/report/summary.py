@@ -14,6 +14,8 @@ from relax_rt.roles.report.sets import set_lines, summarise_sets
 
 ENDS = 10
 LABEL = 19
+FILTERED, RULE = "dropped(filter)", "filtered("
+"""In the queue's account: samples that filters left out, and the same ones by rule."""
 
 
 def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
@@ -263,7 +265,7 @@ def _queue_lines(summary: dict[str, Any]) -> list[str]:
     if account is None:
         return [f"no account; {seen} samples trained twice by the trainer's record"]
     twice = account.get("trained_twice", 0)
-    ends = [f"{count(n)} {name}" for name, n in account.items() if n and not _is_total(name)]
+    ends = [f"{count(n)} {_with_rules(name, account)}" for name, n in account.items() if n and not _is_total(name)]
     issued = f"{count(account['samples_issued'])} samples: " if "samples_issued" in account else ""
     verdict = f"trained twice: {twice}" + ("" if twice == 0 else "  <- DEFECT, must be 0")
     if seen != twice:
@@ -271,8 +273,17 @@ def _queue_lines(summary: dict[str, Any]) -> list[str]:
     return [issued + (", ".join(ends) or "none"), verdict]
 
 
+def _with_rules(name: str, account: dict[str, Any]) -> str:
+    """What filters left out is counted as a whole and by rule: the rules stand within the whole."""
+    if name != FILTERED:
+        return name
+    rules = {key[len(RULE) : -1]: n for key, n in account.items() if key.startswith(RULE) and n}
+    by_rule = ", ".join(f"{count(n)} {rule}" for rule, n in sorted(rules.items(), key=lambda item: -item[1]))
+    return f"{FILTERED[:-1]}: {by_rule})" if rules else name
+
+
 def _is_total(name: str) -> bool:
-    return name.startswith(("samples_", "prompts_")) or name == "trained_twice"
+    return name.startswith(("samples_", "prompts_", RULE)) or name == "trained_twice"
 
 
 def _file_lines(summary: dict[str, Any]) -> list[str]:

@@ -105,6 +105,15 @@ class OptimizerFiles:
         """Whether any tensor has state of this kind."""
         return any(found == kind for _, found in self._found)
 
+    def tensor(self, name: str, kind: str) -> torch.Tensor | None:
+        """What was written whole under this name and kind, if anything."""
+        found = self._found.get((name, kind))
+        if not found:
+            return None
+        _, file, key = found[0]
+        values: torch.Tensor = file.get_tensor(key)
+        return values
+
     def reader(self, kind: str) -> Read:
         """Gives blocks of one kind of state, put together of those in the files."""
         return lambda wanted: self._read(kind, wanted)

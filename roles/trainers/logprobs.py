@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from relax_rt.roles.models.device import CPU, autocasting
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, micro_batches, shared_rows
@@ -35,7 +36,7 @@ def predicted(
     They are of logits / temperature, like the behaviour log-probabilities. Only positions that predict a trained token
     go through the output layer.
     """
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with autocasting(batch.ids.device, autocast):
         logits = model.get_output_embeddings()(hidden_states(model.base_model, batch))
     every = torch.log_softmax(logits.float() / temperature, -1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None
@@ -48,6 +49,7 @@ def at_trained_tokens(
     budget: int,
     on_progress: Callable[[int], object],
     *,
+    device: torch.device = CPU,
     before: Callable[[Sequence[Row]], object] = lambda _: None,
     passes: Callable[[int], int] = lambda count: count,
     idle: Callable[[], object] = lambda: None,
@@ -58,6 +60,7 @@ def at_trained_tokens(
 
     Args:
         budget: tokens of a micro-batch. on_progress: told of as many as went through the model.
+        device: on which `compute` gets its micro-batches.
         before: told of the rows of each micro-batch.
         passes: how many passes to make, given how many micro-batches there are. idle: makes one of those beyond them.
     """
@@ -69,11 +72,11 @@ def at_trained_tokens(
         beyond = passes(len(batches)) - len(batches)
         for chosen in batches:
             before(chosen)
-            batch = collate(chosen)
-            values = compute(batch)
+            batch = collate(chosen, device)
+            values, sample, token = (one.cpu() for one in (compute(batch), batch.sample, batch.token))
             for own in {index for row in chosen for index, _ in row.members}:
-                mine = batch.sample == own
-                found[trained[own][0]][batch.token[mine].numpy()] = values[mine].numpy()
+                mine = sample == own
+                found[trained[own][0]][token[mine].numpy()] = values[mine].numpy()
             on_progress(sum(row.length for row in chosen))
         for _ in range(beyond):
             idle()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from relax_rt.roles.models.device import CPU
 from relax_rt.roles.sample import Sample
 
 
@@ -133,8 +134,9 @@ def group_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
     return batches
 
 
-def collate(rows: Sequence[Row]) -> MicroBatch:
-    """Tensors of one micro-batch. A sample's advantages and behaviour log-probabilities are per token."""
+def collate(rows: Sequence[Row], device: torch.device = CPU) -> MicroBatch:
+    """Tensors of one micro-batch, on the device. A sample's advantages and behaviour log-probabilities are per
+    token."""
     members = [member for row in rows for member in row.members]
     groups = {group: number for number, group in enumerate(dict.fromkeys(s.meta.group for _, s in members))}
     length = max(row.length for row in rows)
@@ -154,20 +156,22 @@ def collate(rows: Sequence[Row]) -> MicroBatch:
             segments[r, at:end] = k
             picks.append(_predictions(r, at, row.prefix, index, groups[sample.meta.group], sample))
             at = end
-    columns = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
-    batch = MicroBatch(
-        torch.from_numpy(ids), torch.from_numpy(positions), _attention_mask(torch.from_numpy(segments)), *columns
-    )
     samples = [sample for _, sample in members]
-    batch.proximal = _trained([s.proximal_logprobs for s in samples], samples)
-    batch.reference = _trained([s.reference_logprobs for s in samples], samples)
+
+    def there(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    def trained(columns: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+        """A column at the trained tokens, float32 [m]; None if a sample lacks it."""
+        parts = [c[_places(s)].astype(np.float32) for c, s in zip(columns, samples, strict=True) if c is not None]
+        return there(np.concatenate(parts)) if len(parts) == len(samples) else None
+
+    columns = [there(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
+    # The mask is as large as the row is long, squared: it is made where it is used.
+    batch = MicroBatch(there(ids), there(positions), _attention_mask(there(segments)), *columns)
+    batch.proximal = trained([s.proximal_logprobs for s in samples])
+    batch.reference = trained([s.reference_logprobs for s in samples])
     return batch
-
-
-def _trained(columns: Sequence[np.ndarray | None], samples: Sequence[Sample]) -> torch.Tensor | None:
-    """A column at the trained tokens, float32 [m]; None if a sample lacks it."""
-    parts = [c[_places(s)].astype(np.float32) for c, s in zip(columns, samples, strict=True) if c is not None]
-    return torch.from_numpy(np.concatenate(parts)) if len(parts) == len(samples) else None
 
 
 def _places(sample: Sample) -> np.ndarray:
@@ -198,7 +202,7 @@ def _predictions(row: int, at: int, prefix: int, index: int, group: int, sample:
 def _attention_mask(segments: torch.Tensor) -> torch.Tensor:
     """bool [rows, 1, L, L] from segment numbers [rows, L]; padding sees itself, to keep its softmax finite."""
     length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
     query, key = segments[:, :, None], segments[:, None, :]
     allowed = causal & ((key == 0) | (key == query)) & (key >= 0)
-    return (allowed | torch.eye(length, dtype=torch.bool))[:, None]
+    return (allowed | torch.eye(length, dtype=torch.bool, device=segments.device))[:, None]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
+from relax_rt.roles.models.device import CPU, free_cached
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample, bare_meta
@@ -21,6 +22,7 @@ from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.logprobs import at_trained_tokens
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
+from relax_rt.roles.trainers.rates import learning_rate
 from relax_rt.roles.trainers.torch.adapters import add_adapters
 from relax_rt.roles.trainers.torch.budget import Budget, out_of_memory
 from relax_rt.roles.trainers.torch.pieces import Scored, shard
@@ -45,6 +47,7 @@ class TorchBackend:
 
     Args:
         tokens_per_micro_batch: a number, or a `Budget` that remembers and tells when it had to be lowered.
+        device: where weights, gradients and moments are. Snapshots and what is exported are in ordinary memory.
         objective: unless given, that of the algorithm.
         ranks: the gang that shares the model; None: this process has all of it.
         lora: train adapters instead of the weights. seed: of their first values.
@@ -63,6 +66,7 @@ class TorchBackend:
         tokens_per_micro_batch: int | Budget,
         temperature: float,
         on_progress: Callable[[int], None],
+        device: torch.device = CPU,
         objective: Objective | None = None,
         ranks: TorchRanks | None = None,
         lora: LoraTable | None = None,
@@ -74,7 +78,7 @@ class TorchBackend:
         self._budget = budget if isinstance(budget, Budget) else Budget(budget)
         self._algorithm, self._temperature, self._on_progress = algorithm, temperature, on_progress
         self._autocast = dtype == "bfloat16"
-        self._ranks = ranks
+        self._ranks, self._device = ranks, device
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
         check_plain(self._model, model_dir)
         # Without dropout: log-probabilities are the policy's, and nothing here draws random numbers.
@@ -83,7 +87,10 @@ class TorchBackend:
             add_adapters(self._model, lora, seed=seed)
         self._scored = Scored(self._model)
         if ranks is not None:
+            # Layer by layer: the whole model is never on the device.
             shard(self._scored, ranks)
+        else:
+            self._model.to(device)
         self.weights = Weights(self._model, ranks)
         self._trained = [piece for piece in self.weights.trained if piece.rows]
         self._optimizer = torch.optim.AdamW(
@@ -140,6 +147,7 @@ class TorchBackend:
                 samples,
                 self._budget.tokens,
                 self._on_progress,
+                device=self._device,
                 before=self._budget.trying,
                 passes=self._passes,
                 idle=self._pass_for_nothing,
@@ -199,7 +207,7 @@ class TorchBackend:
     def _micro_batch(self, rows: list[Row]) -> None:
         """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
         self._budget.trying(rows, whole_groups="pairs" in self.objective.needs)
-        batch = collate(rows)
+        batch = collate(rows, self._device)
         logprobs, entropy = self._predicted(batch, entropy="entropy" in self.objective.needs)
         loss, metrics = self.objective.loss(tokens_of(batch, logprobs, entropy))
         if not bool(torch.isfinite(loss)):
@@ -217,7 +225,7 @@ class TorchBackend:
 
     def _pass_for_nothing(self) -> None:
         """A pass whose gradients are 0."""
-        logprobs, _ = self._predicted(collate([_NOTHING]), entropy=False)
+        logprobs, _ = self._predicted(collate([_NOTHING], self._device), entropy=False)
         if torch.is_grad_enabled():
             torch.autograd.backward(0.0 * logprobs.sum())
 
@@ -242,6 +250,7 @@ class TorchBackend:
                 why = (str(error) or type(error).__name__).splitlines()[0]
             # Only here are the frames gone that held what the pass had made.
             self._budget.halve(why)
+            free_cached(self._device)
             if self._ranks is not None:
                 raise RelaxError(
                     f"memory ran out on rank {self._ranks.rank} of the trainer",
@@ -256,7 +265,8 @@ class TorchBackend:
         """See `TrainerBackend.apply`. All ranks return the same."""
         sums, bad = self._found()
         self._parts, self._sums, self._bad = [], {}, ""
-        rate, count, norm = self._learning_rate(number), count if count > 0 else 1.0, 0.0
+        rate = learning_rate(self._algorithm, number, self._algorithm.steps)
+        count, norm = count if count > 0 else 1.0, 0.0
         with denormals_flushed():
             if sums.get("tokens") and not bad:
                 norm = self._divide(count)
@@ -298,10 +308,6 @@ class TorchBackend:
         if math.isfinite(norm) and gradients:
             torch._foreach_mul_(gradients, min(self._algorithm.max_grad_norm / (norm + 1e-6), 1.0) / count)
         return norm
-
-    def _learning_rate(self, number: int) -> float:
-        warmup = self._algorithm.warmup_steps
-        return self._algorithm.learning_rate * (min(1.0, number / warmup) if warmup else 1.0)
 
     # Weights and checkpoints.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.sharing import share
+from relax_rt.roles.trainers.step import Batch, accumulate
 from relax_rt.transport.errors import Refused
 
 
@@ -23,6 +25,7 @@ class Here:
         self.store = dist.FileStore(str(folder / "store"), world)
         self.ranks: Any = None
         self.backend: Any
+        self.gradients: Callable[[], dict[str, Any]]
         self._joined = 0
 
     def leave(self) -> None:
@@ -80,6 +83,22 @@ def write(here: Here, folder: Path) -> None:
 
 def restore(here: Here, folder: Path) -> None:
     here.backend.restore(folder)
+
+
+def streamed(here: Here, parts: list[list[Sample]]) -> dict[str, Any]:
+    """This rank's gradient sums of a step whose groups come in parts, driven by rank 0 as the trainer role drives it;
+    then forgotten."""
+    if here.rank == 0:
+        leader, batch = Leader(here.backend), Batch()
+        for part in parts:
+            batch.samples += part
+            accumulate(batch, leader, here.backend.objective, 1)
+        leader.close()
+    else:
+        Follower(here.backend).run()
+    found = {name: value.numpy().copy() for name, value in here.gradients().items()}
+    here.backend._begin()
+    return found
 
 
 def orders(here: Here, batch: list[Sample], count: float, folder: Path, damaged: Path) -> dict[str, Any]:

@@ -47,13 +47,7 @@ def test_a_role_on_the_device_is_ready_again_after_a_kill_and_no_memory_is_lost(
     run.gone(run.run_id())
 
 
-@pytest.mark.parametrize(
-    "slot",
-    [
-        "rollout/0",
-        pytest.param("trainer/0", marks=pytest.mark.xfail(reason="the torch trainer works on the CPU", strict=True)),
-    ],
-)
+@pytest.mark.parametrize("slot", ["rollout/0", "trainer/0"])
 def test_in_a_short_grpo_run_a_role_with_a_part_of_the_device_works_on_it(tmp_path: Path, slot: str) -> None:
     run = TinyRun(tmp_path / "run", CONFIG, **{"roles.trainer.gpus": 0.5, "roles.rollout.gpus": 0.5}).start()
     try:

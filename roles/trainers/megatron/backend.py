@@ -39,6 +39,7 @@ from relax_rt.roles.trainers.megatron.state import OptimizerState
 from relax_rt.roles.trainers.megatron.weights import Files, with_tied_copy
 from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
 from relax_rt.roles.trainers.memory import give_back
+from relax_rt.roles.trainers.rates import learning_rate
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
 from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
 from relax_rt.transport.errors import Refused
@@ -183,7 +184,7 @@ class MegatronBackend:
         found: Metrics = {}
         for part in self.ranks.gather(self._found):
             merge(found, part)
-        rate = self._learning_rate(number)
+        rate = learning_rate(self._algorithm, number, self._algorithm.steps)
         count = count if count > 0 else 1.0
         self._wrapped.scale_gradients(1.0 / count)
         self._optimizer.prepare_grads()
@@ -221,10 +222,6 @@ class MegatronBackend:
             parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
             if parameters:
                 clip(parameters, max_norm=self._algorithm.max_grad_norm, total_norm=norm)
-
-    def _learning_rate(self, number: int) -> float:
-        warmup = self._algorithm.warmup_steps
-        return self._algorithm.learning_rate * (min(1.0, number / warmup) if warmup else 1.0)
 
     def _filled(self, samples: Sequence[Sample | None]) -> list[list[tuple[int, Sample]]]:
         there = [(index, sample) for index, sample in enumerate(samples) if sample is not None]

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from relax_rt.roles.models.device import on_host
 from relax_rt.roles.trainers.blocks import Block
 from relax_rt.roles.trainers.logprobs import predicted
 from relax_rt.roles.trainers.packing import MicroBatch
@@ -131,13 +132,13 @@ def to_rank_0(values: torch.Tensor, shape: Sequence[int], into: torch.Tensor | N
     """A tensor of all ranks' rows into rank 0's memory, in messages of bounded size and without a further copy there.
 
     Args:
-        values: this rank's rows, contiguous, in the dtype wanted.
-        shape: of the whole. into: uint8 [bytes of the whole], on rank 0.
+        values: this rank's rows, contiguous, in the dtype wanted, on any device.
+        shape: of the whole. into: uint8 [bytes of the whole], on rank 0, on the CPU.
     """
     mine = values.reshape(-1).view(torch.uint8)
     if ranks is None or ranks.rank == 0:
         assert into is not None
-        into[: len(mine)].copy_(mine)
+        on_host(mine, into[: len(mine)])
     if ranks is None:
         return
     row_bytes = math.prod(shape[1:]) * values.element_size()
@@ -148,7 +149,8 @@ def to_rank_0(values: torch.Tensor, shape: Sequence[int], into: torch.Tensor | N
                 assert into is not None
                 dist.recv(into[first * row_bytes + at : first * row_bytes + end], rank, group=ranks.control)
             elif ranks.rank == rank:
-                dist.send(mine[at:end], 0, group=ranks.control)
+                message = mine[at:end]
+                dist.send(message if message.is_cpu else on_host(message), 0, group=ranks.control)
 
 
 def _messages(nbytes: int) -> Iterator[tuple[int, int]]:

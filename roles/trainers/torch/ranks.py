@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from relax_rt.roles.models.device import CPU
 from relax_rt.roles.trainers.gang import gathered
 
 T = TypeVar("T")
@@ -16,6 +17,8 @@ T = TypeVar("T")
 TIMEOUT_S = 1800.0
 """For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
 IDLE = timedelta(days=365)
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What ranks on such devices talk over."""
 
 
 class TorchRanks:
@@ -23,15 +26,22 @@ class TorchRanks:
 
     Args:
         store: torch's, where the ranks meet. rank, world: this one's number, and how many there are.
+        device: that this rank computes on: GPUs talk over NCCL, CPUs over gloo. All ranks have one kind.
 
     Attributes:
         mesh: of all ranks. control: between their processors; waits as long as it takes.
     """
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
+    def __init__(self, store: Any, rank: int, world: int, device: torch.device = CPU) -> None:
         self.rank, self.world = rank, world
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
-        self.mesh: DeviceMesh = init_device_mesh("cpu", (world,))
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
 
     @property

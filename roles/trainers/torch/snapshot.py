@@ -1,7 +1,8 @@
 """Checkpoints of the torch backend: a Hugging Face folder, the adapters, and each rank's part of the optimizer's state.
 
 The moments are blocks of Hugging Face tensors (`relax_rt.roles.trainers.blocks`), so that any number of ranks, and the
-Megatron backend, can go on from them.
+Megatron backend, can go on from them. Beside them each rank keeps the states of its random generators: nothing here
+draws from them, a loss of the user's may.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from relax_rt.roles.models.device import CPU, generator_states, on_host, set_generator_states
 from relax_rt.roles.trainers.blocks import (
     MASTER,
     MOMENTS,
@@ -32,6 +34,8 @@ from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch.weights import Weights
 from relax_rt.transport.errors import Refused, RelaxError
 
+GENERATOR = "generator_"
+"""Before the kind of a device, in the name of a random generator's state."""
 DTYPE = "float32"
 """Of the weights in a checkpoint: what the optimizer goes on from."""
 
@@ -47,11 +51,13 @@ class Snapshots:
     def __init__(self, model: Any, weights: Weights, source: Path, lora: LoraTable | None) -> None:
         self._model, self._weights, self._source, self._lora = model, weights, source, lora
         self._rank, self._world = (0, 1) if weights.ranks is None else (weights.ranks.rank, weights.ranks.world)
+        self._device = weights.published[0].parameter.device
         self.forget()
 
     def forget(self) -> None:
         """There is no snapshot, and no memory is kept for one."""
         self._moments: dict[str, torch.Tensor] = {}
+        self._generators: dict[str, torch.Tensor] = {}
         self._adapters: dict[str, torch.Tensor] = {}
         self._merged = bytearray()
         self._steps = -1
@@ -72,6 +78,8 @@ class Snapshots:
         if self._rank == 0 and not self._merged:
             self._merged = bytearray(self._weights.layout(DTYPE).nbytes)
         self._weights.export(memoryview(self._merged) if self._rank == 0 else None, DTYPE)
+        states = generator_states(self._device)
+        self._generators = {f"{self._name}|{GENERATOR}{kind}": state for kind, state in states.items()}
         self._steps = steps
         give_back()
 
@@ -84,7 +92,7 @@ class Snapshots:
         """
         if self._steps < 0:
             raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
-        write(file_of(folder, self._rank, self._world), self._moments, self._steps)
+        write(file_of(folder, self._rank, self._world), {**self._moments, **self._generators}, self._steps)
         if self._rank != 0:
             return
         flat = torch.frombuffer(self._merged, dtype=torch.uint8)
@@ -133,7 +141,15 @@ class Snapshots:
         self.forget()
         for piece in weights.trained:
             if piece.name in moments:
-                optimizer.state[piece.values] = {**moments[piece.name], "step": torch.tensor(float(state.steps))}
+                step = torch.tensor(float(state.steps)).to(self._device)
+                optimizer.state[piece.values] = {**moments[piece.name], "step": step}
+        found = {kind: state.tensor(self._name, f"{GENERATOR}{kind}") for kind in (CPU.type, self._device.type)}
+        set_generator_states({kind: values for kind, values in found.items() if values is not None}, self._device)
+
+    @property
+    def _name(self) -> str:
+        """Of this rank, where a tensor has its name."""
+        return f"rank-{self._rank}"
 
     def _adapters_of(self, folder: Path) -> TensorFiles:
         inner = folder / adapters.FOLDER
@@ -150,7 +166,9 @@ class Snapshots:
         if not all(files.has(kind) for kind in MOMENTS):
             return {}
         return {
-            piece.name: {kind: files.reader(kind)(piece.block).view(piece.values.shape) for kind in MOMENTS}
+            piece.name: {
+                kind: files.reader(kind)(piece.block).view(piece.values.shape).to(self._device) for kind in MOMENTS
+            }
             for piece in self._weights.trained
             if piece.rows
         }
@@ -163,10 +181,7 @@ def _other_training(folder: Path, why: str) -> RelaxError:
 
 def _keep(kept: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
     """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
-    if name in kept:
-        kept[name].copy_(values)
-    else:
-        kept[name] = values.detach().clone(memory_format=torch.contiguous_format)
+    kept[name] = on_host(values.contiguous(), kept.get(name))
 
 
 def _checked(files: TensorFiles, pieces: list[Piece], prefix: str) -> TensorFiles:

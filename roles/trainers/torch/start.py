@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from relax_rt.gang import Gang
 from relax_rt.role import RoleContext
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
+from relax_rt.roles.models.device import open_device
 from relax_rt.roles.sections import RLConfig, TrainerSettings
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.torch.budget import Budget
@@ -25,7 +28,9 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
         Refused: the model or the settings ask for what this backend cannot do.
     """
     assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
-    table, ranks = ctx.settings, _join() if ctx.settings.count > 1 else None
+    table = ctx.settings
+    device = open_device(ctx, table)
+    ranks = _join(device) if table.count > 1 else None
 
     def smaller(before: int, after: int, why: str) -> None:
         ctx.event("micro_batch_halved", tokens=before, from_now_on=after, why=why)
@@ -38,6 +43,7 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
         tokens_per_micro_batch=Budget(table.tokens_per_micro_batch, ctx.run_dir / BUDGET_FILE, smaller),
         temperature=ctx.config.sampling.temperature,
         on_progress=ctx.progress.advance,
+        device=device,
         objective=objective,
         ranks=ranks,
         lora=table.lora,
@@ -54,9 +60,9 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     return Follower(backend, doing)
 
 
-def _join() -> TorchRanks:
+def _join(device: torch.device) -> TorchRanks:
     gang = Gang.here()
     if gang.local_world_size == gang.world_size:
         # Nobody outside this machine has to reach the ranks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return TorchRanks(gang.store(), gang.rank, gang.world_size)
+    return TorchRanks(gang.store(), gang.rank, gang.world_size, device)

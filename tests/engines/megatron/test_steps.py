@@ -48,6 +48,23 @@ def test_gradients_do_not_depend_on_the_split(gang: Callable[[int], Gang], model
     assert_same(summed(gang(1), [batch[:1], batch[4:5], batch[1:4], batch[5:]]), whole)
 
 
+@pytest.mark.parametrize("division", [{"tensor_parallel": 2}, {}], ids=["tp2", "dp2"])
+def test_a_step_of_a_gang_in_unequal_parts_has_the_gradients_of_a_whole_one(
+    division: dict[str, Any], gang: Callable[[int], Gang], model: Callable[[str], Path]
+) -> None:
+    ranks, batch = gang(2), samples(9)
+    options = {"tokens_per_micro_batch": 40, **division}
+    ranks.call("build", model=model("qwen3"), division=options, algorithm={"name": "decoupled_ppo"})
+    parts = [batch[2:4], [], batch[:2] + batch[6:], batch[4:6]]
+    whole, found = (ranks.call("streamed", parts=each) for each in ([batch], parts))
+    assert max(float(np.abs(value).max()) for value in whole[0].values()) > 0.01
+    # What both ranks hold has a part of its sum on each.
+    assert_same(*({name: each[0][name] + each[1][name] for name in each[0]} for each in (found, whole)))
+    if division:
+        for ours, theirs in zip(found, whole, strict=True):
+            assert_same(*({n: v for n, v in one.items() if "norm" not in n} for one in (ours, theirs)))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_gradients_do_not_depend_on_the_replicas(
     family: str, gang: Callable[[int], Gang], model: Callable[[str], Path]

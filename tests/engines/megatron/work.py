@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gang_work import Here, export, logprobs, mine, orders, restore, save, step, write
+from gang_work import Here, export, logprobs, mine, orders, restore, save, step, streamed, write
 
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
@@ -25,6 +25,7 @@ __all__ = [
     "save",
     "step",
     "steps",
+    "streamed",
     "write",
 ]
 
@@ -44,6 +45,7 @@ def build(
     here.backend = MegatronBackend(
         model, AlgorithmTable(**algorithm), table, here.ranks, temperature=temperature, stacked_experts=stacked
     )
+    here.gradients = here.backend.gradients
 
 
 def steps(here: Here) -> int:

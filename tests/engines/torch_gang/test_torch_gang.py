@@ -67,6 +67,22 @@ def test_the_numbers_are_those_of_one_process(
     assert_close(several.weights(), after, atol=3e-4)
 
 
+@pytest.mark.parametrize("algorithm", [{"name": "decoupled_ppo"}, {"name": "dpo"}], ids=str)
+def test_a_step_in_unequal_parts_has_the_gradients_of_a_whole_one(
+    algorithm: dict[str, Any], torch_gang: Gangs, shared_model: Models
+) -> None:
+    two, batch = torch_gang(2), samples(9)
+    two.call("build", model=shared_model("dense"), algorithm=algorithm, budget=40)
+    whole = two.call("streamed", parts=[batch])
+    assert max(float(np.abs(value).max()) for value in whole[0].values()) > 0.01
+    # One part is a single group, which one rank computes alone; one is nothing.
+    found = two.call("streamed", parts=[batch[2:4], [], batch[:2] + batch[6:], batch[4:6]])
+    for ours, theirs in zip(found, whole, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=2e-6 * max(1.0, np.abs(value).max()))
+
+
 def test_each_rank_holds_its_share_and_the_layout_is_an_engine_s(torch_gang: Gangs, shared_model: Models) -> None:
     folder = shared_model("dense")
     one, two = built(torch_gang(1), folder), built(torch_gang(2), folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gang_work import Here, export, logprobs, mine, orders, restore, save, step, write
+from gang_work import Here, export, logprobs, mine, orders, restore, save, step, streamed, write
 
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sections import AlgorithmTable
@@ -28,6 +28,7 @@ __all__ = [
     "restore",
     "save",
     "step",
+    "streamed",
     "use",
     "write",
 ]
@@ -57,6 +58,9 @@ def build(
         lora=LoraTable(**lora) if lora is not None else None,
         seed=3,
     )
+    here.gradients = lambda: {
+        piece.name: gradient for piece in here.backend.weights.trained if (gradient := piece.gradient()) is not None
+    }
 
 
 def use(here: Here, algorithm: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def wanted_gradients(home: Path, loss_of: Any) -> dict[str, Any]:
 
 def check(home: Path, kind: str, samples: list[Any], wanted: dict[str, Any]) -> None:
     config = config_of(home, 'cold_start.path="x.jsonl"', f'cold_start.kind="{kind}"', *_beta(kind))
-    algorithm = cold_algorithm(config).model_copy(update={"max_grad_norm": 1e9})
+    algorithm = cold_algorithm(config, 1).model_copy(update={"max_grad_norm": 1e9})
     assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-3
     for budget in BUDGETS:
         trainer = TorchBackend(

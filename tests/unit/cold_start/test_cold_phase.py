@@ -94,6 +94,15 @@ def test_it_learns_the_answers_and_tells_of_each_step(home: Path) -> None:
     assert mark is not None and mark.done and mark.skipped == 0
 
 
+def test_its_rate_goes_down_over_its_own_steps_also_behind_an_end_in_the_middle(home: Path) -> None:
+    decayed = (*SFT, "cold_start.learning_rate_schedule=linear", "cold_start.learning_rate_floor=6e-4")
+    ctx, _, _, done = run(home, *decayed, stop_after=3)
+    again, _, _, finished_now = run(home, *decayed, epoch=2)
+    assert not done and finished_now
+    found = [r["learning_rate"] for r in (*ctx.records, *again.records) if "learning_rate" in r]
+    assert found == pytest.approx([3e-3 - n * 4e-4 for n in range(6)])
+
+
 def test_an_end_in_the_middle_changes_nothing(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = weights(run(home, *SFT)[1])
     other = tmp_path_factory.mktemp("other")
@@ -114,7 +123,7 @@ def test_what_is_done_is_not_done_again_and_rl_takes_it_up_without_moments(home:
     objective = Objective.of(ctx.config.algorithm)
     asyncio.run(phase.take_up(objective))
     assert backend.objective is objective and not backend._optimizer.state
-    assert backend._temperature == 0.7 and backend._learning_rate(1) == 1e-3
+    assert backend._temperature == 0.7 and backend._algorithm.learning_rate == 1e-3
     for name, value in weights(backend).items():
         assert torch.equal(value, trained[name]), name
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
+from relax_rt.config.job import PlanLine
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.checks import sample_bytes
 from relax_rt.roles.job import RLJob
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.plan import model_size
 from relax_rt.roles.sections import ReferenceSettings, RLConfig
 
 ROLES_TOML = """
@@ -104,6 +107,22 @@ def test_training_waits_for_it_where_it_is(toml: Path) -> None:
     assert sample_bytes(with_it) - sample_bytes(without) == 4 * (512 + 8)
     (line,) = (line for line in RLJob().plan(with_it) if line.name == "reference" and "memory" in line.section)
     assert "float32" in line.how
+
+
+def test_the_plan_has_the_teacher_s_memory_and_says_what_it_cannot_know(toml: Path) -> None:
+    def line(name: str, *overrides: str) -> PlanLine:
+        config = load_config(toml, (KL, HERE, *overrides))
+        (found,) = (line for line in RLJob().plan(config) if line.name == name and "memory" in line.section)
+        return found
+
+    assert "of larger" in line("reference", 'roles.reference.model="larger"').how
+    unknown = line("reference", 'roles.reference.model="nowhere"')
+    assert unknown.value == "unknown" and "nowhere cannot be read" in unknown.how
+    cold = ("cold_start.answers=true", "cold_start.max_tokens=5000")
+    parameters = model_size("model", toml.parent)
+    found = line("trainer, cold start", *cold)
+    assert "5000 tokens" in found.how and found.value == f"{math.ceil(5000 * parameters.vocabulary * 14 / 2**20)} MiB"
+    assert "of each GPU" in line("rollout", 'roles.rollout.engine="sglang"', "roles.rollout.gpus=1").value
 
 
 @pytest.mark.parametrize(

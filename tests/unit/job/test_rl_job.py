@@ -91,6 +91,7 @@ def test_the_config_of_these_tests_is_right(toml: Path) -> None:
         ("algorithm.max_staleness=1.5", "algorithm.max_staleness", "whole number, or inf"),
         ("algorithm.adam_betas=[0.9, 1.0]", "algorithm.adam_betas", "must lie in"),
         ("algorithm.warmup_steps=100", "algorithm.warmup_steps", "the rate is never reached"),
+        ("algorithm.learning_rate_floor=1e-7", "algorithm.learning_rate_floor", "has no effect"),
         ("algorithm.max_grad_norm=inf", "algorithm.max_grad_norm", "finite"),
         ("roles.rollout.count=0", "roles.rollout.count", "at least 1"),
         ("roles.reward.count=0", "roles.reward.count", "at least one reward"),

@@ -127,6 +127,16 @@ def test_defects_are_not_hidden(tmp_path: Path) -> None:
     assert "bound 2: BROKEN" in text and "trained twice: 96  <- DEFECT" in text
 
 
+def test_what_filters_left_out_is_said_once_and_by_rule(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(0)
+    out.metric("step", START + 30, "trainer/0#4", **step_record(1, 4, 1, rng))
+    counts = {"dropped(filter)": 1300, "filtered(truncated)": 300, "filtered(zero_variance)": 1000}
+    out.event("queue_account", START + 99, "queue/0#2", samples_issued=1396, freed=96, trained_twice=0, **counts)
+    out.close()
+    text = "\n".join(render_summary(report(tmp_path)))
+    assert "1,396 samples: 96 freed, 1,300 dropped(filter: 1,000 zero_variance, 300 truncated)\n" in text
+
+
 def test_a_disagreement_between_queue_and_trainer_is_told(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(0)
     for n in (1, 2):

@@ -1,0 +1,145 @@
+"""What a role computes a model on, and copies between that and this process's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from relax_rt.transport.errors import Refused
+
+if TYPE_CHECKING:
+    from relax_rt.role import RoleContext
+    from relax_rt.roles.sections import ShardedSettings
+
+CPU = torch.device("cpu")
+PINNED_BYTES = 16 << 20
+"""Of each of the two buffers through which values leave a GPU."""
+
+
+def choose_device(wanted: Literal["auto", "cuda", "cpu"], gpus: float) -> torch.device:
+    """The GPU of a slot, or the CPU. Call it in the role's own process: a zygote must not touch CUDA.
+
+    Args:
+        gpus: that the slot was given, the only ones that its process sees; a slot that was given none must not touch
+            one.
+
+    Raises:
+        Refused: "cuda" is wanted, and torch sees no GPU.
+    """
+    if wanted == "cpu" or not gpus:
+        return CPU
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        built = torch.version.cuda is not None
+        raise Refused(
+            'device = "cuda"',
+            why="torch sees no GPU" if built else f"torch {torch.__version__} is built without CUDA",
+            hint="`relax-rt doctor` shows what it sees" if built else "install torch for your CUDA",
+        )
+    return CPU
+
+
+def open_device(ctx: RoleContext, table: ShardedSettings) -> torch.device:
+    """`choose_device` for a role, with a word on it in its log.
+
+    Raises:
+        Refused: see there.
+    """
+    device = choose_device(table.device, table.gpus)
+    if table.gpus and device.type == "cpu":
+        ctx.log.warning("computing on the CPU: torch sees no GPU", gpus=table.gpus)
+    else:
+        ctx.log.info("computing", device=str(device))
+    return device
+
+
+def autocasting(device: torch.device, wanted: bool) -> AbstractContextManager[object]:
+    """bfloat16 autocast on this device, if it is wanted."""
+    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
+
+
+def free_cached(device: torch.device) -> None:
+    """What torch holds of the GPU's memory without use goes back to it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of torch's random generators, uint8 on the CPU: the CPU's, and that of the GPU that is used."""
+    states = {CPU.type: torch.get_rng_state()}
+    if device.type == "cuda":
+        states[device.type] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Go on from `generator_states`, as far as they are of this kind of device."""
+    if (state := states.get(CPU.type)) is not None:
+        torch.set_rng_state(state)
+    if device.type == "cuda" and (state := states.get(device.type)) is not None:
+        torch.cuda.set_rng_state(state, device)
+
+
+def on_host(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of contiguous values in this process's ordinary memory.
+
+    From a GPU they come through two pinned buffers, one of which is filled while the other is emptied: pinned memory as
+    large as a model is dear, and a copy into ordinary memory crosses the bus at a fraction of its speed.
+
+    Args:
+        out: of the same shape and dtype; None: memory of its own.
+    """
+    if out is None:
+        out = torch.empty(values.shape, dtype=values.dtype)
+    if values.device.type != "cuda":
+        out.copy_(values.detach())
+        return out
+    source, target = _bytes(values.detach()), _bytes(out)
+    with _Pinned.turn:
+        _through(source, target, _Pinned.buffers())
+    return out
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
+
+
+class _Pinned:
+    """The two buffers of this process; whoever has the turn uses them."""
+
+    turn = threading.Lock()
+    _made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def buffers(cls) -> tuple[torch.Tensor, torch.Tensor]:
+        if cls._made is None:
+            one, two = (torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+            cls._made = one, two
+        return cls._made
+
+
+def _through(source: torch.Tensor, target: torch.Tensor, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Args: source: uint8 [n], on a GPU. target: uint8 [n], on the CPU."""
+    waiting: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+    for number, at in enumerate(range(0, len(source), len(buffers[0]))):
+        part = source[at : at + len(buffers[0])]
+        buffer = buffers[number % 2][: len(part)]
+        buffer.copy_(part, non_blocking=True)
+        there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        there.record()
+        _put(target, waiting)
+        waiting = at, buffer, there
+    _put(target, waiting)
+
+
+def _put(target: torch.Tensor, arrived: tuple[int, torch.Tensor, torch.cuda.Event] | None) -> None:
+    if arrived is not None:
+        at, buffer, there = arrived
+        there.synchronize()
+        target[at : at + len(buffer)].copy_(buffer)
