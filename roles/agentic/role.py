@@ -6,7 +6,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
@@ -210,7 +210,7 @@ class EnvRole(Role):
             jobs = [asyncio.create_task(job) for job in (self._follow(), self._report())]
             stop = asyncio.create_task(self.ctx.stopping.wait())
             try:
-                waited = [work, stop, self._broken, *jobs]
+                waited: list[asyncio.Future[Any]] = [work, stop, self._broken, *jobs]
                 finished, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     task.result()
@@ -437,7 +437,7 @@ class EnvRole(Role):
     def _sample(self, ticket: Ticket, member: int, played: Played) -> Sample:
         from relax_rt.roles.agentic.samples import make_sample
 
-        sampling = {
+        sampling: dict[str, float | int | str] = {
             "temperature": self.config.sampling.temperature,
             "max_new_tokens": self.config.sampling.max_new_tokens,
             "seed": self._seed(ticket.prompt, member, ticket.attempt),
