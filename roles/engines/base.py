@@ -137,9 +137,13 @@ class Engine(Protocol):
 
     Every member of an accepted request ends with exactly one chunk that has a finish_reason, unless the engine fails
     or is closed before.
+
+    Attributes:
+        routing: what the routing rows that it tells look like; None: it tells none.
     """
 
     name: str
+    routing: RoutingShape | None
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
         """Begin to work. `sink` gets chunks and `on_failure` what ended the engine, both on the event loop."""
