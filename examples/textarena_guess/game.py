@@ -8,7 +8,12 @@ import textarena
 
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 
-SYSTEM = "You guess a number. Reply with only a number."
+SHOWN = [
+    {"role": "system", "content": "You are a calculator. Reply with only a number."},
+    {"role": "user", "content": "Between 2 and 9."},
+    {"role": "assistant", "content": "5"},
+]
+"""A round that was never played, so that the answer's form is seen; no token of it is trained."""
 BARE = re.compile(r"(\d{1,4})\.?")
 
 
@@ -26,9 +31,8 @@ class Guess:
     def reset(self, task: Task) -> Observation:
         """Think of a number."""
         self.game.reset(num_players=1, seed=task.seed)
-        asked = f"I think of a number from {self.low} to {self.high}. You have {self.left} guesses."
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
-        return Observation(messages=messages, state=self._state())
+        asked = {"role": "user", "content": f"Right! Now {self._between()}."}
+        return Observation(messages=[*SHOWN, asked], state=self._state())
 
     def step(self, reply: Reply) -> Step:
         """Take a guess."""
@@ -37,8 +41,7 @@ class Guess:
         number = int(found.group(1)) if found else 0
         if not self.low <= number <= self.high:
             # No number, or one that the hints rule out.
-            said = "Only a number." if found is None else f"No: from {self.low} to {self.high}."
-            return Step(messages=said, reward=0.0, done=not self.left, state=self._state())
+            return Step(messages=f"No, {self._between()}.", reward=0.0, done=not self.left, state=self._state())
         done, _ = self.game.step(action=f"[{number}]")
         if done:
             rewards, _ = self.game.close()
@@ -47,8 +50,11 @@ class Guess:
         higher = "higher" in said[-1][1]
         self.low, self.high = (number + 1, self.high) if higher else (self.low, number - 1)
         self.earned += 0.1
-        hint = "Higher." if higher else "Lower."
+        hint = f"{'Higher' if higher else 'Lower'}, {self._between()}."
         return Step(messages=hint, reward=0.1, done=not self.left, state=self._state())
+
+    def _between(self) -> str:
+        return f"between {self.low} and {self.high}"
 
     def _state(self) -> str:
         return f"{self.low}-{self.high}, {self.left} left"
