@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relax_rt import discovery
     from relax_rt.actors import Actor
+    from relax_rt.runtime import Runtime
 
 __version__ = "0.1.0"
-__all__ = ["Actor", "__version__", "discovery"]
+__all__ = ["Actor", "Runtime", "__version__", "discovery"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from relax_rt.actors import Actor
 
         return Actor
+    if name == "Runtime":
+        from relax_rt.runtime import Runtime
+
+        return Runtime
     if name == "discovery":
         return importlib.import_module("relax_rt.discovery")
     raise AttributeError(f"module 'relax_rt' has no attribute '{name}'")

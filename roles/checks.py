@@ -16,6 +16,7 @@ from relax_rt.roles.engines.checks import check_engines, check_mode
 from relax_rt.roles.evaluation_checks import check_evaluation
 from relax_rt.roles.genrm.checks import check_judge
 from relax_rt.roles.publication_checks import check_publication
+from relax_rt.roles.rewards.checks import check_reward
 from relax_rt.roles.sections import (
     EvaluatorSettings,
     ReferenceSettings,
@@ -49,9 +50,10 @@ def check(config: RLConfig) -> list[Problem]:
         _sampling,
         _algorithm,
         check_mode,
-        _roles,
         check_engines,
+        _roles,
         check_environment,
+        check_reward,
         check_judge,
         check_evaluation,
         check_cold_start,

@@ -46,6 +46,7 @@ def read_sample(leased: LeasedSample) -> Sample:
         versions=leased.versions,
         reward=None if reward is None else float(np.asarray(reward)),
         rewards=dict(optional("rewards") or {}),
+        turn_rewards=optional("turn_rewards"),
         advantages=optional("advantages"),
         proximal_logprobs=optional("proximal_logprobs"),
         reference_logprobs=optional("reference_logprobs"),

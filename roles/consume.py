@@ -14,14 +14,17 @@ TAKE_WAIT_S = 30.0
 
 
 async def take_unless_stopped(
-    queue: QueueClient, task: str, samples: int, stop: asyncio.Task[Any]
+    queue: QueueClient, task: str, samples: int, stop: asyncio.Task[Any], groups: int = 0
 ) -> LeasedBatch | None:
     """A batch, an empty one after TAKE_WAIT_S, or None once `stop` is done.
 
     Args:
-        samples: as many at most.
+        samples: as many at most. groups: instead, exactly as many whole groups.
     """
-    take = asyncio.create_task(queue.take(task, samples=samples, wait_s=TAKE_WAIT_S))
+    if groups:
+        take = asyncio.create_task(queue.take(task, groups=groups, wait_s=TAKE_WAIT_S))
+    else:
+        take = asyncio.create_task(queue.take(task, samples=samples, wait_s=TAKE_WAIT_S))
     try:
         await asyncio.wait([take, stop], return_when=asyncio.FIRST_COMPLETED)
         return take.result() if take.done() else None
@@ -37,11 +40,13 @@ async def consume(
     samples: int,
     work: Callable[[LeasedBatch], Awaitable[None]],
     lacks: str,
+    *,
+    groups: int = 0,
 ) -> None:
     """Open the queue, be ready, and give every batch of a task to `work` until the role is to stop.
 
     Args:
-        samples: of a batch at most.
+        samples: of a batch at most. groups: instead, exactly as many whole groups.
         lacks: what is waited for where the queue does not say it.
     """
     stop = asyncio.create_task(ctx.stopping.wait())
@@ -49,7 +54,7 @@ async def consume(
         async with queue:
             await ctx.ready()
             while not stop.done():
-                batch = await take_unless_stopped(queue, task, samples, stop)
+                batch = await take_unless_stopped(queue, task, samples, stop, groups)
                 if batch:
                     ctx.progress.waiting("")
                     await work(batch)

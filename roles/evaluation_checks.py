@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.roles.evaluation_sets import MAIN, load_set, recipes, verifier_of
+from relax_rt.roles.evaluation_sets import MAIN, load_set, recipes
 from relax_rt.roles.sections import EvaluationSet, EvaluationTable, EvaluatorSettings, RewardTable, RLConfig
 from relax_rt.transport.errors import RelaxError
 
@@ -110,8 +110,8 @@ def preflight_evaluation(
 def _dry_run(
     config: RLConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: list[PromptItem]
 ) -> Iterator[Problem]:
-    from relax_rt.roles.rewards.dry_run import dry_run
+    from relax_rt.roles.rewards.dry_run import dry_run, task_of
 
     table = RewardTable(function=str(one.reward), timeout_s=config.reward.timeout_s)
-    for problem in dry_run(table, config_dir, items, verifier_of(one)):
+    for problem in dry_run(table, config_dir, items, task_of(one)):
         yield Problem((*place, "reward"), f"set '{one.name}': {problem.message}", problem.hint)

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from relax_rt.roles.rewards.dry_run import Verifier, offered
-from relax_rt.roles.rewards.loader import load_reward
-from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Failed, Request, Score, Scorer
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.dry_run import offered
+from relax_rt.roles.rewards.scoring import Failed, Request, Score
+from relax_rt.roles.rewards.tables import RewardTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
+    from relax_rt.roles.rewards.workers.messages import TaskSpec
     from relax_rt.roles.sections import EvaluationSet
 
 MOST_STUCK = 2
-"""Calls that may hang: each holds a thread for good."""
+"""Batches in which a call may hang: each costs its deadline."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -53,27 +55,32 @@ class Judge:
 
     Args:
         timeout_s: for one call.
-        verify: the task's own scoring of a text, where the prompts are of a task.
-
-    Raises:
-        RelaxError: the function cannot be loaded.
+        task: of the prompts, where they are of one.
     """
 
-    def __init__(self, table: EvaluationSet, config_dir: Path, timeout_s: float, verify: Verifier | None) -> None:
+    def __init__(self, table: EvaluationSet, config_dir: Path, timeout_s: float, task: TaskSpec | None) -> None:
         assert table.reward is not None
-        self._success, self._verify = table.success, verify
-        self._scorer = Scorer(load_reward(table.reward, config_dir), timeout_s)
+        self._success, self._name = table.success, table.reward
+        self._rewards = Rewards(RewardTable(function=table.reward, timeout_s=timeout_s), config_dir, task)
+        self._started = False
         self._stuck = 0
 
     async def judge(
         self, items: Sequence[PromptItem], texts: Sequence[Text], after_each: Callable[[], None]
     ) -> Verdict:
-        """Judge the completions, as many of each item, item by item. Once calls hang, the rest goes unjudged."""
+        """Judge the completions, as many of each item, item by item. Once calls hang, the rest goes unjudged.
+
+        Raises:
+            RelaxError: the function cannot be loaded.
+        """
+        if not self._started:
+            await self._rewards.start()
+            self._started = True
         samples = len(texts) // len(items)
         requests = [self._request(items[i // samples], text) for i, text in enumerate(texts)]
         verdict = Verdict([])
         rewards: list[float] = []
-        size = CONCURRENT_CALLS if self._scorer.function.is_async else 1
+        size = self._rewards.at_a_time
         for first in range(0, len(requests), size):
             for result in await self._score(requests[first : first + size], after_each):
                 verdict.right.append(not isinstance(result, Failed) and result.total > self._success)
@@ -87,10 +94,10 @@ class Judge:
 
     async def _score(self, requests: Sequence[Request], after_each: Callable[[], None]) -> list[Score | Failed]:
         if self._stuck >= MOST_STUCK:
-            reason = f"{self._scorer.function.target} hung before and is not called any more"
+            reason = f"{self._name} hung before and is not called any more"
             return [Failed(reason) for _ in requests]
-        results = await self._scorer.score(requests, after_each)
-        self._stuck += sum(isinstance(result, Failed) and result.stuck for result in results)
+        results = await self._rewards.score(requests, after_each)
+        self._stuck += any(isinstance(result, Failed) and result.excess for result in results)
         return results
 
     def _request(self, item: PromptItem, text: Text) -> Request:
@@ -101,8 +108,8 @@ class Judge:
             "truncated": text.finish_reason == "length",
             "tokens": text.tokens,
         }
-        return Request(text.text, item.answer, offered(item.question, item.metadata, self._verify, **about))
+        return Request(text.text, item.answer, offered(item.question, item.metadata, None, **about))
 
-    def close(self) -> None:
-        """End the thread once it is idle."""
-        self._scorer.close()
+    async def close(self) -> None:
+        """End its processes."""
+        await self._rewards.close()

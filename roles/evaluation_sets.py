@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.data.items import PromptItem
     from relax_rt.roles.data.source import PromptSource
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.dry_run import Verifier
 
 MAIN = "held_out"
 """The name of the items that [data] holds out."""
@@ -125,15 +124,6 @@ def load_set(
         why += f": {left_out} are trained on" if left_out else ""
         raise RelaxError(f"evaluation set '{table.name}'", why=why, hint="give it other items, or larger limits")
     return sorted(kept, key=lambda item: item.item), left_out
-
-
-def verifier_of(table: EvaluationSet) -> Verifier | None:
-    """The task's own scoring of a text, where the set's prompts are of a task."""
-    if table.task is None:
-        return None
-    from relax_rt.roles.data.gym import GymTask
-
-    return GymTask(table.task, table.options, table.size).score
 
 
 class Course:

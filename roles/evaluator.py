@@ -100,8 +100,9 @@ class EvaluatorRole(Role):
         """The sets' items and judges, and what an earlier incarnation has evaluated."""
         from relax_rt.metrics import read_metrics
         from relax_rt.roles.evaluation_judge import Judge
-        from relax_rt.roles.evaluation_sets import MAIN, courses, load_set, verifier_of
+        from relax_rt.roles.evaluation_sets import MAIN, courses, load_set
         from relax_rt.roles.locations import config_dir
+        from relax_rt.roles.rewards.dry_run import task_of
 
         folder = config_dir(self.ctx)
         self.items[MAIN] = self.source.held_out
@@ -110,7 +111,7 @@ class EvaluatorRole(Role):
             self.items[table.name] = items
             self.ctx.event("evaluation_set_loaded", set=table.name, items=len(items), trained_on=left_out)
             if table.reward is not None:
-                self._judges[table.name] = Judge(table, folder, self.config.reward.timeout_s, verifier_of(table))
+                self._judges[table.name] = Judge(table, folder, self.config.reward.timeout_s, task_of(table))
         kinds = ("evaluation", "evaluation_set")
         self.courses = courses(self.config, (r for r in read_metrics(self.ctx.run_dir) if r.get("kind") in kinds))
 
@@ -130,7 +131,7 @@ class EvaluatorRole(Role):
 
     async def teardown(self) -> None:
         for judge in self._judges.values():
-            judge.close()
+            await judge.close()
         if hasattr(self, "engine"):
             await self.engine.close(5.0)
 

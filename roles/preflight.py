@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -24,7 +25,8 @@ from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.planning.division import divides_model
 from relax_rt.roles.publication_checks import preflight_publication
 from relax_rt.roles.reference.checks import check_reference
-from relax_rt.roles.rewards.dry_run import Verifier, dry_run
+from relax_rt.roles.rewards.checks import look_at_boxes
+from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.sections import RLConfig, ShardedSettings
 from relax_rt.roles.trainers.torch.checks import check_adapters
 from relax_rt.transport.errors import RelaxError
@@ -43,7 +45,10 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    problems: list[Problem] = [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
+    warning, problems = asyncio.run(look_at_boxes(config))
+    if warning:
+        say(f"warning: {warning}")
+    problems += [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
     folder, tokenizer = _model(config, config_dir, problems)
     if (env := env_settings(config)) is not None:
         problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)
@@ -69,7 +74,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *_context(config, folder, source.report.longest_tokens),
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),
-        *dry_run(config.reward, config_dir, source.train, verifier(config)),
+        *dry_run(config.reward, config_dir, source.train, task_of(config.data)),
         *preflight_judge(config, config_dir, source.train),
         *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
         *preflight_cold_start(config, config_dir, source, tokenizer, _positions(folder)),
@@ -172,12 +177,3 @@ def _epochs(config: RLConfig, source: PromptSource) -> list[Problem]:
         f"{config.algorithm.steps} steps of {config.algorithm.prompts_per_step} need {wanted}"
     )
     return [Problem(("data", "epochs"), message, f"set algorithm.steps = {steps}, or leave data.epochs out")]
-
-
-def verifier(config: RLConfig) -> Verifier | None:
-    """The task's own scoring of a text, where the prompts are of a task."""
-    if config.data.task is None:
-        return None
-    from relax_rt.roles.data.gym import GymTask
-
-    return GymTask(config.data.task, config.data.options, config.data.size).score

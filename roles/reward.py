@@ -1,4 +1,4 @@
-"""The reward role: scores completions with the user's function."""
+"""The reward role: scores completions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from relax_rt.roles.sections import RewardSettings, RLConfig
 from relax_rt.transport.errors import ProtocolError, RelaxError
 
 if TYPE_CHECKING:
-    from relax_rt.roles.data.gym import GymTask
     from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.rewards.judge import Judge, Judging
-    from relax_rt.roles.rewards.scoring import Failed, Request, Score, Scorer
+    from relax_rt.roles.rewards.scoring import Failed, Request, Score
+    from relax_rt.roles.sample import SampleMeta
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
 
 TASK = "reward"
@@ -34,9 +35,10 @@ SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 class RewardRole(Role):
     """Takes completions from the queue and puts `reward` (float32, total) and `rewards` (components) on them.
 
-    A call that raises fails its sample, not the run; its group is made again. A call that hangs past
-    `reward.timeout_s` fails its sample and ends this process, because a stuck thread cannot be ended otherwise; one
-    that holds the interpreter lock is found by the supervisor. The role does not wait for weights and holds none.
+    A call that raises fails its sample, not the run; its group is made again. Functions of users run in worker
+    processes: one that hangs past `reward.timeout_s` fails its sample, and its process is killed and replaced. (With
+    `reward.workers = 0` it ends this process, because a stuck thread cannot be ended otherwise.) The role does not
+    wait for weights and holds none.
     """
 
     kind: ClassVar[str] = "reward"
@@ -44,12 +46,10 @@ class RewardRole(Role):
     preload: ClassVar[tuple[str, ...]] = (
         "transformers",
         "relax_rt.roles.models.tokenizer",
-        "relax_rt.roles.rewards.loader",
-        "relax_rt.roles.rewards.scoring",
+        "relax_rt.roles.rewards.compose",
+        "relax_rt.roles.rewards.registry",
         "relax_rt.roles.rewards.judge",
         "relax_rt.roles.router",
-        "relax_rt.roles.data.gym",
-        "reasoning_gym",
         "relax_rt.transport.queue.client",
     )
     Settings: ClassVar[type[RoleSettings]] = RewardSettings
@@ -59,9 +59,8 @@ class RewardRole(Role):
         assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, RewardSettings)
         self.config, self.settings = ctx.config, ctx.settings
         self.tokenizer: ChatTokenizer
-        self.scorer: Scorer
+        self.rewards: Rewards
         self.queue: QueueClient
-        self.task: GymTask | None = None
         self.judging: Judging | None = None
         self.judge: Judge | None = None
         self._failures_in_a_row = 0
@@ -72,7 +71,12 @@ class RewardRole(Role):
         from relax_rt.transport.queue.client import QueueClient
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and reward function")
-        await asyncio.to_thread(self._load)
+        self.rewards = self._composed()
+        starting = asyncio.create_task(self.rewards.start())
+        try:
+            await asyncio.to_thread(self._load)
+        finally:
+            await starting
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,
@@ -86,28 +90,41 @@ class RewardRole(Role):
         )
 
     def _load(self) -> None:
-        from relax_rt.roles.data.gym import GymTask
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
-        from relax_rt.roles.rewards.loader import load_reward
-        from relax_rt.roles.rewards.scoring import Scorer
 
-        table, data = self.config.reward, self.config.data
         self.tokenizer = load_tokenizer(model_folder(self.ctx))
-        self.scorer = Scorer(load_reward(table.function, config_dir(self.ctx)), table.timeout_s)
-        if data.task is not None:
-            self.task = GymTask(data.task, data.options, data.size)
-        if table.judge is not None:
+        if self.config.reward.judge is not None:
             from relax_rt.roles.genrm.checks import judging_of
 
             self.judging = judging_of(self.config, config_dir(self.ctx))
 
+    def _composed(self) -> Rewards:
+        from relax_rt.roles.locations import config_dir
+        from relax_rt.roles.rewards.compose import Rewards
+        from relax_rt.roles.rewards.dry_run import task_of
+
+        def lost(why: str) -> None:
+            self.ctx.event("reward_worker_lost", reason=why[:500])
+
+        return Rewards(self.config.reward, config_dir(self.ctx), task_of(self.config.data), lost)
+
     async def run(self) -> None:
         from relax_rt.roles.consume import consume
 
+        # Who asks for several whole groups waits for all of them.
+        groups = 1 if self.rewards.groups else 0
         try:
             async with self._with_judge():
-                await consume(self.ctx, self.queue, TASK, self.settings.batch, self._score, "completions to score")
+                await consume(
+                    self.ctx,
+                    self.queue,
+                    TASK,
+                    self.settings.batch,
+                    self._score,
+                    "completions to score",
+                    groups=groups,
+                )
         finally:
             self._report(last=True)
 
@@ -126,8 +143,8 @@ class RewardRole(Role):
             yield
 
     async def teardown(self) -> None:
-        if hasattr(self, "scorer"):
-            self.scorer.close()
+        if hasattr(self, "rewards"):
+            await self.rewards.close()
 
     async def _score(self, batch: LeasedBatch) -> None:
         from relax_rt.roles.rewards.scoring import Failed
@@ -158,12 +175,12 @@ class RewardRole(Role):
             self.ctx.progress.advance(1, "scoring")
 
         if self.judge is None:
-            return await self.scorer.score(requests, advance)
+            return await self.rewards.score(requests, advance)
         self.ctx.progress.waiting("verdicts of the judge")
         verdicts = await self.judge.verdicts(requests, advance)
         self.ctx.progress.waiting("")
         found = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
-        scores = iter(await self.scorer.score(found, advance))
+        scores = iter(await self.rewards.score(found, advance))
         return [next(scores) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
 
     def _request(self, sample: LeasedSample) -> Request:
@@ -182,14 +199,22 @@ class RewardRole(Role):
         info = offered(
             str(meta.info.get("question", "")),
             dict(meta.info.get("metadata", {})),
-            self.task.score if self.task is not None else None,
+            None,
             item=meta.item,
             split=meta.split,
             finish_reason=meta.finish_reason,
             truncated=meta.truncated,
             tokens=len(tokens),
+            turns=self._turns(sample, meta),
         )
-        return Request(self.tokenizer.decode(tokens), meta.answer, info)
+        return Request(self.tokenizer.decode(tokens), meta.answer, info, meta.group)
+
+    def _turns(self, sample: LeasedSample, meta: SampleMeta) -> list[dict[str, str]]:
+        """The conversation as text, a turn each, where it has more than one of the assistant."""
+        if sum(span.role == "assistant" for span in meta.turns) < 2:
+            return []
+        tokens = sample["tokens"]
+        return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
 
     def _judge(self, results: list[Score | Failed]) -> None:
         """End the process when the function, and not a sample, is at fault."""
@@ -220,9 +245,10 @@ class RewardRole(Role):
         tally = self._tally
         if not (tally.scored or tally.failed) or not (last or tally.first_report or tally.due()):
             return
-        if tally.failed:
-            self.ctx.event("reward_failed", samples=tally.failed, reason=tally.reason)
-            self.ctx.log.warning("reward failed", samples=tally.failed, reason=tally.reason)
+        for kind, samples in (("reward_failed", tally.failed), ("reward_forgiven", tally.forgiven)):
+            if samples:
+                self.ctx.event(kind, samples=samples, reason=tally.reason)
+                self.ctx.log.warning(kind.replace("_", " "), samples=samples, reason=tally.reason)
         self.ctx.metrics({"kind": "reward", "slot": self.ctx.who.slot, **tally.record()})
         self._tally = Tally(time.monotonic(), first_report=False)
 
@@ -232,7 +258,7 @@ class Tally:
 
     def __init__(self, since: float, *, first_report: bool = True) -> None:
         self.since, self.first_report = since, first_report
-        self.scored = self.failed = 0
+        self.scored = self.failed = self.forgiven = 0
         self.seconds = 0.0
         self.reason = ""
         self.totals: dict[str, float] = {}
@@ -252,6 +278,8 @@ class Tally:
                 self.reason = self.reason or result.reason[:500]
                 continue
             self.scored += 1
+            self.forgiven += bool(result.forgiven)
+            self.reason = self.reason or "; ".join(result.forgiven)[:500]
             for name, value in {**result.components, "total": result.total}.items():
                 self.totals[name] = self.totals.get(name, 0.0) + value
 
@@ -262,6 +290,7 @@ class Tally:
         return {
             "scored": self.scored,
             "failed": self.failed,
+            "forgiven": self.forgiven,
             "seconds": self.seconds,
             "mean": total,
             "components": means,
@@ -271,4 +300,7 @@ class Tally:
 def _columns(score: Score) -> dict[str, Any]:
     import numpy as np
 
-    return {"reward": np.float32(score.total), "rewards": score.components}
+    columns: dict[str, Any] = {"reward": np.float32(score.total), "rewards": score.components}
+    if score.turns:
+        columns["turn_rewards"] = np.array(score.turns, np.float32)
+    return columns

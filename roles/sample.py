@@ -84,6 +84,7 @@ class Sample(msgspec.Struct, kw_only=True):
             token; 0 where loss_mask is 0.
         versions: policy version of each generated token, run-length coded over positions in [0, T).
         rewards: by component; `reward` is their total.
+        turn_rewards: float32, one for each turn of the assistant, where a reward function gives them.
         advantages: float32 [T].
         proximal_logprobs, reference_logprobs, values: float32 [T] with the version that computed them.
         routing: int16 [T-1, layers, k] experts chosen (MoE).
@@ -96,6 +97,7 @@ class Sample(msgspec.Struct, kw_only=True):
     versions: list[VersionSpan]
     reward: float | None = None
     rewards: dict[str, float] = {}
+    turn_rewards: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     proximal_logprobs: NDArray[np.float32] | None = None
     proximal_version: int | None = None

@@ -11,7 +11,7 @@ from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.presets import PRESETS, Name
 from relax_rt.roles.cold_start.table import ColdStartTable
 from relax_rt.roles.engines.tables import ColocationTable, Mode
-from relax_rt.roles.rewards.tables import JudgeTable
+from relax_rt.roles.rewards.tables import RewardTable as RewardTable
 from relax_rt.roles.trainers.rates import Schedule
 from relax_rt.roles.trainers.torch.settings import LoraTable
 
@@ -51,19 +51,6 @@ class DataTable(Table):
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 512
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     """What becomes of a prompt with more tokens."""
-
-
-class RewardTable(Table):
-    """The reward function."""
-
-    function: str
-    """`file.py:function` (relative to the config file) or `package.module:function`; sync or async. It is called as
-    f(completion: str, answer: str, **info) and returns a float or a dict of components (summed, or `total`). `genrm`:
-    the judge's verdict."""
-    timeout_s: Seconds = 10.0
-    """A call that takes longer marks its sample failed."""
-    judge: JudgeTable | None = None
-    """The generative judge; its verdict, 0 to 1, is what a reward function gets that takes `verdict`."""
 
 
 class SamplingTable(Table):

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.engines.base import Completion
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.judge import Verdict
-    from relax_rt.roles.rewards.loader import RewardFunction
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
 
 TIMEOUT_S = 600.0
@@ -68,7 +67,6 @@ def sample(
 
     from relax_rt.roles.models.resolve import resolve_model
     from relax_rt.roles.models.tokenizer import load_tokenizer
-    from relax_rt.roles.rewards.loader import load_reward
 
     logging.disable_progress_bar()
     config_dir = Path(config.config_dir)
@@ -80,10 +78,9 @@ def sample(
         done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=False)
         results, words = [None] * len(asked), [""] * len(asked)
     else:
-        function = load_reward(config.reward.function, config_dir)
         asked = _of_the_data(config, tokenizer, items, held_out=held_out)
         done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=held_out)
-        results, words = _score(config, function, tokenizer, asked, done)
+        results, words = _score(config, tokenizer, asked, done)
     step = None if run_dir is None else int(folder.name.rpartition("-")[2])
     return [
         _tried(config, tokenizer, one, completion, result, said, str(folder), step)
@@ -169,44 +166,50 @@ def _complete(
 
 def _score(
     config: RLConfig,
-    function: RewardFunction,
     tokenizer: ChatTokenizer,
     asked: Sequence[Asked],
     done: Sequence[Completion],
 ) -> tuple[list[Score | Failed], list[str]]:
     """What the reward role would make of the completions, and what a judge said of them."""
-    from relax_rt.roles.preflight import verifier
     from relax_rt.roles.rewards.dry_run import offered
     from relax_rt.roles.rewards.judge import Verdict, with_verdict
-    from relax_rt.roles.rewards.scoring import Request, Scorer
+    from relax_rt.roles.rewards.scoring import Request
 
-    verify = verifier(config)
     requests = []
-    for one, completion in zip(asked, done, strict=True):
+    for group, (one, completion) in enumerate(zip(asked, done, strict=True)):
         info = offered(
             one.item.question,
             one.item.metadata,
-            verify,
+            None,
             item=one.item.item,
             split=one.item.split,
             finish_reason=completion.finish_reason,
             truncated=completion.finish_reason == "length",
             tokens=len(completion.tokens),
+            turns=[],
         )
-        requests.append(Request(tokenizer.decode(completion.tokens), one.item.answer, info))
+        requests.append(Request(tokenizer.decode(completion.tokens), one.item.answer, info, group))
     verdicts: list[Verdict | Failed] = _verdicts(config, requests) if config.reward.judge is not None else []
     if verdicts:
         requests = [with_verdict(r, v) for r, v in zip(requests, verdicts, strict=True) if isinstance(v, Verdict)]
-    scorer = Scorer(function, config.reward.timeout_s)
-    try:
-        scores = asyncio.run(scorer.score(requests))
-    finally:
-        scorer.close()
+    scores = asyncio.run(_by_rewards(config, requests))
     if not verdicts:
         return scores, [""] * len(scores)
     left = iter(scores)
     results = [next(left) if isinstance(verdict, Verdict) else verdict for verdict in verdicts]
     return results, ["; ".join(v.words) if isinstance(v, Verdict) else "" for v in verdicts]
+
+
+async def _by_rewards(config: RLConfig, requests: Sequence[Request]) -> list[Score | Failed]:
+    from relax_rt.roles.rewards.compose import Rewards
+    from relax_rt.roles.rewards.dry_run import task_of
+
+    rewards = Rewards(config.reward, Path(config.config_dir), task_of(config.data))
+    try:
+        await rewards.start()
+        return await rewards.score(requests)
+    finally:
+        await rewards.close()
 
 
 def _verdicts(config: RLConfig, requests: Sequence[Request]) -> list[Verdict | Failed]:

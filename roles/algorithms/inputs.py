@@ -109,8 +109,10 @@ def trajectory(sample: Sample, reward: float) -> Trajectory:
 
 def _by_turn(sample: Sample, name: str, turns: int) -> Any:
     values = sample.meta.info.get(name)
+    if name == TURN_REWARDS and sample.turn_rewards is not None:
+        values = [float(one) for one in sample.turn_rewards]
     if values is not None and len(values) != turns:
-        why = f"info.{name} has {len(values)} entries, and the assistant has {turns} turns"
+        why = f"{name} has {len(values)} entries, and the assistant has {turns} turns"
         raise Refused(f"sample {sample.meta.group}.{sample.meta.member}", why=why)
     return values
 

@@ -29,8 +29,8 @@ def check_judge(config: RLConfig) -> Iterator[Problem]:
         if isinstance(role, RoleSettings):
             message = "nobody asks the judge: there is no [reward.judge]"
             yield Problem(("roles", "genrm"), message, "say there what it is asked, or leave the role out", at="key")
-        if config.reward.function == ALIAS:
-            message = f'function = "{ALIAS}" is the verdict of a judge, and there is no [reward.judge]'
+        if ALIAS in (config.reward.function, *(one.name for one in config.reward.components)):
+            message = f'"{ALIAS}" is the verdict of a judge, and there is no [reward.judge]'
             yield Problem(("reward", "function"), message, "say there what it is asked")
         return
     if not isinstance(role, RoleSettings):
@@ -93,18 +93,18 @@ def _role(config: RLConfig, role: GenrmSettings) -> Iterator[Problem]:
 
 def preflight_judge(config: RLConfig, config_dir: Path, items: Sequence[PromptItem]) -> Iterator[Problem]:
     """The judge's model, what it is asked about these items, and whether the reward function hears of it."""
-    from relax_rt.roles.rewards.loader import load_reward
+    from relax_rt.roles.rewards.compose import wanted
     from relax_rt.transport.errors import RelaxError
 
     table, role = config.reward.judge, config.roles.get("genrm")
     if table is None or not isinstance(role, GenrmSettings) or role.target is not None:
         return
     try:
-        wants = load_reward(config.reward.function, config_dir).wants
+        wants = wanted(config.reward, config_dir)
     except RelaxError:
         wants = None  # said elsewhere
     if wants is not None and VERDICT not in wants:
-        message = f"reward.function takes no `{VERDICT}`, so that the judge would be asked for nothing"
+        message = f"the reward takes no `{VERDICT}`, so that the judge would be asked for nothing"
         yield Problem(("reward", "function"), message, f'add the parameter, or use function = "{ALIAS}"')
     try:
         judging = judging_of(config, config_dir)

@@ -1,21 +1,25 @@
-"""A few calls of the user's reward function before anything starts."""
+"""A few calls of the reward before anything starts."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from relax_rt.config.problems import Problem
 from relax_rt.roles.data.items import PromptItem
-from relax_rt.roles.rewards.loader import load_reward
-from relax_rt.roles.rewards.scoring import Failed, Request, Scorer
-from relax_rt.roles.sections import RewardTable
+from relax_rt.roles.rewards.compose import Rewards, components_of
+from relax_rt.roles.rewards.scoring import Failed, Request
+from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.rewards.workers.messages import TaskSpec
 from relax_rt.transport.errors import RelaxError
 
 KEY = ("reward", "function")
 ITEMS = 4
+SETTING = re.compile(r"reward\.components\[(\d+)\]\.(\w+)")
 Verifier = Callable[[str, dict[str, Any]], float]
 
 
@@ -31,20 +35,38 @@ def offered(question: str, metadata: dict[str, Any], verify: Verifier | None, **
     return info
 
 
-def dry_run(
-    table: RewardTable, config_dir: Path, items: Sequence[PromptItem], verify: Verifier | None
-) -> list[Problem]:
-    """Load the reward function and call it on a few items with right, wrapped, empty and junk completions.
+class TaskData(Protocol):
+    """The part of [data] that names a task; of an evaluation set, too."""
+
+    @property
+    def task(self) -> str | None: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
+    @property
+    def size(self) -> int: ...
+
+
+def task_of(data: TaskData) -> TaskSpec | None:
+    """The task whose verdict a function may take; None where the prompts are of a file."""
+    return None if data.task is None else TaskSpec(data.task, data.options, data.size)
+
+
+def dry_run(table: RewardTable, config_dir: Path, items: Sequence[PromptItem], task: TaskSpec | None) -> list[Problem]:
+    """Load the reward and call it on a few items with right, wrapped, empty and junk completions.
 
     Returns:
-        One problem at most, about `reward.function`: what went wrong first, on which completion, at which line.
+        One problem at most: what went wrong first, on which completion, at which line.
     """
     try:
-        scorer = Scorer(load_reward(table.function, config_dir), table.timeout_s)
+        return asyncio.run(_first_failure(table, config_dir, task, requests_for(table, items)))
     except RelaxError as error:
-        return [Problem(KEY, error.why or str(error), error.hint)]
+        return [Problem(_place(error.what), error.why or str(error), error.hint)]
+
+
+def requests_for(table: RewardTable, items: Sequence[PromptItem]) -> list[Request]:
+    """What a dry run asks: four completions of each item."""
     requests = []
-    for item in items[:ITEMS]:
+    for group, item in enumerate(items[:ITEMS]):
         for text in (item.answer, f"The answer is {item.answer}.", "", "\u2603 <junk> -1e999 \x00 {]" * 8):
             about = {
                 "item": item.item,
@@ -52,20 +74,40 @@ def dry_run(
                 "finish_reason": "stop",
                 "truncated": False,
                 "tokens": max(1, len(text)),
+                "turns": [],
                 **({"verdict": 0.5} if table.judge is not None else {}),
             }
-            requests.append(Request(text, item.answer, offered(item.question, item.metadata, verify, **about)))
+            requests.append(Request(text, item.answer, offered(item.question, item.metadata, None, **about), group))
+    return requests
+
+
+async def _first_failure(
+    table: RewardTable, config_dir: Path, task: TaskSpec | None, requests: Sequence[Request]
+) -> list[Problem]:
+    rewards = Rewards(table, config_dir, task)
     try:
-        return asyncio.run(_first_failure(scorer, requests))
+        await rewards.start()
+        # One at a time, or one group: after a call that does not return there is no point in the others.
+        for _, members in itertools.groupby(requests, key=lambda r: r.group if rewards.groups else id(r)):
+            asked = list(members)
+            for request, result in zip(asked, await rewards.score(asked), strict=True):
+                if isinstance(result, Failed):
+                    return [_failure(table, request, result.reason)]
     finally:
-        scorer.close()
-
-
-async def _first_failure(scorer: Scorer, requests: Sequence[Request]) -> list[Problem]:
-    for request in requests:
-        # One at a time: after a call that does not return there is no point in the others.
-        (result,) = await scorer.score([request])
-        if isinstance(result, Failed):
-            called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
-            return [Problem(KEY, f"reward.function failed in a dry run: {result.reason}, {called}")]
+        await rewards.close()
     return []
+
+
+def _failure(table: RewardTable, request: Request, reason: str) -> Problem:
+    called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
+    if table.function is not None:
+        return Problem(KEY, f"reward.function failed in a dry run: {reason}, {called}")
+    labels = [one.label for one in components_of(table)]
+    index = next((i for i, label in enumerate(labels) if reason.startswith(f"{label}: ")), 0)
+    return Problem(("reward", "components", index), f"a reward failed in a dry run: {reason}, {called}")
+
+
+def _place(what: str) -> tuple[str | int, ...]:
+    """The key of a component that an error names."""
+    named = SETTING.match(what)
+    return ("reward", "components", int(named[1]), named[2]) if named else KEY

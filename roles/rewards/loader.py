@@ -14,8 +14,6 @@ from relax_rt.config.target import TargetError, load_target
 from relax_rt.transport.errors import RelaxError
 
 SETTING = "reward.function"
-ALIASES = {"genrm": "relax_rt.roles.rewards.builtin:judged"}
-"""Short names of functions."""
 OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).parent.resolve().parent / "roles"))
 """Files of the runtime: a traceback is told from the user's side."""
 
@@ -24,22 +22,22 @@ class RewardFunction:
     """A reward function and its signature.
 
     Attributes:
-        target: as written in `reward.function`.
+        target: as written in `reward.function`, or where `setting` says.
         is_async: whether calling it gives an awaitable.
         wants: names of information it takes besides completion and answer; None: everything (`**info`).
         needs: those of `wants` without a default.
     """
 
-    def __init__(self, function: Callable[..., Any], target: str) -> None:
-        self.function, self.target = function, target
+    def __init__(self, function: Callable[..., Any], target: str, setting: str = SETTING) -> None:
+        self.function, self.target, self.setting = function, target, setting
         if not callable(function):
-            raise RelaxError(f"{SETTING} = {target!r}", why=f"it is a {type(function).__name__}, not a function")
+            raise RelaxError(f"{setting} = {target!r}", why=f"it is a {type(function).__name__}, not a function")
         call = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(call)
         self.wants, self.needs = self._read_signature()
 
     def _read_signature(self) -> tuple[frozenset[str] | None, frozenset[str]]:
-        wrong = f"{SETTING} = {self.target!r}"
+        wrong = f"{self.setting} = {self.target!r}"
         try:
             parameters = list(inspect.signature(self.function).parameters.values())
         except (TypeError, ValueError) as error:
@@ -58,15 +56,15 @@ class RewardFunction:
         takes_all = len(named) < len(rest)
         return (None if takes_all else frozenset(p.name for p in named)), needs
 
-    def call(self, completion: str, answer: str, info: dict[str, Any]) -> Any:
-        """Call it with what it wants of `info`; an async one gives its awaitable.
+    def call(self, completion: str | list[str], answer: str, info: dict[str, Any]) -> Any:
+        """Call it with what it wants of `info`; an async one gives its awaitable. One that scores groups gets a list.
 
         Raises:
             RelaxError: it wants information that there is not. Whatever the function itself raises passes through.
         """
         if lacking := self.needs - info.keys():
             raise RelaxError(
-                f"{SETTING} = {self.target!r}",
+                f"{self.setting} = {self.target!r}",
                 why=f"it wants {', '.join(sorted(lacking))}, and there is {_listed(info)}",
                 hint="give the parameter a default, or name another",
             )
@@ -78,18 +76,23 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def load_reward(target: str, config_dir: Path) -> RewardFunction:
-    """The function that `reward.function` names. The file's folder is appended to sys.path, so it shadows nothing.
+def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> RewardFunction:
+    """The function that a setting names. The file's folder is appended to sys.path, so it shadows nothing.
 
     Raises:
         RelaxError: it is not there, cannot be imported (with the user's line), or cannot be called as a reward.
     """
+    if ":" not in target and not target.endswith(".py"):
+        from relax_rt.roles.rewards.registry import made, names
+
+        if target in names():
+            return made(target, {}, setting)
     try:
-        return RewardFunction(load_target(ALIASES.get(target, target), config_dir), target)
+        return RewardFunction(load_target(target, config_dir), target, setting)
     except TargetError as error:
         where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
         why = error.what + (f": {error.why}" if error.why else "") + where
-        raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=error.hint) from error
+        raise RelaxError(f"{setting} = {target!r}", why=why, hint=error.hint) from error
 
 
 def user_line(error: BaseException) -> str:

@@ -1,13 +1,14 @@
-"""Calling a reward function under a deadline and reading what it returns."""
+"""Calling a reward function and reading what it returns; and a thread to do so in."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -17,55 +18,80 @@ from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 T = TypeVar("T")
 
 MAX_COMPONENTS = 64
-TOTAL = "total"
+MAX_TURNS = 4096
+TOTAL, TURNS = "total", "turn_rewards"
 FLOAT32_MAX = 3.4028234e38
 """Rewards cross the queue as float32."""
 CONCURRENT_CALLS = 64
 """Async rewards awaited at the same time."""
+SCORE = "score"
+"""The name by which a function takes the task's own verdict."""
+PER_COMPLETION = ("finish_reason", "truncated", "tokens", "turns", "verdict")
+"""What differs among the completions of a prompt."""
 GRACE_S = 1.0
 """What an event loop gets on top of its calls' deadlines before its thread is given up."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One completion to score; info is offered to the function by parameter name."""
+    """One completion to score; info is offered to the function by parameter name. `group` names those that answer one
+    prompt."""
 
     completion: str
     answer: str
     info: dict[str, Any]
+    group: int = 0
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A reward: its total, and its components by name."""
+    """A reward: its total, its components by name, and one for each turn of the assistant, where a function gives them.
+
+    `forgiven`: why components count 0 instead of failing the sample.
+    """
 
     total: float
     components: dict[str, float]
+    turns: tuple[float, ...] = ()
+    forgiven: tuple[str, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Why a completion has no reward. `stuck`: the call did not return and still holds its thread."""
+    """Why a completion has no reward. `stuck`: the call did not return and still holds its thread. `excess`: it took
+    more time or memory than it may."""
 
     reason: str
     stuck: bool = False
+    excess: bool = False
 
 
 def read_score(value: Any) -> Score:
     """What a reward function returned, as a score.
 
-    A number is the total; a dict holds components, whose sum is the total unless it has a `total` of its own.
+    A number is the total; a dict holds components, whose sum is the total unless it has a `total` of its own. Its
+    `turn_rewards`, a number for each turn of the assistant, are no component; alone, their sum is the total.
 
     Raises:
         ValueError: it is neither, or not finite.
     """
-    if isinstance(value, dict):
-        if not value or len(value) > MAX_COMPONENTS:
-            raise ValueError(f"returned a dict of {len(value)} components; 1 to {MAX_COMPONENTS} are taken")
-        numbers = {str(name): _number(part, f"component {name!r}") for name, part in value.items()}
-        total = numbers.pop(TOTAL, None)
-        if total is None:
-            total = _number(sum(numbers.values()), "the sum")
-        return Score(total, numbers)
-    total = _number(value, "it")
-    return Score(total, {"reward": total})
+    if not isinstance(value, dict):
+        number = _number(value, "it")
+        return Score(number, {"reward": number})
+    turns = _turns(value.get(TURNS))
+    parts = {name: part for name, part in value.items() if name != TURNS}
+    if not value or len(parts) > MAX_COMPONENTS:
+        raise ValueError(f"returned a dict of {len(parts)} components; 1 to {MAX_COMPONENTS} are taken")
+    numbers = {str(name): _number(part, f"component {name!r}") for name, part in parts.items()}
+    total = numbers.pop(TOTAL, None)
+    if total is None:
+        total = _number(sum(numbers.values()) if numbers else sum(turns), "the sum")
+    return Score(total, numbers or {"reward": total}, turns)
+
+
+def _turns(value: Any) -> tuple[float, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) > MAX_TURNS:
+        raise ValueError(f"returned {TURNS} = {value!r:.80}; it must be a list of at most {MAX_TURNS} numbers")
+    return tuple(_number(one, f"{TURNS}[{turn}]") for turn, one in enumerate(value))
 
 
 def _number(value: Any, what: str) -> float:
@@ -78,6 +104,108 @@ def _number(value: Any, what: str) -> float:
     if not abs(number) <= FLOAT32_MAX:
         raise ValueError(f"returned {value!r:.80}; {what} must be finite, as a 32-bit float")
     return number
+
+
+class Caller:
+    """Calls one reward function and says what came of it, whatever the function does short of not returning.
+
+    Args:
+        timeout_s: for each call of an async function, and in words; None: it has deadlines of its own.
+        verify: the task's own verdict on a text, for functions that take `score`.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        timeout_s: float | None,
+        verify: Callable[[str, dict[str, Any]], float] | None = None,
+    ) -> None:
+        self.function, self.timeout_s = function, timeout_s
+        self._verify = verify
+
+    def one(self, request: Request) -> Score | Failed:
+        """Call it once."""
+
+        def call() -> Score | Failed:
+            value = self._call(request)
+            if inspect.isawaitable(value):
+                # A plain function that returns a coroutine, as a decorated async one.
+                value = asyncio.run(_awaited(value))
+            return self._read(value)
+
+        return self.guard(call)
+
+    def group(self, requests: Sequence[Request]) -> list[Score | Failed]:
+        """Call it once with all members of a group: its completions as a list, and what differs among them too."""
+        results: list[Score | Failed] = []
+
+        def call() -> Score | Failed:
+            first, info = requests[0], _together([self._info(request) for request in requests])
+            value = self.function.call([one.completion for one in requests], first.answer, info)
+            if inspect.isawaitable(value):
+                value = asyncio.run(_awaited(value))
+            if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != len(requests):
+                raise ValueError(f"returned {value!r:.80}; it must be a list with one reward for each completion")
+            results.extend(self._read(one) for one in value)
+            return Score(0.0, {})
+
+        outcome = self.guard(call)
+        return [outcome] * len(requests) if isinstance(outcome, Failed) else results
+
+    async def together(self, requests: Sequence[Request], done: Callable[[int, Score | Failed], None]) -> None:
+        """Await the calls of an async function side by side, each within its deadline; `done` is told of each."""
+
+        async def one(index: int) -> None:
+            deadline = asyncio.timeout(self.timeout_s)
+            result: Score | Failed
+            try:
+                async with deadline:
+                    result = self._read(await self._call(requests[index]))
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
+                result = Failed(self.late(), excess=True) if deadline.expired() else self.failed(error)
+            done(index, result)
+
+        await asyncio.gather(*(one(index) for index in range(len(requests))))
+
+    def guard(self, call: Callable[[], Score | Failed]) -> Score | Failed:
+        """What a call gives, or that it failed."""
+        try:
+            return call()
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
+            return self.failed(error)
+
+    def late(self) -> str:
+        """A call took too long, in words."""
+        return f"{self.function.target} did not return within reward.timeout_s = {self.timeout_s or 0:g} s"
+
+    def failed(self, error: BaseException) -> Failed:
+        """A call raised."""
+        if isinstance(error, RelaxError):
+            return Failed(str(error))
+        return Failed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
+
+    def _call(self, request: Request) -> Any:
+        return self.function.call(request.completion, request.answer, self._info(request))
+
+    def _info(self, request: Request) -> dict[str, Any]:
+        if self._verify is None or SCORE in request.info:
+            return request.info
+        verify, metadata = self._verify, request.info.get("metadata", {})
+        return {**request.info, SCORE: lambda text: verify(text, metadata)}
+
+    def _read(self, value: Any) -> Score | Failed:
+        try:
+            return read_score(value)
+        except ValueError as error:
+            return Failed(f"{self.function.target} {error}")
+
+
+def _together(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is offered to a group's function: lists of what is said of each completion, the item's own as it is."""
+    return {
+        name: [info.get(name) for info in infos] if name in PER_COMPLETION else value
+        for name, value in infos[0].items()
+    }
 
 
 class Stuck(DeadlineExceeded):
@@ -136,15 +264,28 @@ class Worker:
         self._calls.put(None)
 
 
+class Scoring(Protocol):
+    """Scores completions, whatever it takes."""
+
+    async def score(
+        self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
+    ) -> list[Score | Failed]:
+        """Scores in order; `after_each` is called for each one that is there."""
+
+
 class Scorer:
-    """Scores completions with a reward function, each call within `timeout_s`.
+    """Scores completions with a reward function in a thread of this process, each call within `timeout_s`.
 
     A call that does not return is given up: its request is `Failed(stuck=True)`, and the rest goes on in a new
-    thread. The old thread cannot be ended, so the process should exit once the batch is handed back.
+    thread. The old thread cannot be ended, so this is for functions that are known, and for debugging.
+
+    Args:
+        caller: of the function.
+        groups: it scores whole groups.
     """
 
-    def __init__(self, function: RewardFunction, timeout_s: float) -> None:
-        self.function, self.timeout_s = function, timeout_s
+    def __init__(self, caller: Caller, timeout_s: float, *, groups: bool = False) -> None:
+        self.caller, self.groups, self._timeout_s = caller, groups, timeout_s
         self._worker = Worker()
 
     async def score(
@@ -152,85 +293,63 @@ class Scorer:
     ) -> list[Score | Failed]:
         """Scores in order; `after_each` is called for each one that is there."""
         results: list[Score | Failed] = []
-        if self.function.is_async:
-            for first in range(0, len(requests), CONCURRENT_CALLS):
-                part = await self._score_together(requests[first : first + CONCURRENT_CALLS])
-                for result in part:
-                    results.append(result)
-                    after_each()
-            return results
-        for request in requests:
-            results.append(await self._score_one(request))
-            after_each()
+        for chunk in chunks(self.caller.function.is_async, requests, groups=self.groups):
+            for result in await self._score(chunk):
+                results.append(result)
+                after_each()
         return results
 
-    async def _score_one(self, request: Request) -> Score | Failed:
-        def call() -> Score | Failed:
-            value = self._call(request)
-            if inspect.isawaitable(value):
-                # A plain function that returns a coroutine, as a decorated async one.
-                value = asyncio.run(_awaited(value))
-            return self._read(value)
-
-        return await self._in_thread(lambda: self._guard(call), self.timeout_s)
-
-    async def _score_together(self, requests: Sequence[Request]) -> list[Score | Failed]:
-        """In one thread, on an event loop of their own: user code that blocks does not stop the role."""
-        results: list[Score | Failed | None] = [None] * len(requests)
-
-        async def one(index: int) -> None:
-            deadline = asyncio.timeout(self.timeout_s)
-            try:
-                async with deadline:
-                    results[index] = self._read(await self._call(requests[index]))
-            except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
-                results[index] = Failed(self._late()) if deadline.expired() else self._failed(error)
-
-        async def together() -> None:
-            await asyncio.gather(*(one(index) for index in range(len(requests))))
-
-        def call() -> Score | Failed:
-            asyncio.run(together())
-            return Score(0.0, {})
-
+    async def _score(self, chunk: Sequence[Request]) -> list[Score | Failed]:
+        caller = self.caller
+        if self.groups:
+            return await self._in_thread(lambda: caller.group(chunk), len(chunk), self._timeout_s)
+        if not caller.function.is_async:
+            return await self._in_thread(lambda: [caller.one(chunk[0])], 1, self._timeout_s)
         # A call that blocks its loop is seen when that loop cannot even keep its own deadlines.
-        outcome = await self._in_thread(lambda: self._guard(call), self.timeout_s + GRACE_S)
-        missing = outcome if isinstance(outcome, Failed) else Failed("the reward's event loop ended early")
-        return [missing if result is None else result for result in results]
+        return await self._in_thread(lambda: run_together(caller, chunk), len(chunk), self._timeout_s + GRACE_S)
 
-    async def _in_thread(self, call: Callable[[], Score | Failed], timeout_s: float) -> Score | Failed:
+    async def _in_thread(
+        self, call: Callable[[], list[Score | Failed]], size: int, timeout_s: float
+    ) -> list[Score | Failed]:
         try:
             return await self._worker.do(call, timeout_s)
         except Stuck:
             self._worker = Worker()
-            return Failed(self._late(), stuck=True)
+            return [Failed(self.caller.late(), stuck=True, excess=True)] * size
 
-    def _call(self, request: Request) -> Any:
-        return self.function.call(request.completion, request.answer, request.info)
-
-    def _guard(self, call: Callable[[], Score | Failed]) -> Score | Failed:
-        try:
-            return call()
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit included
-            return self._failed(error)
-
-    def _late(self) -> str:
-        return f"{self.function.target} did not return within reward.timeout_s = {self.timeout_s:g} s"
-
-    def _read(self, value: Any) -> Score | Failed:
-        try:
-            return read_score(value)
-        except ValueError as error:
-            return Failed(f"{self.function.target} {error}")
-
-    def _failed(self, error: BaseException) -> Failed:
-        if isinstance(error, RelaxError):
-            return Failed(str(error))
-        return Failed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the thread once it is idle."""
         self._worker.close()
+
+
+def chunks(is_async: bool, requests: Sequence[Request], *, groups: bool) -> list[list[Request]]:
+    """Requests that are scored by one call or side by side, in order: one by one, CONCURRENT_CALLS of an async
+    function, or those next to each other that are of one group."""
+    if groups:
+        return [list(members) for _, members in itertools.groupby(requests, key=lambda request: request.group)]
+    size = CONCURRENT_CALLS if is_async else 1
+    return [list(requests[first : first + size]) for first in range(0, len(requests), size)]
+
+
+def run_together(
+    caller: Caller,
+    requests: Sequence[Request],
+    done: Callable[[int, Score | Failed], None] = lambda index, result: None,
+) -> list[Score | Failed]:
+    """Calls of an async function, on an event loop of their own."""
+    results: list[Score | Failed | None] = [None] * len(requests)
+
+    def told(index: int, result: Score | Failed) -> None:
+        results[index] = result
+        done(index, result)
+
+    def call() -> Score | Failed:
+        asyncio.run(caller.together(requests, told))
+        return Score(0.0, {})
+
+    outcome = caller.guard(call)
+    missing = outcome if isinstance(outcome, Failed) else Failed("the reward's event loop ended early")
+    return [missing if result is None else result for result in results]
 
 
 async def _awaited(value: Awaitable[T]) -> T:

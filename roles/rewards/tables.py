@@ -1,10 +1,10 @@
-"""The table of a generative judge."""
+"""The tables of the reward and of a generative judge."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from relax_rt.config.schema import Seconds, Table
 
@@ -36,3 +36,60 @@ class JudgeTable(Table):
     """Of the judge's words."""
     timeout_s: Seconds = 120.0
     """For one verdict, the wait for a judge included. A sample whose verdict does not come fails, and is made again."""
+
+
+OnFailure = Literal["fail", "zero"]
+
+
+class ComponentTable(Table):
+    """A part of the reward: one with a name (docs/rewards.md lists them) or a function of yours. Further keys are the
+    options of the reward that is named: { name = "regex", pattern = 'answer: \\d+', weight = 0.2 }."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    name: str | None = None
+    """Of a reward: math, choice, exact, regex, tags, json, length, code, unit_tests, http, verifier, genrm, …"""
+    function: str | None = None
+    """Instead of name: `file.py:function` or `package.module:function`, as reward.function."""
+    weight: float = 1.0
+    """The reward is the sum of all components, each times its weight."""
+    label: str | None = None
+    """What it is called in records and metrics; unset: its name, or its function's."""
+    group: bool = False
+    """The function scores all completions of a prompt in one call; see reward.group."""
+    on_failure: OnFailure | None = None
+    """Unset: reward.on_failure."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The further keys."""
+        return dict(self.model_extra or {})
+
+
+class RewardTable(Table):
+    """The reward: one function, or weighted components. Functions of yours run in processes of their own."""
+
+    function: str | None = None
+    """`file.py:function` (relative to the config file) or `package.module:function`; sync or async. It is called as
+    f(completion: str, answer: str, **info) and returns a float or a dict of components (summed, or `total`). Or the
+    name of a reward, as "math" or "genrm" (the judge's verdict)."""
+    components: list[ComponentTable] = Field(default_factory=list)
+    """Instead of function: [{ name = "math" }, { function = "mine.py:f", weight = 0.5 }], or an [[reward.components]]
+    each."""
+    group: bool = False
+    """The function scores all completions of a prompt in one call: f(completions: list[str], answer: str, **info)
+    returns a list with one reward for each."""
+    timeout_s: Seconds = 10.0
+    """A call that takes longer marks its sample failed; its process is killed, with all that it started, and
+    replaced."""
+    on_failure: OnFailure = "fail"
+    """What a call that raises, or does not return, does: fail its sample, which is made again, or count 0."""
+    workers: Annotated[int, Field(ge=0, le=64)] = 1
+    """Processes in which each reward role calls your functions. 0: its own, where a debugger reaches them, and where a
+    call that hangs ends the role."""
+    memory_mib: Annotated[int, Field(ge=64)] | None = 4096
+    """A worker that takes more, with all that it started, is killed."""
+    processes: Annotated[int, Field(ge=1, le=10_000)] = 64
+    """A worker that starts more is killed."""
+    judge: JudgeTable | None = None
+    """The generative judge; its verdict, 0 to 1, is what a reward function gets that takes `verdict`."""

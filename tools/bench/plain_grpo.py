@@ -26,7 +26,7 @@ from relax_rt.roles.evaluation import evaluate
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.loader import load_reward
-from relax_rt.roles.rewards.scoring import Failed, Request, Scorer
+from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Scorer
 from relax_rt.roles.sections import RLConfig
 
 MICRO_BATCH = 16
@@ -55,7 +55,8 @@ class Plain:
             weight_decay=table.weight_decay,
             fused=True,
         )
-        self.scorer = Scorer(load_reward(config.reward.function, Path(config.config_dir)), config.reward.timeout_s)
+        function = load_reward(str(config.reward.function), Path(config.config_dir))
+        self.scorer = Scorer(Caller(function, config.reward.timeout_s), config.reward.timeout_s)
         self.stops = torch.tensor(sorted(self.tokenizer.stop_ids))
 
     @torch.no_grad()

@@ -19,10 +19,12 @@ from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.reward import FAILURES_IN_A_ROW, RewardRole
 from relax_rt.roles.rewards import builtin
+from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import dry_run, offered
 from relax_rt.roles.rewards.loader import RewardFunction, load_reward
-from relax_rt.roles.rewards.scoring import Failed, Request, Score, Scorer, Stuck, Worker, read_score
-from relax_rt.roles.sample import SampleMeta
+from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score, Scorer, Stuck, Worker, read_score
+from relax_rt.roles.rewards.workers.messages import TaskSpec
+from relax_rt.roles.sample import SampleMeta, TurnSpan
 from relax_rt.roles.sections import RewardSettings, RewardTable, RLConfig
 from relax_rt.transport.errors import ProtocolError, RelaxError
 from relax_rt.transport.queue.api import SampleKey
@@ -38,11 +40,18 @@ def request(completion: str = "46", answer: str = "46", **info: Any) -> Request:
 
 
 def score_with(function: Callable[..., Any], *requests: Request, timeout_s: float = 30.0) -> list[Score | Failed]:
-    scorer = Scorer(RewardFunction(function, "f"), timeout_s)
-    try:
-        return asyncio.run(scorer.score(list(requests)))
-    finally:
-        scorer.close()
+    async def scored() -> list[Score | Failed]:
+        scorer = in_thread(RewardFunction(function, "f"), timeout_s)
+        try:
+            return await scorer.score(list(requests))
+        finally:
+            await scorer.close()
+
+    return asyncio.run(scored())
+
+
+def in_thread(function: RewardFunction, timeout_s: float) -> Scorer:
+    return Scorer(Caller(function, timeout_s), timeout_s)
 
 
 # --- loading
@@ -127,11 +136,17 @@ def test_scores_are_read(value: Any, total: float, components: dict[str, float])
     assert read_score(value) == Score(total, components)
 
 
+def test_rewards_of_turns_are_read() -> None:
+    assert read_score({"right": 1, "turn_rewards": [0, np.float32(0.5)]}) == Score(1.0, {"right": 1.0}, (0.0, 0.5))
+    assert read_score({"turn_rewards": [0.25, 0.5]}) == Score(0.75, {"reward": 0.75}, (0.25, 0.5))
+
+
 @pytest.mark.parametrize(
     "value",
     [
         *(None, "1", b"1", [1], {}, {"a": None}, {"a": "1"}, float("nan"), {"a": float("inf")}, 10**400, 1e300),
         *({str(i): 1.0 for i in range(65)}, {"a": 3e38, "b": 3e38}),
+        *({"turn_rewards": 1.0}, {"turn_rewards": "12"}, {"turn_rewards": [None]}, {"turn_rewards": [float("nan")]}),
     ],
 )
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
@@ -147,9 +162,9 @@ def test_an_error_fails_its_own_sample_with_the_users_line(tmp_path: Path, monke
     target = user_file(
         tmp_path, "import json\ndef reward(completion, answer):\n    return json.loads(completion)['r']\n"
     )
-    scorer = Scorer(load_reward(target, tmp_path), 30.0)
+    scorer = in_thread(load_reward(target, tmp_path), 30.0)
     good, bad = asyncio.run(scorer.score([request('{"r": 1}'), request("{")]))
-    scorer.close()
+    asyncio.run(scorer.close())
     assert good == Score(1.0, {"reward": 1.0})
     assert isinstance(bad, Failed) and not bad.stuck
     assert "JSONDecodeError" in bad.reason and f"{tmp_path / 'my_reward.py'}:3" in bad.reason
@@ -175,11 +190,11 @@ async def test_a_hanging_call_is_given_up_and_the_rest_is_scored() -> None:
             release.wait(60)
         return 1.0
 
-    scorer = Scorer(RewardFunction(slow, "f"), 0.2)
+    scorer = in_thread(RewardFunction(slow, "f"), 0.2)
     seen: list[int] = []
     results = await scorer.score([request("a"), request("slow"), request("b")], lambda: seen.append(1))
     release.set()
-    scorer.close()
+    await scorer.close()
     assert [isinstance(r, Failed) for r in results] == [False, True, False]
     assert isinstance(results[1], Failed) and results[1].stuck and "reward.timeout_s = 0.2 s" in results[1].reason
     assert len(seen) == 3
@@ -212,10 +227,10 @@ async def test_an_async_reward_that_blocks_its_loop_is_stuck(monkeypatch: pytest
         release.wait(60)
         return 1.0
 
-    scorer = Scorer(RewardFunction(blocking, "f"), 0.2)
+    scorer = in_thread(RewardFunction(blocking, "f"), 0.2)
     (result,) = await scorer.score([request()])
     release.set()
-    scorer.close()
+    await scorer.close()
     assert isinstance(result, Failed) and result.stuck
 
 
@@ -255,10 +270,9 @@ def items() -> list[PromptItem]:
 
 
 def test_a_good_function_passes_the_dry_run() -> None:
-    task = GymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, 3)
-    for name in ("integer", "lenient_integer", "exact", "verifier"):
-        table = RewardTable(function=f"relax_rt.roles.rewards.builtin:{name}")
-        assert dry_run(table, Path(), items(), task.score) == []
+    task = TaskSpec("chain_sum", {"min_terms": 2, "max_terms": 2}, 3)
+    for name in ("integer", "relax_rt.roles.rewards.builtin:verifier"):
+        assert dry_run(RewardTable(function=name), Path(), items(), task) == []
 
 
 @pytest.mark.parametrize(
@@ -341,8 +355,9 @@ class FakeQueue:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def take(self, task: str, *, samples: int, wait_s: float) -> FakeBatch:
+    async def take(self, task: str, *, samples: int = 0, groups: int = 0, wait_s: float) -> FakeBatch:
         assert task == "reward"
+        self.asked = (samples, groups)
         if not self.batches:
             self.stopping.set()
             await asyncio.sleep(wait_s)
@@ -386,7 +401,7 @@ def role_with(function: Callable[..., Any], timeout_s: float = 30.0) -> tuple[Re
         ready=ready,
     )
     role = RewardRole(ctx)  # type: ignore[arg-type]
-    role.scorer = Scorer(RewardFunction(function, "f"), timeout_s)
+    role.rewards = Rewards.of_function(function, timeout_s)
     return role, told
 
 
@@ -417,6 +432,7 @@ async def test_the_role_scores_what_the_policy_said(tokenizer: ChatTokenizer) ->
 
     role, told = role_with(reward)
     queue = await run_role(role, tokenizer, [batch_of(tokenizer, "2", "3", "bad"), FakeBatch([])])
+    assert queue.asked == (32, 0)
     assert seen[0] == ("2", "2", 4, 2, "1 + 1 =")
     ((columns, failures),) = queue.completed
     assert columns[SampleKey(1, 0)] == {"reward": np.float32(1.0), "rewards": {"right": 1.0}}
@@ -473,3 +489,22 @@ async def test_other_tokens_are_not_decoded(tokenizer: ChatTokenizer) -> None:
 def test_offered_metadata_does_not_hide_what_is_known() -> None:
     info = offered("q", {"question": "other", "level": 1}, lambda text, meta: 0.5, tokens=3)
     assert (info["question"], info["level"], info["tokens"], info["score"]("x")) == ("q", 1, 3, 0.5)
+
+
+async def test_a_function_is_told_of_the_turns_and_gives_a_reward_for_each(tokenizer: ChatTokenizer) -> None:
+    def reward(completion: str, answer: str, turns: list[dict[str, str]]) -> dict[str, Any]:
+        assert [turn["role"] for turn in turns] == ["user", "assistant", "user", "assistant"]
+        return {"turn_rewards": [float(turn["text"] == "2") for turn in turns if turn["role"] == "assistant"]}
+
+    batch = batch_of(tokenizer, "2+3")
+    sample = batch.samples[0]
+    first = len(sample["tokens"]) - 4
+    spans = [(0, first, "user"), (first, first + 1, "assistant"), (first + 1, first + 2, "user")]
+    turns = [TurnSpan(*span) for span in (*spans, (first + 2, first + 4, "assistant"))]
+    fields = {f: getattr(sample.meta, f) for f in SampleMeta.__struct_fields__}
+    sample.meta = SampleMeta(**{**fields, "turns": turns})
+    role, _ = role_with(reward)
+    queue = await run_role(role, tokenizer, [batch])
+    ((columns, failures),) = queue.completed
+    assert failures == [] and columns[SampleKey(1, 0)]["turn_rewards"].tolist() == [1.0, 0.0]
+    assert columns[SampleKey(1, 0)]["reward"] == 1.0

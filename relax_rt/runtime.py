@@ -1,0 +1,243 @@
+"""A run inside a program of one's own::
+
+    async with relax_rt.Runtime.from_toml("roles.toml") as run:
+        async with run.router() as router:          # tokens of the run's engines
+            outcome = await router.generate(Wanted(prompt=(1, 2, 3)))
+        async for step in run.records("step"):      # until the run ends
+            print(step["step"], step["reward_mean"])
+        print(await run.wait())
+
+The run is what `relax-rt up` starts, in processes of its own; this program has a connection to it. It ends with the
+block, however that is left: in order, or at once when the wait for that is cancelled too. It ends also when this
+program dies.
+The loop is the program's own, so that it works in a notebook (`await run.start()`, `await run.close()`) and in pytest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from relax_rt.config.loader import load_config
+from relax_rt.discovery import RunDiscovery, connect
+from relax_rt.metrics import METRICS
+from relax_rt.observe.tail import Tail
+from relax_rt.supervision import control, launch
+from relax_rt.supervision.api import RunStatus
+from relax_rt.supervision.rundir import read_run
+from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.roles.router import Router
+
+T = TypeVar("T")
+POLL_S = 0.1
+STOP_S = 60.0
+"""For a run to end in order; then it is ended at once."""
+KILL_S = 30.0
+LEASH = """
+import os, select, signal, sys
+fd = os.pidfd_open(int(sys.argv[1]))
+for seconds in (None, 60, 30):
+    if fd in select.select([fd] if seconds else [fd, 0], [], [], seconds)[0]:
+        break
+    signal.pidfd_send_signal(fd, signal.SIGINT)
+"""
+"""Waits until its input ends, and so this program, and interrupts the run then: once, and again after a minute."""
+
+
+class Runtime:
+    """A run that this program has begun; see the module.
+
+    Args:
+        config: roles.toml.
+        overrides: ``a.b=c`` pairs put over it, as `--set`.
+        name: how this program is called at the run's ends: a word, no slash.
+
+    Attributes:
+        run_dir, run_id: of the run, once it is started.
+        discovery: a connection to it, once it is ready.
+    """
+
+    def __init__(self, config: str | Path, overrides: Sequence[str] = (), *, name: str = "program") -> None:
+        self._config, self._overrides, self._name = Path(config), tuple(overrides), name
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._leash: subprocess.Popen[bytes] | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self.run_dir = Path()
+        self.run_id = ""
+        self.discovery: RunDiscovery
+
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, name: str = "program") -> Runtime:
+        """The run of a roles.toml; nothing is started yet."""
+        return cls(path, overrides, name=name)
+
+    async def __aenter__(self) -> Runtime:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Check the config as `relax-rt validate` does, start the run (or resume it), and wait until it is ready.
+
+        Raises:
+            BadInput: something is wrong with the config, or the run lives already. Nothing was started.
+            RelaxError: the run ended before it was ready; it says why.
+        """
+        if self._keeper is not None:
+            raise RelaxError("starting a run twice", hint="make another Runtime")
+        try:
+            await self._begin()
+            await self._ready()
+            self.discovery = await self._stack.enter_async_context(connect(self.run_dir, name=self._name))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _begin(self) -> None:
+        def begin() -> None:
+            load_config(self._config, self._overrides, preflight=True)
+            paths, self._keeper = launch.start(self._config, self._overrides)
+            self.run_dir, self.run_id = paths.run_dir, paths.run_id
+            argv = [sys.executable, "-I", "-S", "-c", LEASH, str(self._keeper.pid)]
+            self._leash = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+
+        task = asyncio.create_task(asyncio.to_thread(begin))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # A thread cannot be called off, and what it has started must be known.
+            with contextlib.suppress(RelaxError):
+                await task
+            raise
+
+    async def _ready(self) -> None:
+        while True:
+            ended = self._ended
+            record = read_run(self.run_dir) or {}
+            if record.get("run_id") == self.run_id and record.get("status") == "running":
+                return
+            if ended:
+                status = self.status()
+                raise RelaxError(
+                    f"the run in {self.run_dir} ended before it was ready",
+                    why=status.reason or f"exit code {status.exit_code}",
+                    hint=f"relax-rt why --run {self.run_dir}",
+                )
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _ended(self) -> bool:
+        return self._keeper is None or self._keeper.poll() is not None
+
+    def status(self) -> RunStatus:
+        """How the run does; once it is over, how it ended. Asks its agent: a few milliseconds.
+
+        Raises:
+            NoRun: it was not started. Unreachable: its agent does not answer.
+        """
+        return control.status(self.run_dir)
+
+    async def wait(self) -> RunStatus:
+        """Until the run has ended by itself.
+
+        Returns:
+            How it ended: `status` is finished, stopped, killed, failed or "agent died".
+        """
+        await self._gone()
+        return await asyncio.to_thread(self.status)
+
+    async def records(self, kind: str = "step") -> AsyncIterator[dict[str, Any]]:
+        """Records of the run's metrics as they come, from its beginning on, until it has ended.
+
+        Args:
+            kind: step, evaluation, rollout, … (docs/metrics.md); empty: all.
+        """
+        tail = Tail(self.run_dir / METRICS)
+        try:
+            while True:
+                ended = self._ended
+                found = tail.poll()
+                for record in found:
+                    if not kind or record.get("kind") == kind:
+                        yield record
+                if not found:
+                    if ended:
+                        return
+                    await asyncio.sleep(POLL_S)
+        finally:
+            tail.close()
+
+    def actor(self, name: str, api: type[T]) -> T:
+        """A reference to an actor of the run; see docs/actors.md."""
+        return self.discovery.actor(name, api)
+
+    def router(self, role: str = "rollout") -> AbstractAsyncContextManager[Router]:
+        """Tokens of the run's engines, for as long as the block lasts; see docs/router.md."""
+        from relax_rt.roles.router import Router
+
+        return Router(self.discovery, role)
+
+    async def close(self) -> None:
+        """End the run, if it has not ended, and wait for it: in order, or, once that is cancelled, at once."""
+        try:
+            await self._stack.aclose()
+            await self._end()
+        finally:
+            if self._leash is not None and self._ended:
+                self._leash.kill()
+                self._leash.communicate()
+
+    async def _end(self) -> None:
+        if self._ended:
+            return
+        self._interrupt()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._gone()
+        except TimeoutError:
+            await self._end_at_once()
+        except asyncio.CancelledError:
+            await self._end_at_once()
+            raise
+
+    async def _end_at_once(self) -> None:
+        self._interrupt()
+        try:
+            async with asyncio.timeout(KILL_S):
+                await self._gone()
+        except TimeoutError:
+            assert self._keeper is not None
+            # Its agent sees to the rest.
+            self._keeper.kill()
+            await self._gone()
+
+    async def _gone(self) -> None:
+        if self._ended:
+            return
+        assert self._keeper is not None
+        # Not waited for yet, so that the number is its own.
+        pidfd, gone, loop = os.pidfd_open(self._keeper.pid), asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(pidfd, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._keeper.wait()
+
+    def _interrupt(self) -> None:
+        """As Ctrl-C does: the first time the run is drained, the second time ended."""
+        if self._keeper is not None and self._keeper.poll() is None:
+            self._keeper.send_signal(signal.SIGINT)

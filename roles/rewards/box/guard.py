@@ -1,0 +1,409 @@
+"""The guard of a box: starts one program in it, watches it, and leaves nothing of it.
+
+It is told what to do in one line of JSON on its standard input. That this input ends means that whoever asked is gone:
+then everything in the box is killed. What became of the program is one line of JSON on its standard output.
+
+Two levels. `namespaces`: the box has process ids of its own, of which the guard's child is number 1, so that its end is
+the end of all of them at once, and code has no network and a root of its own. `limits`: resource limits, a folder of
+its own, and a guard that as a subreaper finds every descendant and kills until none is left.
+
+Standard library only: it starts in some 30 ms, and nothing of what it guards against is loaded into it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from relax_rt.roles.rewards.box import kernel, prepare
+from relax_rt.supervision import procfs
+
+CONTROL, REPORT = 0, 1
+TICK_S = 0.05
+PATIENCE_S = 10.0
+"""For the end of what was killed."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MIB = 1 << 20
+COUNTED_SINCE = (5, 14)
+"""Linux counts the processes of a user namespace for itself from here on."""
+TALK_BYTES, TALK_BYTES_A_S = 256 << 10, 16 << 10
+"""What a worker may print at once, and from then on each second; what is more is not passed on."""
+
+
+def main() -> None:
+    """Entry point."""
+    os.set_blocking(CONTROL, True)
+    order = json.loads(_line(CONTROL))
+    try:
+        code = _namespaces(order) if order["level"] == "namespaces" else _limits(order)
+    except OSError as error:
+        _report({"refused": str(error)})
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _line(fd: int) -> bytes:
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = os.read(fd, 1 << 16)
+        if not part:
+            os._exit(1)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _report(what: dict[str, Any]) -> None:
+    data = json.dumps(what).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(REPORT, data) :]
+    except OSError:
+        return  # nobody listens any more
+
+
+def _namespaces(order: dict[str, Any]) -> int:
+    """Be outside, and wait for the end of number 1 inside."""
+    prepare.enter_namespaces(order["kind"])
+    life, ours = os.pipe()
+    inside = os.fork()
+    if inside == 0:
+        os.close(ours)
+        os._exit(_number_one(order, life))
+    for fd in (life, *order.get("fds", ())):
+        os.close(fd)
+    pidfd = os.pidfd_open(inside)
+    poller = select.poll()
+    poller.register(CONTROL, select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
+    while not (ready := {fd for fd, _ in poller.poll()}) & {pidfd}:
+        if CONTROL in ready and not os.read(CONTROL, 1 << 16):
+            os.kill(inside, signal.SIGKILL)
+            poller.unregister(CONTROL)
+    # Waited for: it ends only when all others in there have.
+    _, status = os.waitpid(inside, 0)
+    return os.waitstatus_to_exitcode(status) & 0xFF
+
+
+def _number_one(order: dict[str, Any], life: int) -> int:
+    try:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if order["kind"] == "code":
+            prepare.own_root(order["keep"], order["limits"]["disk_mib"])
+            if os.geteuid() != 0:
+                prepare.close_the_door()
+            folder = prepare.HOME
+        else:
+            prepare.own_processes()
+            folder = order["folder"]
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        return Watch(order, folder, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL, life)).run()
+    except OSError as error:
+        _report({"refused": str(error)})
+        return 1
+
+
+def _all_but_us() -> list[int]:
+    return [pid for pid in procfs.pids() if pid != 1]
+
+
+def _kill_all_but_us() -> None:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            os.kill(-1, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except (ProcessLookupError, ChildProcessError):
+            return
+        time.sleep(0.002)
+
+
+def _limits(order: dict[str, Any]) -> int:
+    """Without namespaces: be the parent of all that is left over, in the box's own folder."""
+    procfs.become_subreaper()
+    own = order["kind"] == "code"
+    folder = tempfile.mkdtemp(prefix=order["prefix"]) if own else order["folder"]
+    try:
+        Path(folder).chmod(0o777) if own else None
+        return Watch(order, folder, _below, _kill_below, alone=False, ends=(CONTROL,)).run()
+    finally:
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _below() -> list[int]:
+    return list(procfs.descendants(os.getpid()))
+
+
+def _kill_below() -> None:
+    """Stop first, until there are none that run: what is stopped forks no more. Then kill."""
+    end = time.monotonic() + PATIENCE_S
+    stopped: set[int] = set()
+    while (fresh := set(_below()) - stopped) and time.monotonic() < end:
+        for pid in fresh:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= fresh
+    procfs.kill_until_none(_below, reap=True, limit_s=PATIENCE_S)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+class Watch:
+    """Runs the program of an order and watches it to its end.
+
+    Args:
+        census: every living process of the box.
+        kill: ends them all.
+        alone: in namespaces of its own.
+        ends: descriptors whose end means that nobody wants the box any more.
+    """
+
+    def __init__(
+        self,
+        order: dict[str, Any],
+        folder: str,
+        census: Callable[[], list[int]],
+        kill: Callable[[], None],
+        *,
+        alone: bool,
+        ends: tuple[int, ...],
+    ) -> None:
+        self.order, self.folder, self.census, self.kill, self.alone = order, folder, census, kill, alone
+        self.limits: dict[str, Any] = order["limits"]
+        self.worker = order["kind"] == "worker"
+        self.poller = select.poll()
+        self.ends = ends
+        for fd in ends:
+            self.poller.register(fd, select.POLLIN)
+        self.texts = {"stdout": bytearray(), "stderr": bytearray()}
+        self.names: dict[int, str] = {}
+        self.allowance, self.allowed_at, self.silenced = float(TALK_BYTES), time.monotonic(), False
+
+    def run(self) -> int:
+        """Start it, wait for its end or a reason to end it, clear up and report. The exit status for the guard."""
+        began = time.monotonic()
+        program = self._start()
+        if program is None:
+            return 1
+        reason = ""
+        pidfd = os.pidfd_open(program)
+        self.poller.register(pidfd, select.POLLIN)
+        wall_s = self.limits.get("wall_s")
+        status = None
+        while not reason and status is None:
+            ready = {fd for fd, _ in self.poller.poll(TICK_S * 1000 * (4 if self.worker else 1))}
+            for fd in ready & self.names.keys():
+                reason = self._listen(fd) or reason
+            if any(fd in ready and not os.read(fd, 1 << 12) for fd in self.ends):
+                reason = "unwanted"
+            status = self._reap(program)
+            if status is None and not reason:
+                late = wall_s is not None and time.monotonic() - began > wall_s
+                reason = "time" if late else self._over()
+        self.kill()
+        for fd in list(self.names):
+            while self._drain(fd):
+                pass
+        reason = reason or self._too_much()
+        if reason != "unwanted":
+            self._report_end(reason, status, time.monotonic() - began)
+        return 0
+
+    def _start(self) -> int | None:
+        out, out_end = os.pipe()
+        error, error_end = os.pipe()
+        failed, failed_end = os.pipe()
+        source = os.memfd_create("stdin")
+        with open(source, "wb", closefd=False) as file:
+            file.write(self.order.get("stdin", "").encode())
+        os.lseek(source, 0, os.SEEK_SET)
+        for name, text in self.order.get("files", {}).items():
+            path = Path(self.folder, name)
+            path.write_text(text)
+            path.chmod(0o644)
+        pid = os.fork()
+        if pid == 0:
+            self._become(source, out_end, error_end, failed_end)
+        for fd in (out_end, error_end, failed_end, source, *self.order.get("fds", ())):
+            os.close(fd)
+        # Closed by the program's start.
+        why = os.read(failed, 4096).decode(errors="replace")
+        os.close(failed)
+        if why:
+            os.waitpid(pid, 0)
+            self.kill()
+            _report({"refused": why})
+            return None
+        for fd, name in ((out, "stdout"), (error, "stderr")):
+            os.set_blocking(fd, False)
+            self.poller.register(fd, select.POLLIN)
+            self.names[fd] = name
+        if self.worker:
+            _report({"started": self.order["level"]})
+        return pid
+
+    def _become(self, source: int, out: int, error: int, failed: int) -> NoReturn:
+        """In the child: give up what is to be given up, and be the program."""
+        try:
+            keep = [*self.order.get("fds", ())]
+            os.setsid()
+            for fd, place in ((source, 0), (out, 1), (error, 2)):
+                os.dup2(fd, place)
+            kept = {*keep, failed}
+            for fd in sorted({int(entry.name) for entry in Path("/proc/self/fd").iterdir()} - {0, 1, 2} - kept):
+                try:
+                    os.close(fd)
+                except OSError:
+                    continue  # that of the listing itself
+            for fd in keep:
+                os.set_inheritable(fd, True)
+            os.umask(0o022)
+            os.chdir(self.folder)
+            env = dict(self.order["env"])
+            limits = {**self.limits}
+            if not self.worker:
+                env.update(HOME=self.folder, TMPDIR=self.folder)
+                prepare.step_down(os.geteuid() == 0, alone=self.alone)
+            limits["nproc"] = self._process_limit()
+            prepare.limit(limits)
+            argv = self.order["argv"]
+            os.execvpe(argv[0], argv, env)
+        except BaseException as problem:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            os.write(failed, f"{type(problem).__name__}: {problem}"[:1000].encode())
+        os._exit(127)
+
+    def _process_limit(self) -> int | None:
+        """RLIMIT_NPROC counts the user's processes: of this box alone in a user namespace of its own, else of all, so
+        that boxes side by side need room for each other. It slows a fork bomb down; the guard does the counting."""
+        numbers = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
+        most = int(self.limits["processes"])
+        if os.geteuid() == 0 or (self.alone and numbers < COUNTED_SINCE):
+            return None
+        return most + 2 if self.alone else most * 4 + _tasks_of(os.geteuid())
+
+    def _reap(self, program: int) -> int | None:
+        """Reap all that is dead; the program's status if it was among them."""
+        found = None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return found
+            if pid == 0:
+                return found
+            if pid == program:
+                found = status
+
+    def _over(self) -> str:
+        """Which limit on all processes together is passed."""
+        living = self.census()
+        if len(living) > self.limits["processes"]:
+            return "processes"
+        if (most := self.limits.get("total_mib")) is not None and sum(map(_own_bytes, living)) > most * MIB:
+            return "memory"
+        if not self.alone and not self.worker and _held(self.folder) > self.limits["disk_mib"] * MIB:
+            return "disk"
+        return ""
+
+    def _listen(self, fd: int) -> str:
+        """Take what was printed; "output" if that is more than is taken."""
+        self._drain(fd)
+        return self._too_much()
+
+    def _too_much(self) -> str:
+        return "output" if not self.worker and self._room() < 0 else ""
+
+    def _room(self) -> int:
+        return (int(self.limits["output_kib"]) << 10) - sum(map(len, self.texts.values()))
+
+    def _drain(self, fd: int) -> bool:
+        """Read once; whether there may be more."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.poller.unregister(fd)
+            del self.names[fd]
+            return False
+        if self.worker:
+            self._pass_on(data)
+            return True
+        # One byte more than there is room for tells that there was more.
+        self.texts[self.names[fd]] += data[: max(0, self._room() + 1)]
+        return self._room() >= 0
+
+    def _pass_on(self, data: bytes) -> None:
+        now = time.monotonic()
+        self.allowance = min(TALK_BYTES, self.allowance + (now - self.allowed_at) * TALK_BYTES_A_S)
+        self.allowed_at = now
+        if self.silenced and self.allowance < TALK_BYTES / 16:
+            return
+        part = data[: int(self.allowance)]
+        self.allowance -= len(part)
+        self.silenced = len(part) < len(data)
+        if self.silenced:
+            part += b"\n[a reward function prints too much: some of it is left out]\n"
+        try:
+            os.write(2, part)
+        except OSError:
+            return  # nobody reads it
+
+    def _report_end(self, reason: str, status: int | None, seconds: float) -> None:
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        said = {name: base64.b64encode(text).decode() for name, text in self.texts.items()}
+        _report({"ended": reason, "code": code, "seconds": round(seconds, 4), **said})
+
+
+def _tasks_of(user: int) -> int:
+    """Processes and threads of a user on this machine."""
+    total = 0
+    for pid in procfs.pids():
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            continue
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        if int(fields["Uid"].split()[1]) == user:
+            total += int(fields["Threads"])
+    return total
+
+
+def _own_bytes(pid: int) -> int:
+    try:
+        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * PAGE
+
+
+def _held(folder: str) -> int:
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(Path(where, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+if __name__ == "__main__":
+    main()
