@@ -258,10 +258,9 @@ class _Sender:
 
     async def more(self, body: bytes, *, last: bool = False) -> None:
         """More of the body. It returns at once when the caller is gone."""
-        for at in range(0, len(body), SLICE):
-            await self._send({"type": "http.response.body", "body": body[at : at + SLICE], "more_body": True})
-        if last:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        for at in range(0, max(len(body), last), SLICE):
+            end = last and at + SLICE >= len(body)
+            await self._send({"type": "http.response.body", "body": body[at : at + SLICE], "more_body": not end})
 
     async def whole(self, status: int, body: bytes, headers: Headers) -> None:
         """All of it."""
