@@ -11,6 +11,7 @@ comes when the line is full takes the place of the youngest of the group that wa
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
 from typing import Literal
 
@@ -119,6 +120,8 @@ class Admission:
         self._at_work: Counter[str] = Counter()
         self._turn: dict[str, int] = {}
         self._turns = 0
+        self._ranks: list[tuple[int, int, str]] = []
+        """A heap of (at work, last turn, group) of those that wait."""
         self._changed_at = float("-inf")
         self._gap_s = 0.0
         """Between two calls that end, the newer ones weighing more."""
@@ -223,22 +226,42 @@ class Admission:
     def _let_in(self) -> list[Action]:
         actions: list[Action] = []
         while self._where and self._room() > 0:
-            group = min(self._lines, key=lambda g: (self._at_work[g], self._turn.get(g, 0)))
+            group = self._next_group()
             place = next(iter(self._lines[group].values()))
             self._unqueue(place)
             self._turns += 1
             self._turn[group] = self._turns
             self._working[place.number] = place
             self._at_work[group] += 1
+            self._rank(group)
             self.counts["admitted"] += 1
             actions.append(Admit(place.number))
         return actions
+
+    def _next_group(self) -> str:
+        """Whose turn it is, of those that wait."""
+        while (best := self._ranks[0]) != self._rank_of(best[2]) or best[2] not in self._lines:
+            heapq.heappop(self._ranks)
+        return best[2]
+
+    def _rank_of(self, group: str) -> tuple[int, int, str]:
+        return self._at_work[group], self._turn.get(group, 0), group
+
+    def _rank(self, group: str) -> None:
+        """A group's rank may be another; old ones stay until they come to the top, or are too many."""
+        if group in self._lines:
+            heapq.heappush(self._ranks, self._rank_of(group))
+        if len(self._ranks) > 64 + 4 * len(self._lines):
+            self._ranks = [self._rank_of(one) for one in self._lines]
+            heapq.heapify(self._ranks)
 
     def _queue(self, place: _Place, *, first: bool) -> None:
         line = self._lines.setdefault(place.group, OrderedDict())
         line[place.number] = self._where[place.number] = place
         if first:
             line.move_to_end(place.number, last=False)
+        if len(line) == 1:
+            self._rank(place.group)
 
     def _unqueue(self, place: _Place) -> None:
         del self._where[place.number]
@@ -253,6 +276,7 @@ class Admission:
         if not self._at_work[group]:
             del self._at_work[group]
             self._forget(group)
+        self._rank(group)
 
     def _forget(self, group: str) -> None:
         """Groups come and go: nothing is kept of one that has no call."""

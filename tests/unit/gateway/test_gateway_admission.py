@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+import random
+from collections import Counter, deque
 
 import pytest
 from hypothesis import given, settings
@@ -135,6 +137,67 @@ def test_it_grows_while_engines_have_room_holds_between_and_sheds_the_youngest()
         core.tick(float(second), Load(room=0, stalled=0, kv_used=0.95))
     assert core.cap == 1 and core.at_work >= 1
     assert core.counts["shed"] <= 2 * 80, "one was shed more than twice"
+
+
+def test_slots_of_engines_are_kept_busy_whatever_lies_between_two_calls() -> None:
+    """1,000 episodes of several turns at 512 slots, latencies with a long tail, and time lost before and after each
+    call: in virtual time."""
+    slots, episodes, turns, lost_s = 512, 1000, 8, 0.05
+    core, rng = Admission(Marks()), random.Random(1)
+    events: list[tuple[float, int, str, int]] = []
+    line: deque[int] = deque()
+    trips: dict[int, float] = {}
+    left = dict.fromkeys(range(episodes), turns)
+    order, busy, worked, window = 0, 0, 0.0, [0.0, 0.0]
+
+    def at(when: float, what: str, number: int) -> None:
+        nonlocal order
+        order += 1
+        heapq.heappush(events, (when, order, what, number))
+
+    for number in range(episodes):
+        at(0.0, "arrive", number)
+    at(0.0, "tick", 0)
+    now = 0.0
+    while any(left.values()):
+        before, (now, _, what, number) = now, heapq.heappop(events)
+        enough = sum(map(bool, left.values())) >= slots if what == "tick" else window[1] == before
+        if now > 4.0 and enough:
+            worked, window = worked + busy * (now - before), [window[0] + now - before, now]
+        actions: list[Action] = []
+        match what:
+            case "arrive":
+                actions = core.arrive(now, number, f"episode {number}")
+            case "at the engine" if trips[number] == now:
+                line.append(number)
+            case "made":
+                busy -= 1
+                at(now + lost_s, "leave", number)
+            case "leave":
+                actions = core.leave(now, number)
+                left[number] -= 1
+                if left[number]:
+                    at(now + lost_s, "arrive", number)
+            case "tick":
+                actions = core.tick(now, Load(max(0, slots - busy), len(line), 0.3))
+                at(now + 0.1, "tick", 0)
+        for action in actions:
+            match action:
+                case Admit(of):
+                    trips[of] = now + lost_s
+                    at(now + lost_s, "at the engine", of)
+                case Shed(of):
+                    assert of in line or trips[of] > now, "an engine had begun it"
+                    trips[of] = -1.0
+                    if of in line:
+                        line.remove(of)
+                case Refuse():
+                    raise AssertionError("nothing was full")
+        while line and busy < slots:
+            busy += 1
+            at(now + rng.lognormvariate(0.7, 0.9), "made", line.popleft())
+    assert window[0] > 5 and worked / (slots * window[0]) >= 0.95, worked / (slots * window[0])
+    assert core.counts["shed"] < 0.02 * episodes * turns and not core.counts["refused"]
 
 
 def test_those_that_were_shed_come_first_again() -> None:
