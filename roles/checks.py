@@ -65,13 +65,8 @@ def check(config: RLConfig) -> list[Problem]:
 
 def _data(config: RLConfig) -> Iterator[Problem]:
     data, env = config.data, env_settings(config)
-    if env is None and "reward" not in config.model_fields_set:
-        yield Problem(("reward",), "missing table [reward]", "it needs function", at="key")
-    if "data" not in config.model_fields_set:
-        # Where episodes are played they may be about something else.
-        if env is None:
-            yield Problem(("data",), "missing table [data]", at="key")
-        return
+    if env is not None and not data.model_fields_set:
+        return  # episodes may be about something else
     if (data.task is None) == (data.path is None):
         both = data.task is not None
         message = "task and path are both set" if both else "neither task nor path is set"

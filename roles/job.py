@@ -74,6 +74,12 @@ class RLJob:
         ),
     )
 
+    def assumed(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """See Job: where environments are played there need be neither prompts nor a reward function."""
+        roles = data.get("roles")
+        env = roles.get("env") if isinstance(roles, dict) else None
+        return {"data": {}, "reward": {"function": ""}} if isinstance(env, dict) and "target" not in env else {}
+
     def settled(self, roles: dict[str, RoleSettings]) -> dict[str, RoleSettings]:
         """See Job: where environments are played, reward and evaluator are there only if their table says how many."""
         if not isinstance(roles.get("env"), EnvSettings):

@@ -439,8 +439,8 @@ class RLConfig(RunConfig):
     """A whole roles.toml of an RL job."""
 
     model: ModelTable
-    data: DataTable = DataTable()
-    reward: RewardTable = RewardTable(function="")
+    data: DataTable
+    reward: RewardTable
     sampling: SamplingTable = SamplingTable()
     cold_start: ColdStartTable = ColdStartTable()
     algorithm: AlgorithmTable = AlgorithmTable()

@@ -62,6 +62,8 @@ def load_config(
         problems.append(Problem(("config_dir",), "config_dir is filled in by the loader", at="key"))
         del source.data["config_dir"]
     job = _find_job(source.data, problems)
+    if job is not None and hasattr(job, "assumed"):
+        source.data.update({key: table for key, table in job.assumed(source.data).items() if key not in source.data})
     model: type[RunConfig] = job.Config if job else _AnyJob
     runtime = _tables(model, source, problems)
     roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)

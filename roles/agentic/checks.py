@@ -68,7 +68,7 @@ def _replaced(config: RLConfig) -> Iterator[Problem]:
 
 
 def _tasks(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
-    has_data = "data" in config.model_fields_set
+    has_data = bool(config.data.model_fields_set)
     if table.tasks is not None and has_data:
         message = "tasks and [data] are both set: episodes are about seeds, or about the items of [data]"
         yield Problem((*PLACE, "tasks"), message, "leave one of them out", at="key")

@@ -87,7 +87,7 @@ def test_episodes_are_about_something(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match="what are the episodes about"):
         read(tmp_path, SOUND.replace("tasks = 100", ""))
     text = SOUND.replace("tasks = 100", "") + '[data]\ntask = "chain_sum"\n'
-    assert "data" in read(tmp_path, text).model_fields_set
+    assert read(tmp_path, text).data.task == "chain_sum"
 
 
 def looked_at(folder: Path, *overrides: str, context: int | None = None) -> list[str]:
