@@ -18,14 +18,14 @@ from relax_rt.config.validation import validate
 def test_what_is_described_are_the_defaults() -> None:
     job = load_job("rl")
     text = as_toml(job)
-    needed = {"name = …": 'name = "a"', "path = …": 'path = "m"', "function = …": 'function = "f:g"'}
+    needed = {"name = …": 'name = "a"', "path = …": 'path = "m"', "environment = …": 'environment = "m:n"'}
     for blank, value in needed.items():
         text = text.replace(blank, value)
     data = tomllib.loads(text)
     roles = data.pop("roles")
     assert validate(job.Config, data) == validate(
         job.Config,
-        {"run": {"name": "a"}, "model": {"path": "m"}, "reward": {"function": "f:g"}, "data": {}},
+        {"run": {"name": "a"}, "model": {"path": "m"}, "reward": {}, "data": {}},
     )
     assert RoleSettings(**roles["NAME"]) == RoleSettings()
     for kind, settings in job.Roles.items():
