@@ -115,7 +115,8 @@ def test_a_resumed_training_takes_the_same_steps(model_dir: Path, tmp_path: Path
     wanted = published(straight)
     assert all(torch.equal(value, wanted[name]) for name, value in published(resumed).items())
     state = load_file(folder / "optimizer-00001-of-00001.safetensors")
-    assert {key.split("|")[0] for key in state} == {piece.name for piece in straight.weights.trained}
+    tensors = {key.split("|")[0] for key in state if "generator_" not in key}
+    assert tensors == {piece.name for piece in straight.weights.trained}
 
 
 def test_checkpoints_of_another_training_are_refused_and_change_nothing(model_dir: Path, tmp_path: Path) -> None:
