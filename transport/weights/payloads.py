@@ -37,7 +37,7 @@ E4M3_MAX = 448.0
 SCALE = "::scale"
 """Behind a tensor's name: the float32 by which its float8 values are multiplied."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_BLOCK_ELEMENTS = 1 << 15
+_BLOCK_ELEMENTS = 1 << 16
 """Of a matrix worked on at a time: what it takes in float64 fits into a core's own cache."""
 _FLOATS = ("float32", "bfloat16", "float16")
 

@@ -133,6 +133,7 @@ def test_without_room_for_the_base_versions_come_in_full(tmp_path: Path, monkeyp
         assert mirror.payload == "full" and "No space left" in mirror.not_adapted
 
 
+@pytest.mark.long
 def test_a_server_that_dies_while_the_base_crosses_is_found_again(tmp_path: Path) -> None:
     home, away = tmp_path / "home", tmp_path / "away"
     record = publish(home, 1)
