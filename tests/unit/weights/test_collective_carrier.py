@@ -14,14 +14,14 @@ import pytest
 from relax_rt.transport.errors import Corrupt, Gone, Refused
 from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.collective.carrier import ReceivedSource, spread
+from relax_rt.transport.weights.collective.carrier import ReceivedSource, on_host, spread
 from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
 from relax_rt.transport.weights.collective.events import Limits
 from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec, _serve_store
 from relax_rt.transport.weights.collective.memory import allocate, opened
 from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, Export, read_export
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Manifest, layout_of, total_digest
-from relax_rt.transport.weights.stage import WeightStage, read_manifest
+from relax_rt.transport.weights.stage import WeightStage, read_manifest, wire_file
 
 DIGEST = total_digest(["x"])
 SIZE = BUCKET_BYTES + (1 << 20)
@@ -54,6 +54,27 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
     stage.retire(2)
     with pytest.raises(Gone):
         await spread(group, "trainer", stage.folder, manifest, receivers, 1.0)
+    stage.close()
+
+
+def test_a_version_in_fewer_bits_stays_by_its_name_while_it_is_broadcast(tmp_path: Path) -> None:
+    """Ranks open it some time after the broadcast has begun, and a newer version may be committed meanwhile."""
+    stage = WeightStage(tmp_path, 1)
+    layout = layout_of([("w", "uint8", (SIZE,), SIZE)])
+    for version in (1, 2):
+        with stage.writing(layout, version - 1) as (file, view):
+            view[:] = os.urandom(layout.nbytes)
+            stage.seal(version, layout, file, view, os.urandom(1000))
+    first = read_manifest(stage.folder, 1)
+    with on_host(stage.folder, first) as (memory, _):
+        stage.retire(2)
+        with opened(memory, writable=False) as narrow:
+            assert len(narrow.data) == 1000
+    assert isinstance(memory, HostMemory) and memory.path.endswith(wire_file(1))
+    stage.retire(2)
+    assert [path.name for path in stage.folder.glob("x*.bin")] == [wire_file(2)], "nobody wants it any more"
+    with pytest.raises(Gone), on_host(stage.folder, first):
+        pass
     stage.close()
 
 
