@@ -52,7 +52,7 @@ def check_environment(config: RLConfig) -> Iterator[Problem]:
 
 
 def _replaced(config: RLConfig) -> Iterator[Problem]:
-    if config.reward.function:
+    if config.reward.function or config.reward.components:
         message = "the environment gives the rewards: [reward] has no effect"
         yield Problem(("reward",), message, "leave it out; reward in the environment's step", at="key")
     for kind, why in REPLACED.items():

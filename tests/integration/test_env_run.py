@@ -35,7 +35,7 @@ max_new_tokens = 5
 
 [algorithm]
 group_size = 4
-prompts_per_step = 8
+prompts_per_step = 4
 steps = 6
 learning_rate = 3e-4
 
@@ -115,7 +115,7 @@ def check(run: TinyRun) -> None:
     path, steps = steps_that_count(run.records("step")), run.overrides["algorithm.steps"]
     assert sorted(path) == list(range(1, steps + 1))
     keys = [key for record in path.values() for key in record["keys"]]
-    assert len(set(keys)) == len(keys) == 32 * steps
+    assert len(set(keys)) == len(keys) == 16 * steps
     made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}
     for record in path.values():
         assert [made[key] for key in record["keys"]] == record["digests"]
@@ -130,7 +130,7 @@ def check(run: TinyRun) -> None:
 
 def test_an_env_role_that_is_killed_costs_only_time(make: Make) -> None:
     # As many as are still to come when the role is back, on a busy machine too.
-    run = make(steps=24).start()
+    run = make(steps=20).start()
     run.until("a few steps", lambda: run.last_step() >= 2)
     run.kill("env/0")
     assert run.wait() == 0, run.text()
