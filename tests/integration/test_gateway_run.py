@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
-STEPS = 8
+STEPS = 20
 
 
 @pytest.fixture
@@ -63,6 +63,11 @@ async def test_a_program_talks_to_the_policy_while_it_learns(run: TinyRun) -> No
     found = json.loads(where.read_text())
     token = token_of(Path(found["token_file"]))
     assert [event["url"] for event in run.events("gateway_listening")] == [found["url"]]
+
+    def shown() -> bool:
+        return found["url"] in run.slot("gateway/0").get("waiting", "")
+
+    await asyncio.to_thread(run.until, "the address in ps", shown)
     async with discovery.connect(run.run_dir) as discovered:
         gateway = discovered.actor("gateway/0", GatewayApi, timeout_s=60.0)
         access = await gateway.open("mine", SessionLimits(tokens=400))
@@ -80,9 +85,6 @@ async def test_a_program_talks_to_the_policy_while_it_learns(run: TinyRun) -> No
                 model="policy", messages=[{"role": "user", "content": "1 + 1 ="}], temperature=0, logprobs=True
             )
             assert greedy.choices[0].logprobs and greedy.choices[0].logprobs.content
-            assert where.name in {path.name for path in run.run_dir.iterdir()}
-            shown = (await asyncio.to_thread(run.slot, "gateway/0"))["waiting"]
-            assert found["url"] in shown
         made = await gateway.close("mine")
         committed = {record.version for record in await discovered.registry.versions()}
     (branch,) = made.branches
