@@ -23,6 +23,7 @@ from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.router.core import Deliver
 from relax_rt.roles.router.requests import Outcome, Wanted
+from relax_rt.roles.router.router import NotGenerated
 from relax_rt.transport.queue.api import VersionSpan
 
 TOKEN = "the-token-of-this-run-is-a-long-one"
@@ -64,6 +65,8 @@ class Scripted:
         """Sequences stand still behind their first piece until it is set."""
         self.gate.set()
         self.version = 3
+        self.fails = False
+        """Sequences end in the middle, without being done."""
 
     async def generate(self, wanted: Wanted) -> Outcome:
         outcome = self._outcome(wanted)
@@ -85,6 +88,10 @@ class Scripted:
                 yield Deliver(1, at, outcome.tokens[at:end], outcome.logprobs[at:end], spans)
                 at = end
                 await self.gate.wait()
+                if self.fails:
+                    error = NotGenerated("a sequence is late", why="the engine is gone")
+                    error.outcome = Outcome(kind="late")
+                    raise error
                 await asyncio.sleep(0)
             done = True
             self.made.append(outcome)

@@ -334,6 +334,24 @@ async def test_a_caller_who_leaves_ends_his_sequence_and_nothing_of_it_is_traine
         assert not episode.branches and episode.counts.abandoned == 1
 
 
+async def test_a_stream_that_cannot_be_gone_on_with_says_so_and_is_not_trained_on() -> None:
+    async with running(lambda p, w: "word " * 20) as world, client(world, world.episode()) as api:
+        world.engine.fails = True
+        world.engine.gate.clear()
+        texts = []
+        with pytest.raises(openai.APIError, match="the engine is gone"):
+            async for chunk in await api.chat.completions.create(model="policy", messages=ask("x"), stream=True):
+                texts.append(chunk.choices[0].delta.content or "")
+                if texts[-1]:
+                    world.engine.gate.set()
+        assert "".join(texts) == "word wor"
+        with pytest.raises(openai.InternalServerError, match="the engine is gone") as caught:
+            await api.chat.completions.create(model="policy", messages=ask("x"), stop="zzz")
+        assert caught.value.status_code == 504 and caught.value.response.headers["retry-after"] == "1"
+        episode = world.sessions.close("episode-1")
+        assert not episode.branches and episode.counts.abandoned == 2
+
+
 async def test_the_end_of_a_session_ends_its_calls_and_says_so() -> None:
     async with running(echo) as world, client(world, world.episode()) as api:
         world.engine.gate.clear()
