@@ -129,7 +129,7 @@ class Runtime:
             if record.get("run_id") == self.run_id and record.get("status") == "running":
                 return
             if ended:
-                status = self.status()
+                status = await self.status()
                 raise RelaxError(
                     f"the run in {self.run_dir} ended before it was ready",
                     why=status.reason or f"exit code {status.exit_code}",
@@ -141,13 +141,13 @@ class Runtime:
     def _ended(self) -> bool:
         return self._keeper is None or self._keeper.poll() is not None
 
-    def status(self) -> RunStatus:
-        """How the run does; once it is over, how it ended. Asks its agent: a few milliseconds.
+    async def status(self) -> RunStatus:
+        """How the run does; once it is over, how it ended.
 
         Raises:
             NoRun: it was not started. Unreachable: its agent does not answer.
         """
-        return control.status(self.run_dir)
+        return await asyncio.to_thread(control.status, self.run_dir)
 
     async def wait(self) -> RunStatus:
         """Until the run has ended by itself.
@@ -156,7 +156,7 @@ class Runtime:
             How it ended: `status` is finished, stopped, killed, failed or "agent died".
         """
         await self._gone()
-        return await asyncio.to_thread(self.status)
+        return await self.status()
 
     async def records(self, kind: str = "step") -> AsyncIterator[dict[str, Any]]:
         """Records of the run's metrics as they come, from its beginning on, until it has ended.

@@ -71,7 +71,7 @@ async def test_an_error_in_the_block_ends_the_run_in_order(tmp_path: Path) -> No
             async for step in run.records("step"):
                 assert step["step"] == 1
                 break
-            assert run.status().status == "running"
+            assert (await run.status()).status == "running"
             raise ValueError("mine")
     assert over(run.run_dir, run.run_id) == "stopped"
 
