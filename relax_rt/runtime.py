@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from relax_rt.config.loader import load_config
 from relax_rt.discovery import RunDiscovery, connect
@@ -35,10 +36,8 @@ from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.errors import RelaxError
 
-if TYPE_CHECKING:
-    from relax_rt.roles.router import Router
-
 T = TypeVar("T")
+ROUTER = "relax_rt.roles.router"
 POLL_S = 0.1
 STOP_S = 60.0
 """For a run to end in order; then it is ended at once."""
@@ -183,11 +182,11 @@ class Runtime:
         """A reference to an actor of the run; see docs/actors.md."""
         return self.discovery.actor(name, api)
 
-    def router(self, role: str = "rollout") -> AbstractAsyncContextManager[Router]:
-        """Tokens of the run's engines, for as long as the block lasts; see docs/router.md."""
-        from relax_rt.roles.router import Router
-
-        return Router(self.discovery, role)
+    def router(self, role: str = "rollout") -> AbstractAsyncContextManager[Any]:
+        """A Router: tokens of the run's engines, for as long as the block lasts; see docs/router.md."""
+        # By its name: the runtime knows nothing of RL until somebody asks for it.
+        router: AbstractAsyncContextManager[Any] = importlib.import_module(ROUTER).Router(self.discovery, role)
+        return router
 
     async def close(self) -> None:
         """End the run, if it has not ended, and wait for it: in order, or, once that is cancelled, at once."""

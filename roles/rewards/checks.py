@@ -17,9 +17,10 @@ def check_reward(config: RLConfig) -> Iterator[Problem]:
     from relax_rt.roles.rewards.compose import read_components, takes_groups
 
     table = config.reward
-    if "reward" not in config.model_fields_set:
-        return  # that it is missing is said elsewhere
-    if env_settings(config) is not None and not table.function and not table.components:
+    if env_settings(config) is not None:
+        if table.components:
+            message = "the environment gives the rewards: [reward] has no effect"
+            yield Problem(("reward",), message, "leave it out; reward in the environment's step", at="key")
         return
     yield from (one for one in read_components(table) if isinstance(one, Problem))
     if takes_groups(table) and config.algorithm.group_size < 2:

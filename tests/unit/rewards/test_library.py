@@ -293,8 +293,12 @@ async def test_a_server_that_does_not_answer_well_fails_the_sample(
 
 async def test_a_busy_server_is_asked_again_and_a_silent_one_is_given_up(server: str) -> None:
     assert await ask("busy", url=server) == Score(0.75, {"reward": 0.75})
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    writers: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     result = await ask("x", url=f"http://127.0.0.1:{port}/", timeout_s=0.3)
     silent.close()
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()
     assert isinstance(result, Failed) and "no answer within timeout_s = 0.3 s" in result.reason
