@@ -21,6 +21,7 @@ from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.logprobs import at_trained_tokens
+from relax_rt.roles.trainers.memory import Growth
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
 from relax_rt.roles.trainers.rates import learning_rate
 from relax_rt.roles.trainers.torch.adapters import add_adapters
@@ -102,7 +103,7 @@ class TorchBackend:
         )
         self._snapshots = Snapshots(self._model, self.weights, model_dir, lora)
         self._parts: list[Sequence[Sample]] = []
-        self._halved = 0
+        self._halved, self._growth = 0, Growth()
         self._begin()
 
     @property
@@ -279,6 +280,7 @@ class TorchBackend:
                 before_update()
                 self._optimizer.step()
         self.objective.after_step(sums)
+        self._growth.after_step()
         return step_result(sums, count=count, grad_norm=norm, learning_rate=rate)
 
     def _found(self) -> tuple[Metrics, str]:
