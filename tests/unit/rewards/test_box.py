@@ -75,7 +75,7 @@ import time; time.sleep(600)
 PRINTS = "while True:\n    print('x' * 65536)"
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [LEVELS[0], *(pytest.param(one, marks=pytest.mark.long) for one in LEVELS[1:])])
 @pytest.mark.parametrize(
     ("program", "wall_s", "words"),
     [
