@@ -48,6 +48,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
 TOLD_ONCE: dict[str, tuple[Tone, str]] = {
     "weights_not_filed": ("warning", "version {version} is not in publication.directory: {why}"),
     "weights_from_files": ("warning", "version {version} is taken from publication.directory: {why}"),
+    "broadcast_rank_off": ("warning", "{engine} is not broadcast to, versions go by the stage: {why}"),
     "broadcasts_off": ("warning", "there are no broadcasts, versions go by the stage: {why}"),
     "checkpoint_damaged": ("warning", "checkpoint {checkpoint} is passed over: {why}"),
     "step_skipped": ("warning", "step {step} was thrown away: {why}"),

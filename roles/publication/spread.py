@@ -57,7 +57,7 @@ class Spreader:
 
     A version that is committed while the one before is still under way is not broadcast: engines take it from the
     stage. So does an engine whose rank is not there yet: processes are started ahead, and no version waits for one.
-    Where the library cannot be used at all there are no broadcasts, and an event says why.
+    A rank whose process never comes up is given up, the trainer's own with all broadcasts, and an event says why.
     """
 
     def __init__(self, ctx: RoleContext, stage: Path, timeout_s: float) -> None:
@@ -68,6 +68,7 @@ class Spreader:
         self._taken: Taken | None = None
         self._manifest: Manifest | None = None
         self._group: Collective | None = None
+        self._given_up: set[str] = set()
         self._lay_out: LayOut
         self._opening = asyncio.create_task(self._open())
         self.current: asyncio.Task[None] | None = None
@@ -102,7 +103,21 @@ class Spreader:
         for offer in standing:
             self._group.admit(RankSpec(offer.slot, offer.device))
         self._group.want(ROOT, *(offer.slot for offer in standing))
-        return self._group.present
+        there, given_up = self._group.present, self._group.given_up
+        for slot in given_up.keys() - self._given_up - {ROOT}:
+            self._given_up.add(slot)
+            self._ctx.event("broadcast_rank_off", communicator=self._kind, engine=slot, why=given_up[slot])
+        if ROOT in given_up:
+            await self._off(given_up[ROOT])
+        return there
+
+    async def _off(self, why: str) -> None:
+        """There are no broadcasts any more."""
+        self._ctx.event("broadcasts_off", communicator=self._kind, why=why)
+        self._ctx.log.warning("weights are not broadcast", why=why)
+        group, self._group = self._group, None
+        if group is not None:
+            await group.__aexit__(None, None, None)
 
     def begin(self) -> None:
         """The version is committed: broadcast it, behind whatever comes next."""
@@ -143,8 +158,7 @@ class Spreader:
             await group.__aenter__()
             group.want(ROOT)
         except (RelaxError, ImportError, OSError) as error:
-            self._ctx.event("broadcasts_off", communicator=self._kind, why=str(error))
-            self._ctx.log.warning("weights are not broadcast", why=str(error))
+            await self._off(str(error))
             return
         self._group = group
 

@@ -376,3 +376,27 @@ def test_words_of_an_earlier_incarnation_mean_nothing() -> None:
         assert machine.step(late, 5.1) == []
         assert machine.members["a"].state == "starting"
     assert {type(action) for action in machine.step(ev.Hello("a", 2), 5.2)} == {ev.Init}
+
+
+def test_a_member_whose_processes_end_before_their_first_word_is_given_up_and_the_others_go_on() -> None:
+    machine = GroupMachine(LIMITS)
+    for turn in range(1, LIMITS.starts + 1):
+        assert machine.step(ev.Wanted(("a",)), turn) == [ev.Spawn("a", turn)] and not machine.given_up
+        machine.step(ev.Failed("a", turn, 0, True, "no such library"), turn)
+        machine.step(ev.Died("a", turn, "exit code 1"), turn)
+    assert machine.given_up == {"a": "no such library"}
+    assert machine.step(ev.Wanted(("a",)), 50) == []
+    assert machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, TIMEOUT_S), 51) == [ev.Spawn("root", 1)]
+    actions = machine.step(ev.Hello("root", 1), 51.5)
+    outcome = next(action.outcome for action in actions if isinstance(action, ev.Report))
+    assert not outcome.error and [(one.member, one.fate) for one in outcome.lost] == [("a", "absent")]
+    assert "no such library" in outcome.lost[0].why
+
+
+def test_one_that_has_come_up_once_is_started_as_often_as_it_ends() -> None:
+    machine = GroupMachine(LIMITS)
+    for turn in range(1, 3 * LIMITS.starts):
+        assert machine.step(ev.Wanted(("a",)), turn) == [ev.Spawn("a", turn)]
+        machine.step(ev.Hello("a", turn), turn)
+        machine.step(ev.Died("a", turn, "SIGKILL"), turn)
+    assert not machine.given_up

@@ -151,6 +151,7 @@ class Played:
         self.entered = False
         self.present = frozenset({"trainer", *BOTH})
         self.among = BOTH
+        self.given_up: dict[str, str] = {}
 
     def __call__(self, *_: object, **__: object) -> Played:
         return self
@@ -273,6 +274,39 @@ async def test_a_library_that_cannot_be_used_is_told_and_harms_nothing(
         world.offer()
         assert await world.who_has(*await world.commit()) == []
         assert [kind for kind, _ in world.ctx.events] == ["broadcasts_off"]
+
+
+async def test_a_communicator_that_does_not_load_ends_the_broadcasts_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of the ranks live long enough to say so, each time one is started ahead of a version."""
+    monkeypatch.setattr(groups, "GLOO", "relax_rt.transport.weights.collective.gloo:NotThere")
+    async with world_of(tmp_path) as world:
+        world.offer()
+        async with asyncio.timeout(TIMEOUT_S):
+            while not world.ctx.events:
+                assert await world.who_has(*await world.commit()) == []
+        kind, told = world.ctx.events[0]
+        assert kind == "broadcasts_off" and "NotThere" in told["why"]
+        assert await world.who_has(*await world.commit()) == [] and len(world.ctx.events) == 1
+
+
+async def test_an_engine_whose_rank_never_comes_up_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(lambda: Outcome(1, ("rollout/0",), ()))
+    played.gate.set()
+    played.present, played.among = frozenset({"trainer", "rollout/0"}), ["rollout/0"]
+    played.given_up = {"rollout/1": "its library is another"}
+    monkeypatch.setattr(groups, "Collective", played)
+    async with world_of(tmp_path) as world:
+        world.offer()
+        for _ in range(2):
+            await world.commit()
+            assert (await world.told())["engines"] == ["rollout/0"]
+        assert [told for kind, told in world.ctx.events if kind == "broadcast_rank_off"] == [
+            {"communicator": "gloo", "engine": "rollout/1", "why": "its library is another"}
+        ]
 
 
 async def test_there_are_none_unless_they_are_asked_for(tmp_path: Path) -> None:

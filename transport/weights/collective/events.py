@@ -22,6 +22,7 @@ class Limits(msgspec.Struct, frozen=True):
         hello_s: of a transfer, until the processes of its ranks have said their first word.
         start_s: from the start of a process to its first word, over all transfers that would have had it: a slow one is
             left out of them and not begun again each time.
+        starts: how often in a row a process is started that ends before its first word; then its member is given up.
         join_s: to meet all others.
         stall_s: between two buckets of the slowest rank.
         abort_s: from the request to end a collective until it has ended.
@@ -32,6 +33,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     hello_s: float = 60.0
     start_s: float = 60.0
+    starts: int = 3
     join_s: float = 30.0
     stall_s: float = 20.0
     abort_s: float = 5.0

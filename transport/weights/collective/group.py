@@ -120,6 +120,11 @@ class Collective:
         """The ranks whose processes are there."""
         return self.machine.present
 
+    @property
+    def given_up(self) -> dict[str, str]:
+        """The ranks whose processes could not be started and are tried no more, and why."""
+        return self.machine.given_up
+
     async def broadcast(self, memories: Mapping[str, Memory], digest: str, timeout_s: float) -> ev.Outcome:
         """Bring what lies in the first rank's memory into all others'.
 

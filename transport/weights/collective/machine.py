@@ -65,6 +65,8 @@ class Member:
     device: str = ""
     generation: int = 0
     heard: bool = False
+    unborn: int = 0
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -119,6 +121,11 @@ class GroupMachine:
         return frozenset(name for name, member in self.members.items() if member.state not in away)
 
     @property
+    def given_up(self) -> dict[str, str]:
+        """The members whose processes are started no more, as each of the last ended before its first word, and why."""
+        return {name: member.why for name, member in self.members.items() if self._hopeless(member)}
+
+    @property
     def deadline(self) -> float | None:
         """When a Tick is due at the latest; None: nothing is under way."""
         times = [t for _, t in self._waiting]
@@ -159,6 +166,7 @@ class GroupMachine:
         elif isinstance(event, Hello):
             if member.state == "starting":
                 member.state, member.device = "idle", event.device
+                member.unborn, member.why = 0, ""
                 self._maybe_form(now)
         elif not isinstance(event, Joined | Progressed | Done | Failed | Heard | Aborted):
             return
@@ -208,6 +216,8 @@ class GroupMachine:
         self._group = ()
         assert self._now is not None
         self._want(tuple(self._now.pending), now)
+        for name in [n for n in self._now.pending if self._hopeless(self.members[n])]:
+            self._lose(name, "absent", f"its process is not started any more: {self.members[name].why}")
         self._maybe_form(now)
 
     def _want(self, names: tuple[str, ...], now: float) -> None:
@@ -216,11 +226,19 @@ class GroupMachine:
             member = self.members.setdefault(name, Member(name))
             if self._never_came(member, now):
                 self._kill(member, "it never said hello")
-            if member.state in ("absent", "dead"):
+            if member.state in ("absent", "dead") and not self._hopeless(member):
                 member.incarnation += 1
                 member.born = now
                 member.state, member.device, member.generation = "starting", "", 0
                 self._actions.append(Spawn(name, member.incarnation))
+
+    def _hopeless(self, member: Member) -> bool:
+        return member.unborn >= self.limits.starts
+
+    def _unborn(self, member: Member, why: str) -> None:
+        """Its process ends; if it has not said its first word yet, that is one of the starts that are tried in vain."""
+        if member.state == "starting":
+            member.unborn, member.why = member.unborn + 1, why
 
     def _never_came(self, member: Member, now: float) -> bool:
         return member.state == "starting" and member.born + self.limits.start_s <= now
@@ -302,6 +320,7 @@ class GroupMachine:
     # Something goes wrong
 
     def _died(self, member: Member, diagnosis: str, now: float) -> None:
+        self._unborn(member, diagnosis or "its process ended")
         member.state = "dead"
         self._lose(member.name, "died", diagnosis or "its process ended")
         self._broken(member, now)
@@ -475,6 +494,7 @@ class GroupMachine:
             transfer.lost[name] = Lost(name, fate, why)
 
     def _kill(self, member: Member, why: str) -> None:
+        self._unborn(member, why)
         member.state = "dead"
         self._actions.append(Kill(member.name, member.incarnation, why))
 
