@@ -426,6 +426,7 @@ class RolloutRole(Role):
                 "running": load.running,
                 "waiting": load.waiting,
                 "marked_tokens": self.work.tokens_marked,
+                "marks_not_kept": self.work.marks_not_kept,
                 "gone_on_with_tokens": self.work.tokens_gone_on_with,
             }
         )

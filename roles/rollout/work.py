@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from relax_rt.roles.engines.base import Assembly, Chunk, Completion, GroupRequest, Partial
 from relax_rt.transport.queue.api import Mark, SampleKey, Ticket
@@ -15,6 +16,9 @@ from relax_rt.transport.queue.marking import Begun, make_mark
 
 INTERRUPTED = "abort"
 """Finish reason of a member that the engine stopped before its end."""
+TOKEN_BYTES = 4
+MOST_DOUBLINGS = 16
+"""Of the tokens that a member grows by before what found no room is tried again."""
 MARK_BYTES = 1 << 18
 """Of one mark, about. More tokens than that go in several, of which the queue keeps what it has room for."""
 
@@ -26,6 +30,7 @@ class Job:
     Attributes:
         origin: see Mark.
         marked: tokens that the queue holds, by place in the request.
+        refused: of places of which it kept less than it was sent: how often in a row, and the tokens there were then.
         running: places that the engine works on. cut: completions of those that it was stopped at.
         unput: finished, and not yet on the queue.
         ending: why it is handed over; empty while it is worked on. told: the marks of what was cut were taken.
@@ -37,6 +42,7 @@ class Job:
     origin: bytes
     marked: list[int]
     running: set[int]
+    refused: dict[int, tuple[int, int]] = field(default_factory=dict)
     cut: dict[int, Completion] = field(default_factory=dict)
     unput: int = 0
     ending: str = ""
@@ -109,7 +115,7 @@ class Work:
                 continue
             completion = self._assembly.add(chunk)
             if completion is None:
-                if self._every and chunk.start + len(chunk.tokens) - job.marked[chunk.member] >= self._every:
+                if self._is_due(job, chunk.member, chunk.start + len(chunk.tokens)):
                     self._due[chunk.request, chunk.member] = job
                 continue
             self._due.pop((chunk.request, chunk.member), None)
@@ -119,6 +125,11 @@ class Work:
             else:
                 job.unput += 1
                 self._finished.append((job, completion))
+
+    def _is_due(self, job: Job, place: int, length: int) -> bool:
+        """What found no room is tried again after twice as many new tokens each time, and not with every piece."""
+        times, at = job.refused.get(place, (1, job.marked[place]))
+        return self._every > 0 and length - at >= self._every << (times - 1)
 
     # --- finished members
 
@@ -140,7 +151,7 @@ class Work:
 
     def take_due(self) -> list[Due]:
         """Marks to be journaled now: of members that have grown enough, and all that is left of jobs handed over."""
-        due = [one for (_, place), job in self._due.items() for one in self._marks(job, place)]
+        due = [one for (_, place), job in self._due.items() for one in self._some(job, place)]
         self._due.clear()
         for job in self.jobs.values():
             if job.cut and job.settled and not job.told:
@@ -152,6 +163,11 @@ class Work:
         """Marks of everything unfinished, as far as it is known: the engine is no more, or not waited for."""
         places = ((job, place) for job in self.jobs.values() for place in range(len(job.marked)))
         return [one for job, place in places for one in self._marks(job, place)]
+
+    def _some(self, job: Job, place: int) -> Iterator[Due]:
+        """Of what the queue had no room for, one mark, to see whether it has room now."""
+        marks = self._marks(job, place)
+        return islice(marks, 1) if place in job.refused else marks
 
     def _marks(self, job: Job, place: int) -> Iterator[Due]:
         had = job.cut.get(place) or self._assembly.had(job.number, place)
@@ -168,12 +184,19 @@ class Work:
 
     def marked(self, due: Sequence[Due], held: Sequence[int]) -> None:
         """The queue holds so many tokens of each. Of what found no room, more is tried when there is more."""
+        lengths: dict[tuple[int, int], int] = {}
         for one, tokens in zip(due, held, strict=True):
-            wanted = one.mark.start + len(one.mark.tokens) // 4
-            self.marks_not_kept += tokens != wanted
+            wanted = one.mark.start + len(one.mark.tokens) // TOKEN_BYTES
             self.tokens_marked += max(0, tokens - one.mark.start)
             if tokens >= 0:
                 one.job.marked[one.place] = tokens
+            if tokens != wanted:
+                self.marks_not_kept += 1
+                lengths[one.job.number, one.place] = wanted
+        for number, job, place in {(one.job.number, one.job, one.place) for one in due}:
+            times, _ = job.refused.pop(place, (0, 0))
+            if (number, place) in lengths:
+                job.refused[place] = (min(times + 1, MOST_DOUBLINGS), lengths[number, place])
 
     # --- jobs that end otherwise
 

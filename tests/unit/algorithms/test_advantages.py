@@ -181,7 +181,7 @@ def test_turn_rewards_come_from_the_samples_info_and_must_fit_its_turns() -> Non
     turns = [TurnSpan(0, 1, "user"), TurnSpan(1, 3, "assistant")]
     made = trajectory(sample(0, [0, 1, 1], turns=turns, info={"turn_rewards": [0.5], "turn_states": ["s"]}), 1.0)
     assert (made.turns, made.turn_rewards, made.turn_states) == ([(1, 3)], [0.5], ["s"])
-    with pytest.raises(Refused, match=r"info.turn_rewards has 2 entries, and the assistant has 1 turns"):
+    with pytest.raises(Refused, match=r"turn_rewards has 2 entries, and the assistant has 1 turns"):
         trajectory(sample(0, [0, 1, 1], turns=turns, info={"turn_rewards": [0.5, 1.0]}), 1.0)
     with pytest.raises(Refused, match="has no turn_rewards"):
         bound("advantage", "process_grpo")(trajectories((0, 1.0, 2)))

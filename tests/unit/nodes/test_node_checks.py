@@ -30,14 +30,14 @@ def plan(kind: str, **settings: object) -> RolePlan:
 @pytest.mark.parametrize(
     ("given", "roles", "says"),
     [
-        (config(), [plan("env", node="b")], 'roles.env.node = "b": this run has one node only'),
+        (config(), [plan("reward", node="b")], 'roles.reward.node = "b": this run has one node only'),
         (config("10.0.0.1:7"), [plan("queue", node="b")], "the queue runs on the head"),
         (config("10.0.0.1:7"), [plan("trainer", node="b")], "checkpoints do not go between nodes"),
-        (config("10.0.0.1:7"), [plan("evaluator", node="b")], "trainer, evaluator run on the head"),
+        (config("10.0.0.1:7"), [plan("evaluator", node="b")], "trainer, evaluator, env, gateway run on the head"),
         (config("0.0.0.0:7"), [], "must be one address"),
         (config("nowhere"), [], "no host and port"),
         (config("10.0.0.1:7", durability="disk"), [plan("queue")], "would not outlive them"),
-        (config(), [plan("env", gpus=1)], "this machine has 0, and no other node can join"),
+        (config(), [plan("reward", gpus=1)], "this machine has 0, and no other node can join"),
     ],
 )
 def test_what_cannot_be(given: RunConfig, roles: list[RolePlan], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,14 +49,14 @@ def test_what_cannot_be(given: RunConfig, roles: list[RolePlan], says: str, monk
 
 def test_what_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "count_gpus", lambda: 0)
-    check_nodes(config(), [plan("env")])
+    check_nodes(config(), [plan("reward")])
     check_nodes(
-        config("10.0.0.1:7"), [plan("env", node="b", gpus=8), plan("trainer", node="head"), plan("rollout", node="b")]
+        config("10.0.0.1:7"), [plan("reward", node="b", gpus=8), plan("trainer", node="head"), plan("rollout", node="b")]
     )
 
 
 def test_roles_that_share_files_stay_on_the_head_and_engines_need_not() -> None:
-    plans = [plan("registry"), plan("trainer"), plan("rollout"), plan("reward"), plan("env", node="b")]
+    plans = [plan("registry"), plan("trainer"), plan("rollout"), plan("reward"), plan("reference", node="b")]
     assert [p.settings.node for p in pinned_plans(plans, config("10.0.0.1:7"))] == ["head", "head", None, None, "b"]
     assert pinned_plans(plans, config()) == plans
 

@@ -47,6 +47,8 @@ class Echo:
     def __init__(self, sink: Callable[[list[Chunk]], None]) -> None:
         self._sink, self._tasks = sink, {}  # type: ignore[var-annotated]
         self.generated = 0
+        self.most: int | None = None
+        """Tokens after which it stands still."""
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
@@ -61,6 +63,8 @@ class Echo:
         words = [*(ord(letter) for letter in f"that is {len(request.prompt)}"), STOP]
         for at in range(had, len(words)):
             await asyncio.sleep(TOKEN_S)
+            if self.generated == self.most:
+                await asyncio.Event().wait()
             self.generated += 1
             end = "stop" if words[at] == STOP else ""
             self._sink([Chunk(request.id, 0, at, [words[at]], [-0.1], [VersionSpan(at, at + 1, 0, 0)], end)])
@@ -159,10 +163,14 @@ async def test_verdicts_come_from_judges_without_a_version_and_depend_on_the_com
 
 async def test_a_judge_that_dies_costs_no_verdict_and_its_tokens_are_kept() -> None:
     run = Run()
+    run.slots["genrm/0"].engine.most = 20
     async with judging(run) as (router, judge):
         asking = asyncio.create_task(judge.verdicts(requests(30)))
+        lives = router.core.lives
         async with asyncio.timeout(20):
-            while run.slots["genrm/0"].engine.generated < 20:  # noqa: ASYNC110 - the engine is not told to say so
+            while not any(  # noqa: ASYNC110 - nobody says so
+                life.tokens and life.place is not None and life.place.slot == "genrm/0" for life in lives.values()
+            ):
                 await asyncio.sleep(0.005)
         run.slots["genrm/0"].kill()
         found = await asking
