@@ -54,7 +54,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)
         if tokenizer is None:
             return problems
-        of_model = (*_division(config, folder), *check_adapters(config, folder))
+        of_model = (*_division(config, folder), *check_engine_model(config, folder), *check_adapters(config, folder))
         return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:

@@ -9,9 +9,9 @@ from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, settings
 from relax_rt.roles.engines.routing import RoutingShape, sparse_layers
-from relax_rt.roles.planning.shape import read_shape
-from relax_rt.roles.sections import RLConfig, RolloutSettings
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.roles.engines.sglang.options import unlike_the_model
+from relax_rt.roles.sections import EngineSettings, RLConfig, RolloutSettings
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.ledger.policy import QueueLimits
 
 ROUTING = ("roles", "rollout", "routing")
@@ -20,33 +20,19 @@ TOKEN_BYTES = 8
 
 
 def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
-    """What of roles.rollout does not go with the model in this folder."""
-    table = settings(config, "rollout", RolloutSettings)
-    if table.engine == "sglang" and (why := _unlike_sglang(folder)):
-        hint = 'set engine = "embedded", or train another model'
-        yield Problem(("roles", "rollout", "engine"), f"SGLang's Qwen3-MoE {why}", hint)
-    if table.routing:
+    """What of the engines of roles.rollout and roles.evaluator does not go with the model in this folder."""
+    for kind in ("rollout", "evaluator"):
+        engine = config.roles.get(kind)
+        if isinstance(engine, EngineSettings) and engine.engine == "sglang" and (why := unlike_the_model(folder)):
+            hint = 'set engine = "embedded", or train another model'
+            yield Problem(("roles", kind, "engine"), f"SGLang's Qwen3-MoE {why}", hint)
+    if settings(config, "rollout", RolloutSettings).routing:
         try:
             shape, _ = sparse_layers(folder)
         except Refused as error:
             yield Problem(ROUTING, f"{error.what}: {error.why}", error.hint)
         else:
             yield from _capacity(config, shape)
-
-
-def _unlike_sglang(folder: Path) -> str:
-    """What SGLang computes otherwise than the model says, without a word; empty if nothing is known."""
-    try:
-        shape = read_shape(folder)
-    except RelaxError:
-        return ""
-    if not any(shape.sparse):
-        return ""
-    if shape.tied:
-        return "overlooks tie_word_embeddings = true: it has no head then, and all its logits are zero"
-    if not all(shape.sparse):
-        return f"has experts in every layer, and this model has none in layer {shape.sparse.index(False)}"
-    return ""
 
 
 def _capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
@@ -73,7 +59,16 @@ def engine_warnings(config: RLConfig, folder: Path) -> Iterator[str]:
         shape, _ = sparse_layers(folder)
     except Refused:
         return
-    kept = QueueLimits().mark_bytes // (TOKEN_BYTES + shape.row_bytes)
+    token_bytes = TOKEN_BYTES + shape.row_bytes
+    kept = QueueLimits().mark_bytes // token_bytes
+    members = table.count * table.groups_in_flight * config.algorithm.group_size
+    need = members * min(kept, config.sampling.max_new_tokens) * token_bytes
+    if need > config.queue.marks_mib * MIB:
+        yield (
+            f"with routing rows of {shape.row_bytes} bytes a token the {members} sequences in flight may have "
+            f"{-(-need // MIB)} MiB to journal, and queue.marks_mib = {config.queue.marks_mib}: what an engine that "
+            "dies has sampled beyond that is made again"
+        )
     if kept < config.sampling.max_new_tokens:
         yield (
             f"with routing rows of {shape.row_bytes} bytes a token the journal keeps the first {kept} tokens of an "

@@ -35,7 +35,7 @@ from relax_rt.roles.engines.sglang import update
 from relax_rt.roles.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.engines.sglang.client import Event, Limits
 from relax_rt.roles.engines.sglang.members import Batch, Line, Member
-from relax_rt.roles.engines.sglang.options import Device, Option
+from relax_rt.roles.engines.sglang.options import Device, Option, unlike_the_model
 from relax_rt.roles.engines.sglang.server import Place, Server
 from relax_rt.roles.engines.sglang.weights import (
     PrivateCopy,
@@ -78,6 +78,9 @@ class SglangEngine:
         kv_tokens: room of its cache, until the server says what it has.
         booting: told how long the start may take, when it begins.
         tell: told how far the start is.
+
+    Raises:
+        Refused: the server would compute something else than the model says.
     """
 
     name = "sglang"
@@ -95,6 +98,10 @@ class SglangEngine:
         booting: Callable[[float], object] = lambda _: None,
         tell: Callable[[str], object] = lambda _: None,
     ) -> None:
+        if why := unlike_the_model(model):
+            raise Refused(
+                f"{model.name} in the sglang engine", why=f"its Qwen3-MoE {why}", hint='use engine = "embedded"'
+            )
         self.settings, self._table = settings, settings.sglang
         self._copy = PrivateCopy(weights_folder)
         self._device, self._booting = device, booting

@@ -9,8 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from relax_rt.roles.planning.shape import read_shape
 from relax_rt.roles.sections import EngineSettings, RolloutSettings
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, RelaxError
 
 Device = Literal["cuda", "cpu"]
 Option = bool | int | float | str
@@ -174,3 +175,18 @@ def interpreter(python: str | None, config_dir: Path, own: str) -> str:
     path = Path(python).expanduser()
     # Not resolved: a virtual environment is known by the path of its link.
     return os.path.abspath(config_dir / path) if os.sep in python else python  # noqa: PTH100
+
+
+def unlike_the_model(folder: Path) -> str:
+    """What SGLang computes otherwise than the model in this folder says, without a word; empty if nothing is known."""
+    try:
+        shape = read_shape(folder)
+    except RelaxError:
+        return ""
+    if not any(shape.sparse):
+        return ""
+    if shape.tied:
+        return "overlooks tie_word_embeddings = true: it has no head then, and all its logits are zero"
+    if not all(shape.sparse):
+        return f"has experts in every layer, and this model has none in layer {shape.sparse.index(False)}"
+    return ""

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from relax_rt.roles.engines.checks import check_engines
 from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
-from relax_rt.roles.sections import DataTable, RLConfig, RolloutSettings, SamplingTable
+from relax_rt.roles.sections import DataTable, EvaluatorSettings, RLConfig, RolloutSettings, SamplingTable
 
 MOE = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 128,
@@ -16,14 +17,14 @@ MOE = {
 PATH = ("roles", "rollout", "routing")
 
 
-def config(capacity_mib: int = 1024, new: int = 256, **rollout: Any) -> RLConfig:
+def config(capacity_mib: int = 1024, new: int = 256, marks_mib: int = 4096, **rollout: Any) -> RLConfig:
     whole = {
         "run": {"name": "r"},
         "model": {"path": "model"},
         "data": {"task": "chain_sum"},
         "reward": {"function": "r.py:r"},
         "sampling": {"max_new_tokens": new},
-        "queue": {"capacity_mib": capacity_mib},
+        "queue": {"capacity_mib": capacity_mib, "marks_mib": marks_mib},
     }
     made = RLConfig.model_validate(whole)
     object.__setattr__(made, "roles", {"rollout": RolloutSettings.model_validate(rollout)})
@@ -61,10 +62,28 @@ def test_what_sglang_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     assert problems(tmp_path, {**tied, "model_type": "qwen3"}, engine="sglang") == {}
 
 
+def test_an_evaluator_on_sglang_is_looked_at_as_well(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, "tie_word_embeddings": True}))
+    made = config()
+    evaluator = EvaluatorSettings.model_validate({"engine": "sglang"})
+    object.__setattr__(made, "roles", {**made.roles, "evaluator": evaluator})
+    (problem,) = check_engine_model(made, tmp_path)
+    assert problem.path == ("roles", "evaluator", "engine") and "all its logits are zero" in problem.message
+
+
+def test_rows_of_episodes_are_refused_where_nobody_would_record_them() -> None:
+    made = config(routing=True)
+    assert not list(check_engines(made))
+    object.__setattr__(made, "roles", {**made.roles, "env": made.roles["rollout"]})
+    assert next(p.path for p in check_engines(made) if "episodes" in p.message) == PATH
+
+
 def test_what_the_journal_has_no_room_for_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
     (said,) = engine_warnings(config(new=4096, routing=True), tmp_path)
     assert "keeps the first 2702 tokens" in said
+    (said,) = engine_warnings(config(new=1000, marks_mib=32, routing=True, groups_in_flight=8), tmp_path)
+    assert "the 64 sequences in flight may have 48 MiB" in said and "marks_mib = 32" in said
     assert not list(engine_warnings(config(new=2702, routing=True), tmp_path))
     assert not list(engine_warnings(config(new=4096), tmp_path))
     assert not list(engine_warnings(config(new=4096, routing=True, journal_every_tokens=0), tmp_path))

@@ -51,7 +51,8 @@ def test_what_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "count_gpus", lambda: 0)
     check_nodes(config(), [plan("reward")])
     check_nodes(
-        config("10.0.0.1:7"), [plan("reward", node="b", gpus=8), plan("trainer", node="head"), plan("rollout", node="b")]
+        config("10.0.0.1:7"),
+        [plan("reward", node="b", gpus=8), plan("trainer", node="head"), plan("rollout", node="b")],
     )
 
 

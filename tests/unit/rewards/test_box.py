@@ -199,5 +199,5 @@ async def test_a_run_that_is_called_off_leaves_nothing(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 async def test_a_program_that_is_not_there_is_no_verdict(level: str) -> None:
-    with pytest.raises(BoxFailed, match="No such file|Permission denied"):
+    with pytest.raises(BoxFailed, match=r"No such file|Permission denied"):
         await Box(SMALL, Mode(level)).run(["no-such-program"])  # type: ignore[arg-type]
