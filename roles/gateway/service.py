@@ -253,10 +253,14 @@ class Service:
             raise bad(message, "messages", "context_length_exceeded")
 
     def _seed(self, call: Call, session: Session, number: int, k: int) -> int:
-        """Of the caller's seed, or, in an episode, of the run's and the call's place, so that it can be repeated."""
-        if call.seed is None and not session.trained:
+        """Of the caller's seed; in an episode of the call's place too, which can be repeated: a program that always asks
+        with one seed would else have all members of a group say the same."""
+        if session.trained:
+            what = f"{self.terms.seed if call.seed is None else call.seed}/{session.name}/{number}/{k}"
+        elif call.seed is not None:
+            what = f"asked {call.seed}/{k}"
+        else:
             return secrets.randbits(63)
-        what = f"asked {call.seed}/{k}" if call.seed is not None else f"{self.terms.seed}/{session.name}/{number}/{k}"
         return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "big") >> 1
 
     def read(self, call: Call, prompt: Sequence[int]) -> Reader:

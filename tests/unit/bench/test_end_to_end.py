@@ -72,6 +72,11 @@ def test_goals(plain_s: float, trl_s: float, missed: set[str]) -> None:
     assert {name for name, row in found.items() if not row["holds"]} == missed
 
 
+def test_fewer_learned_from_as_many_samples_is_a_goal_missed() -> None:
+    assert rows((PLAIN, peer(2.0, exact=0.47)))["held-out exact, step 5"]["holds"], "ours is 0.4"
+    assert not rows((PLAIN, peer(2.0, exact=0.49)))["held-out exact, step 5"]["holds"]
+
+
 def test_a_target_that_is_not_reached() -> None:
     found = rows((PLAIN, peer(2.0, exact=0.2)), ours=system(exact=0.1))
     row = found["time to 30% held-out"]

@@ -131,7 +131,7 @@ async def test_several_answers_have_seeds_of_their_own_and_are_branches() -> Non
         texts = [choice.message.content for choice in answer.choices]
         assert len(set(texts)) == 3 and [choice.index for choice in answer.choices] == [0, 1, 2]
         again = await api.chat.completions.create(model="policy", messages=ask("hi"), n=3, seed=7)
-        assert [choice.message.content for choice in again.choices] == texts
+        assert not {choice.message.content for choice in again.choices} & set(texts), "or a group's members were alike"
         episode = world.sessions.close("episode-1")
         trained = sum(sum(branch.loss_mask) for branch in episode.branches)
         assert trained == sum(len(outcome.tokens) for outcome in world.engine.made)
