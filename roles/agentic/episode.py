@@ -264,6 +264,27 @@ async def play(factory: Factory, environment: Any, task: Task, talk: Talk, limit
     )
 
 
+def _check(answer: Observation | Step, where: str) -> None:
+    """An environment in this process may fill in anything; from a worker it comes checked.
+
+    Raises:
+        Broken: a field is not what it is declared to be.
+    """
+    messages, state = answer.messages, answer.state
+    if not isinstance(messages, str) and not (
+        isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    ):
+        raise Broken(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
+    if not isinstance(state, str | None):
+        raise Broken(where, why=f"its state is {state!r:.80}, which is no text")
+    try:
+        numbers = [float(value) for value in answer.info.values()] if isinstance(answer, Step) else []
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Broken(where, why=f"its info is {answer.info!r:.80}, which is not numbers by name") from error
+    if not all(map(math.isfinite, numbers)):
+        raise Broken(where, why=f"its info has numbers that are not finite: {answer.info!r:.80}")
+
+
 async def _take_turns(environment: Any, task: Task, talk: Talk, limits: Limits) -> dict[str, float]:
     """The environment's loop; returns what it reports."""
     # In a worker a call has its deadline from when it is its turn.
@@ -273,6 +294,7 @@ async def _take_turns(environment: Any, task: Task, talk: Talk, limits: Limits) 
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise Broken("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
+    _check(seen, "in reset")
     messages, tools, state = conversation(seen.messages), seen.tools, seen.state
     info: dict[str, float] = {}
     while True:
@@ -287,6 +309,7 @@ async def _take_turns(environment: Any, task: Task, talk: Talk, limits: Limits) 
         step = await _within(lambda: environment.step(reply), timeout_s, where)  # noqa: B023
         if not isinstance(step, Step):
             raise Broken(where, why=f"it returned {step!r:.80}, which is no Step")
+        _check(step, where)
         try:
             talk.reward(0.0 if step.reward is None else step.reward)
         except ValueError as error:

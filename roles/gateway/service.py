@@ -253,8 +253,8 @@ class Service:
             raise bad(message, "messages", "context_length_exceeded")
 
     def _seed(self, call: Call, session: Session, number: int, k: int) -> int:
-        """Of the caller's seed; in an episode of the call's place too, which can be repeated: a program that always asks
-        with one seed would else have all members of a group say the same."""
+        """Of the caller's seed; in an episode of the call's place too, which can be repeated: a program that always
+        asks with one seed would else have all members of a group say the same."""
         if session.trained:
             what = f"{self.terms.seed if call.seed is None else call.seed}/{session.name}/{number}/{k}"
         elif call.seed is not None:

@@ -92,6 +92,12 @@ class Bad(Environment):
                 raise KeyError("board")
             case "nan":
                 return Step(reward=float("nan"))
+            case "no messages":
+                return Step(messages=None)  # type: ignore[arg-type]
+            case "words for numbers":
+                return Step(done=True, info={"won": "yes"})  # type: ignore[dict-item]
+            case "a state that is no text":
+                return Step(state=7)  # type: ignore[arg-type]
             case "times out itself":
                 raise TimeoutError("its own")
         return {"reward": 1}  # type: ignore[return-value]
@@ -106,6 +112,9 @@ class Bad(Environment):
     [
         ("raises", Broken, r"in step 1.*KeyError: 'board' at .*test_episode.py:\d+"),
         ("nan", Broken, "in step 1.*must be finite"),
+        ("no messages", Broken, r"in step 1.*its messages"),
+        ("words for numbers", Broken, r"in step 1.*its info"),
+        ("a state that is no text", Broken, r"in step 1.*its state"),
         ("times out itself", Broken, "TimeoutError: its own"),
         ("returns a dict", Broken, "which is no Step"),
         ("sleeps", Stuck, "in reset.*did not return within 0.05 s"),
