@@ -35,6 +35,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
         media: references of images, audio, video (content hash, kind, uri).
         engine: slot and epoch of the engine that finished it, or of who played it.
         branches: tokens [start, end) of each branch of an episode, a causal sequence of its own; empty: there is one.
+        turn_order: with branches the numbers of the assistant's turns in `turns`, as they were sampled, first to last.
     """
 
     group: int
@@ -54,6 +55,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""
     info: dict[str, Any] = {}
     branches: list[tuple[int, int]] = []
+    turn_order: list[int] = []
 
 
 def bare_meta(group: int, member: int) -> SampleMeta:
@@ -87,7 +89,7 @@ class Sample(msgspec.Struct, kw_only=True):
         turn_rewards: float32, one for each turn of the assistant, where a reward function gives them.
         advantages: float32 [T].
         proximal_logprobs, reference_logprobs, values: float32 [T] with the version that computed them.
-        routing: int16 [T-1, layers, k] experts chosen (MoE).
+        routing: int16 [T-1, layers, k] experts chosen (MoE); -1 at a branch's last token, which was sent nowhere.
     """
 
     meta: SampleMeta

@@ -9,6 +9,7 @@ import numpy as np
 
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.tokens import BranchTurn
 from relax_rt.roles.algorithms.inputs import TURN_REWARDS, TURN_STATES
 from relax_rt.roles.columns import generated_columns
 from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -40,7 +41,7 @@ def make_sample(
     branches = played.episode.branches
     starts = np.cumsum([0, *(len(branch.tokens) for branch in branches)]).tolist()
     turns: list[TurnSpan] = []
-    ids: list[str] = []
+    said: list[BranchTurn] = []
     versions: list[VersionSpan] = []
     for start, branch in zip(starts, branches, strict=False):
         for turn in branch.turns:
@@ -50,11 +51,12 @@ def make_sample(
                 role = CONTEXT
             turns.append(TurnSpan(turn.start + start, turn.end + start, role))
             if role == "assistant":
-                ids.append(turn.response)
+                said.append(turn)
         versions += [VersionSpan(v.start + start, v.end + start, v.version, v.kv_version) for v in branch.versions]
-    info: dict[str, Any] = {TURN_REWARDS: [played.rewards.get(id_, 0.0) for id_ in ids]}
-    if all(id_ in played.states for id_ in ids):
-        info[TURN_STATES] = [played.states[id_] for id_ in ids]
+    rewards = _turn_rewards(played, {turn.response for turn in said})
+    info: dict[str, Any] = {TURN_REWARDS: [rewards[turn.response] for turn in said]}
+    if all(turn.response in played.states for turn in said):
+        info[TURN_STATES] = [played.states[turn.response] for turn in said]
     if task.question:
         info |= {"question": task.question, "metadata": task.metadata}
     meta = SampleMeta(
@@ -74,6 +76,7 @@ def make_sample(
         answer=task.answer,
         info=info,
         branches=list(itertools.pairwise(starts)) if len(branches) > 1 else [],
+        turn_order=sorted(range(len(said)), key=lambda n: said[n].number) if len(branches) > 1 else [],
     )
     return Sample(
         meta=meta,
@@ -84,6 +87,17 @@ def make_sample(
         reward=played.reward,
         rewards={"episode": played.reward},
     )
+
+
+def _turn_rewards(played: Played, trained: set[str]) -> dict[str, float]:
+    """Of the replies that are trained, by id. What one that is not was given, the trained one before it gets: it led
+    there, and none after it did."""
+    rewards, last = dict.fromkeys(trained, 0.0), ""
+    for reply, value in played.rewards.items():
+        last = reply if reply in trained else last
+        if last:
+            rewards[last] += value
+    return rewards
 
 
 def as_put(sample: Sample) -> NewSample:

@@ -16,11 +16,15 @@ CRITIC_SLOT = "critic/0"
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A sample as the critic sees it: tokens int32 [T], mask uint8 [T], as bytes; and the number of its group."""
+    """A sample as the critic sees it: tokens int32 [T], mask uint8 [T], as bytes; and the number of its group.
+
+    branches: tokens [start, end) of each, one behind the other, if there are several: none sees what lies before it.
+    """
 
     group: int
     tokens: bytes
     mask: bytes
+    branches: list[tuple[int, int]] = []
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

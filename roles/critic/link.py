@@ -105,8 +105,9 @@ class CriticFiles:
 
 
 def _piece(sample: Sample) -> Piece:
-    tokens = np.ascontiguousarray(sample.tokens, np.int32)
-    return Piece(sample.meta.group, tokens.tobytes(), np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes())
+    tokens = np.ascontiguousarray(sample.tokens, np.int32).tobytes()
+    mask = np.ascontiguousarray(sample.loss_mask, np.uint8).tobytes()
+    return Piece(sample.meta.group, tokens, mask, sample.meta.branches)
 
 
 def _parts(samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Sample]]]:

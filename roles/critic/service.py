@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from relax_rt.roles.critic.api import CriticReport, Piece, Place
@@ -162,7 +163,10 @@ def _sample(piece: Piece, number: int) -> Sample:
     mask = np.frombuffer(piece.mask, np.uint8)
     if len(tokens) != len(mask):
         raise Refused(f"sample {number} for the critic", why=f"{len(tokens)} tokens and a mask of {len(mask)}")
-    meta = bare_meta(piece.group, number)
+    ends = [0, *(end for _, end in piece.branches)]
+    if piece.branches and ([start for start, _ in piece.branches] != ends[:-1] or ends[-1] != len(tokens)):
+        raise Refused(f"sample {number} for the critic", why=f"its branches {piece.branches[:16]} are not its tokens")
+    meta = msgspec.structs.replace(bare_meta(piece.group, number), branches=piece.branches)
     return Sample(
         meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=np.zeros(len(tokens), np.float32), versions=[]
     )

@@ -36,7 +36,7 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         start = len(tokens) + len(rendered)
         trained = said.number in owned
         if sampled:
-            turns.append(BranchTurn(start, start + len(sampled), "assistant", said.id, trained))
+            turns.append(BranchTurn(start, start + len(sampled), "assistant", said.id, trained, said.number))
         tokens += [*rendered, *sampled]
         mask += [0] * len(rendered) + [int(trained)] * len(sampled)
         logprobs += [0.0] * len(rendered) + (list(said.what.logprobs) if trained else [0.0] * len(sampled))

@@ -84,6 +84,7 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
         role: assistant: a completion; else the role of the last message that was rendered there.
         response: the completion's id; empty for what was rendered.
         trained: the completion's tokens count in this branch. Of the branches that share a completion, one trains it.
+        number: of the completion among those of the session, as they came, from 1; 0 for what was rendered.
     """
 
     start: int
@@ -91,6 +92,7 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
     role: str
     response: str = ""
     trained: bool = False
+    number: int = 0
 
 
 class Branch(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ class DistillationOptions(Table):
     """Hold each token's difference of log-probabilities within this bound, nats."""
 
 
-@part("advantage", "distillation", options=DistillationOptions, needs={"reference"}, traits={"no_cost"})
+@part("advantage", "distillation", options=DistillationOptions, needs={"reference"}, traits={"no_cost", "policy"})
 def distillation(batch: AdvantageInputs, options: DistillationOptions) -> list[NDArray[np.float32]]:
     """A_t = coefficient (log p_teacher(token) - log p_policy(token)): minus the one-sample reverse KL of each token.
 
@@ -39,7 +39,7 @@ def distillation(batch: AdvantageInputs, options: DistillationOptions) -> list[N
     found = []
     for one in require(batch, "reference", "distillation"):
         assert one.reference is not None
-        gap = (one.reference - one.current)[one.mask]
+        gap = (one.reference - one.current)[one.steps]
         if options.limit is not None:
             gap = gap.clip(-options.limit, options.limit)
         found.append(one.place(options.coefficient * gap))

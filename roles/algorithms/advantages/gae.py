@@ -35,7 +35,8 @@ def estimate(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple
     returns are A + V (GAE, arXiv 1506.02438, equation 16; the recursive form as in PPO, arXiv 1707.06347, equation 11).
 
     Args:
-        rewards, values: float64 [n], of the trained tokens alone: tokens of the environment are no steps of the policy.
+        rewards, values: float64 [n], of the trained tokens alone, as they were sampled: tokens of the environment are
+            no steps of the policy. Where an episode goes on in another branch, V_{t+1} is of the state there.
 
     Returns:
         float64 [n] each.
@@ -49,8 +50,8 @@ def estimate(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple
 
 
 def token_rewards(one: Trajectory) -> Floats:
-    """The reward on the last trained token, less what each token costs; float64 [n] over the trained tokens."""
-    rewards = -one.penalty[one.mask]
+    """The reward on the trained token that was sampled last, less what each token costs; float64 [n], as `steps`."""
+    rewards = -one.penalty[one.steps]
     if len(rewards):
         rewards[-1] += one.reward
     return rewards
@@ -65,8 +66,21 @@ def estimates(batch: AdvantageInputs, options: GaeOptions) -> list[tuple[Floats,
     found = []
     for one in require(batch, "values", "gae"):
         assert one.values is not None
-        found.append(estimate(token_rewards(one), one.values[one.mask], options.gamma, options.lam))
+        found.append(estimate(token_rewards(one), one.values[one.steps], options.gamma, options.lam))
     return found
+
+
+def gae_returns(batch: AdvantageInputs, options: GaeOptions) -> list[NDArray[np.float32]]:
+    """What the critic's values should have been: advantages, not normalised, plus values; see `estimate`.
+
+    Returns:
+        float32 [T] for each trajectory, 0 where nothing is trained.
+
+    Raises:
+        Refused: a sample has no values.
+    """
+    found = estimates(batch, options)
+    return [one.place(returns) for one, (_, returns) in zip(batch.trajectories, found, strict=True)]
 
 
 @part(
@@ -74,6 +88,7 @@ def estimates(batch: AdvantageInputs, options: GaeOptions) -> list[tuple[Floats,
     "gae",
     options=GaeOptions,
     needs=lambda o: {"rewards", "values", *({"batch"} if o.whiten else ())},
+    returns=gae_returns,
 )
 def gae(batch: AdvantageInputs, options: GaeOptions) -> list[NDArray[np.float32]]:
     """PPO's advantages from a critic's values; see `estimate`. Normalised over the batch as in PPO's implementations

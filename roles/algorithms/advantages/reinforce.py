@@ -52,7 +52,7 @@ def reinforce_pp(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray
     Returns:
         float32 [T] for each trajectory.
     """
-    values = [t.reward - to_go(t.penalty[t.mask]) for t in batch.trajectories]
+    values = [t.reward - to_go(t.penalty[t.steps]) for t in batch.trajectories]
     return _spread(batch, values, options.whiten)
 
 
