@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 
 .PHONY: help env up test test-long test-engines lint check bench soak clean sglang-cpu-env peer-env gpu-bundle
 
@@ -25,10 +25,10 @@ $(STAMP): pyproject.toml Makefile
 up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (seven to ten minutes on two cores)
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
-test: $(STAMP)  ## unit tests and simulations, TEST_JOBS at a time, then whole runs one after the other
-	# Simulations first, and files in order: those with few and slow tests would come last, one job waiting for the other.
-	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/sim tests/unit tests/golden
-	$(BIN)/python -m pytest -m "not long" tests/integration tests/chaos tests/gpu
+test: $(STAMP)  ## unit tests, simulations and whole runs, TEST_JOBS files at a time
+	# Tests wait for processes, so three files keep two cores busy. Whole runs first: what is long must not come last.
+	$(BIN)/python -m pytest -m "not long" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
+		tests/chaos tests/integration tests/sim tests/unit tests/golden tests/gpu
 
 test-engines: $(STAMP) $(VENV)/.megatron .venv-sglang/.installed  ## engines and trainer backends: a real SGLang server, real gangs of Megatron-Core, on the CPU
 	$(BIN)/python -m pytest tests/engines

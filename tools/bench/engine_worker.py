@@ -82,13 +82,15 @@ def processor_s() -> float:
 def workload(task: Task, vocabulary: int, number: int) -> list[tuple[list[int], int]]:
     """Prompts and how many tokens each is to get: log-normal, cut at LONGEST medians; the same for all engines.
 
-    Two rounds that follow each other have the same; the one after the last is a short one, to warm up.
+    Two rounds that follow each other have the same lengths, and other prompts, or the second would find those of the
+    first kept; the one after the last is a short one, to warm up.
     """
     draw = random.Random(number // 2)
     out = []
     for _ in range(task.requests if number < len(task.rounds) else WARM_REQUESTS):
         length = task.median_tokens * math.exp(draw.gauss(0, SPREAD))
-        prompt = [draw.randrange(10, vocabulary) for _ in range(draw.randint(*PROMPT_TOKENS))]
+        ids = [draw.randrange(10, vocabulary) for _ in range(draw.randint(*PROMPT_TOKENS))]
+        prompt = [10 + (token + number) % (vocabulary - 10) for token in ids]
         out.append((prompt, max(1, min(int(length), LONGEST * task.median_tokens))))
     return out
 
