@@ -49,7 +49,7 @@ lint: $(STAMP)  ## formatting, lints, types, layers
 
 check: lint test  ## lint and test
 
-bench: $(STAMP)  ## every benchmark, in its short form (with peers where `make peer-env` was run)
+bench: $(STAMP)  ## the benchmarks, in their short form (with peers where `make peer-env` was run)
 	$(BIN)/python tools/bench/rpc_echo.py --quick
 	$(BIN)/python tools/bench/transfer_queue.py --quick
 	$(BIN)/python tools/bench/queue_scale.py --quick
@@ -57,6 +57,11 @@ bench: $(STAMP)  ## every benchmark, in its short form (with peers where `make p
 	$(BIN)/python tools/bench/actors.py --quick
 	$(BIN)/python tools/bench/end_to_end.py --quick
 	$(BIN)/python tools/bench/recovery.py --quick
+	$(BIN)/python tools/bench/weights.py --quick
+	$(BIN)/python tools/bench/engine.py --quick
+	$(BIN)/python tools/bench/partial_rollout.py --quick
+	$(BIN)/python tools/bench/modes.py --quick
+	$(BIN)/python tools/bench/agentic.py --quick
 
 soak: $(STAMP)  ## kills of the queue's processes, an hour of restarts, kills of the agent and of engines, fuzzing, learning under kills
 	$(BIN)/python tools/soak/queue_chaos.py --seconds 300
