@@ -10,7 +10,7 @@ import pytest
 SUITE = Path(__file__).resolve().parents[2] / "engines"
 if str(SUITE) not in sys.path:
     sys.path.insert(0, str(SUITE))
-pytest.register_assert_rewrite("harness", "conformance", "moe_conformance")
+pytest.register_assert_rewrite("harness", "conformance", "moe_conformance", "trainer_conformance")
 
 
 @pytest.fixture(scope="session")
