@@ -14,7 +14,7 @@ from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
-from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, Unreachable
+from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class TrainerRole(Role):
         "torch",
         "transformers",
         "relax_rt.roles.trainers.torch_backend",
-        "relax_rt.roles.trainers.checkpoint",
+        "relax_rt.roles.trainers.keeping",
         "relax_rt.roles.trainers.record",
         "relax_rt.roles.publication.publisher",
         "relax_rt.roles.algorithms.objective",
@@ -75,7 +75,7 @@ class TrainerRole(Role):
         self._saving: asyncio.Task[None] | None = None
         self._skipped = 0
         self._worked = False
-        self._early = ""
+        self._early = self._passed_over = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.objective: Objective
@@ -274,29 +274,28 @@ class TrainerRole(Role):
         )
 
     async def _restore(self) -> CheckpointState | None:
-        """Take the newest checkpoint that can be read; a damaged one is passed over, and said so."""
-        from safetensors import SafetensorError
+        """Take the newest checkpoint that can be read; those passed over are said, and no longer count.
 
+        Raises:
+            BadInput: the run has checkpoints, and none can be read.
+        """
         from relax_rt.roles.trainers.checkpoint import read_sampling
+        from relax_rt.roles.trainers.keeping import take_newest
 
-        for folder, state in await asyncio.to_thread(self.store.complete):
-            try:
-                await asyncio.to_thread(self.backend.restore, folder)
-                if self._sieve is not None:
-                    self._sieve.restore(read_sampling(folder))
-                elif self._choices is not None:
-                    self._choices.ahead.restore(read_sampling(folder))
-                if self.critic is not None:
-                    await self.critic.begin(state.step, folder)
-            except (SafetensorError, OSError, Refused) as error:
-                self.ctx.event("checkpoint_damaged", checkpoint=folder.name, why=str(error))
-                self.ctx.log.warning("passing over a damaged checkpoint", checkpoint=folder.name, error=str(error))
-                continue
-            self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
-            return state
-        if self.critic is not None:
+        async def take(folder: Path, state: CheckpointState) -> None:
+            await asyncio.to_thread(self.backend.restore, folder)
+            if self._sieve is not None:
+                self._sieve.restore(read_sampling(folder))
+            elif self._choices is not None:
+                self._choices.ahead.restore(read_sampling(folder))
+            if self.critic is not None:
+                await self.critic.begin(state.step, folder)
+
+        found, passed = await take_newest(self.ctx, self.store, take)
+        self._passed_over = f" (passed over, and set aside: {', '.join(passed)})" if passed else ""
+        if found is None and self.critic is not None:
             await self.critic.begin(0, None)
-        return None
+        return found
 
     async def _one_step(self) -> None:
         """Go on with a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
@@ -398,7 +397,7 @@ class TrainerRole(Role):
             self.ctx.event("first_work", what=f"step {self.step}")
         shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
         self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {steps}")
+        self.ctx.progress.advance(1, f"step {self.step} of {steps}{self._passed_over}")
 
     async def _save_if_due(self) -> None:
         if self._saving is not None and self._saving.done():
@@ -471,6 +470,7 @@ class TrainerRole(Role):
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
         await self.queue.committed(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
+        self._passed_over = ""
 
     def _newest_step(self) -> int:
         found = self.store.newest()

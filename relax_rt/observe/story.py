@@ -42,15 +42,17 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "supervisor_fault": ("error", "fault of the supervisor: {error}"),
     "keeper_died": ("warning", "the keeper died; another takes its place"),
     "unkillable": ("error", "these processes could not be killed: {pids}"),
+    "checkpoint_damaged": ("error", "checkpoint {checkpoint} cannot be read and is passed over: {why}"),
+    "checkpoint_set_aside": ("warning", "checkpoint {checkpoint} is now {folder}, and counts as none"),
     "agent_died": ("error", "the node agent died: {cause}"),
 }
 """Events that are told as they are, with the fields they carry."""
 TOLD_ONCE: dict[str, tuple[Tone, str]] = {
     "weights_not_filed": ("warning", "version {version} is not in publication.directory: {why}"),
     "weights_from_files": ("warning", "version {version} is taken from publication.directory: {why}"),
+    "handles_unused": ("warning", "the SGLang server takes version {version} from the file: {why}"),
     "broadcast_rank_off": ("warning", "{engine} is not broadcast to, versions go by the stage: {why}"),
     "broadcasts_off": ("warning", "there are no broadcasts, versions go by the stage: {why}"),
-    "checkpoint_damaged": ("warning", "checkpoint {checkpoint} is passed over: {why}"),
     "step_skipped": ("warning", "step {step} was thrown away: {why}"),
     "step_short": ("warning", "step {step} was taken with fewer groups than prompts_per_step"),
 }

@@ -154,23 +154,34 @@ class ColdStart:
         """The newest checkpoint that can be read and is of this data; a damaged one is passed over, and said so."""
         from safetensors import SafetensorError
 
-        for folder, _ in await asyncio.to_thread(self._store.complete):
-            mark, why = read_mark(folder), ""
-            if mark is None:
+        passed: list[Path] = []
+        mark: Mark | None = None
+        for folder, state, why in await asyncio.to_thread(self._store.found):
+            mark = read_mark(folder) if state is not None else None
+            if state is not None and mark is None:
                 why = "it does not say how far it has come"
-            elif mark.digest != self._data.digest:
+            elif mark is not None and mark.digest != self._data.digest:
                 why = "it is of other data: the cold start begins anew"
-            else:
+            elif mark is not None:
                 try:
                     await asyncio.to_thread(self._backend.restore, folder)
                 except (SafetensorError, OSError, Refused) as error:
                     why = str(error)
             if mark is not None and not why:
                 self._ctx.event("cold_start_resumed", checkpoint=folder.name, step=mark.step)
-                return replace(mark, total=self._steps)
+                break
+            mark = None
+            passed.append(folder)
             self._ctx.event("checkpoint_damaged", checkpoint=f"{folder.parent.name}/{folder.name}", why=why)
             self._ctx.log.warning("passing over a checkpoint of the cold start", checkpoint=folder.name, error=why)
-        return Mark(step=0, total=self._steps, done=False, digest=self._data.digest)
+        for folder in passed:
+            # Of a later step than those to come, it would take their place.
+            aside = await asyncio.to_thread(self._store.set_aside, folder)
+            told = [f"{one.parent.name}/{one.name}" for one in (folder, aside)]
+            self._ctx.event("checkpoint_set_aside", checkpoint=told[0], folder=told[1])
+        if mark is None:
+            return Mark(step=0, total=self._steps, done=False, digest=self._data.digest)
+        return replace(mark, total=self._steps)
 
     # Steps.
 

@@ -6,17 +6,20 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from relax_rt.transport.errors import Corrupt, Refused, StaleEpoch
+from relax_rt.transport.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
 STATE_FILE = "relax_rt.json"
 SAMPLING_FILE = "sampling.json"
 """What became of the prompts so far, where filters or a sampler decide by it."""
 PREFIX = "step-"
 PARTIAL = ".partial-"
+DAMAGED = "damaged-"
+"""Before the name of a checkpoint that was passed over: it counts as none, and is kept for whoever looks into it."""
+KEEP_DAMAGED = 2
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -48,6 +51,14 @@ class CheckpointState(msgspec.Struct, frozen=True):
     objective: dict[str, float] = {}
 
 
+class Found(NamedTuple):
+    """A checkpoint folder, and what it says of itself; None: `why` that cannot be read."""
+
+    folder: Path
+    state: CheckpointState | None
+    why: str
+
+
 class CheckpointStore:
     """The checkpoints of a run, in one folder.
 
@@ -62,15 +73,41 @@ class CheckpointStore:
         for partial in folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(partial)
 
-    def complete(self) -> list[tuple[Path, CheckpointState]]:
-        """The checkpoints whose state can be read, highest step first."""
+    def found(self) -> list[Found]:
+        """All checkpoint folders, highest step first; those that were set aside are not among them."""
         found = []
         for folder in self.folder.glob(f"{PREFIX}*"):
             try:
-                found.append((folder, read_state(folder)))
-            except (Refused, Corrupt):
-                continue
-        return sorted(found, key=lambda item: item[1].step, reverse=True)
+                found.append(Found(folder, read_state(folder), ""))
+            except (Refused, Corrupt, OSError) as error:
+                found.append(Found(folder, None, error.why if isinstance(error, RelaxError) else str(error)))
+        return sorted(found, key=lambda one: one.state.step if one.state else _step_of(one.folder), reverse=True)
+
+    def complete(self) -> list[tuple[Path, CheckpointState]]:
+        """The checkpoints whose state can be read, highest step first."""
+        return [(one.folder, one.state) for one in self.found() if one.state is not None]
+
+    def damaged(self) -> list[Path]:
+        """What was set aside, lowest step first."""
+        return sorted(self.folder.glob(f"{DAMAGED}*"))
+
+    def set_aside(self, folder: Path) -> Path:
+        """Rename a checkpoint that was passed over, so that it neither counts as the newest nor takes the place of a
+        good one; of those set aside the last `KEEP_DAMAGED` stay. Answers with its new place.
+
+        Raises:
+            StaleEpoch: a newer incarnation of the trainer writes here.
+        """
+        self._fence()
+        target = folder.with_name(DAMAGED + folder.name)
+        if target.exists():
+            self._remove(target)
+        folder.rename(target)
+        _sync(self.folder)
+        others = sorted((one for one in self.damaged() if one != target), key=lambda one: one.stat().st_mtime)
+        for old in others[: max(0, len(others) + 1 - KEEP_DAMAGED)]:
+            self._remove(old)
+        return target
 
     def newest(self) -> tuple[Path, CheckpointState] | None:
         """The complete checkpoint of the highest step, if there is one."""
@@ -136,6 +173,12 @@ def read_state(folder: Path) -> CheckpointState:
         raise Refused(f"checkpoint {folder}", why=f"it has no {STATE_FILE}") from None
     except msgspec.DecodeError as error:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
+
+
+def _step_of(folder: Path) -> int:
+    """By the folder's name; -1 if that says none."""
+    number = folder.name.removeprefix(PREFIX)
+    return int(number) if number.isdecimal() else -1
 
 
 def write_sampling(folder: Path, state: Mapping[str, Any]) -> None:

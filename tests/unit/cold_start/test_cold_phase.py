@@ -137,6 +137,12 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
     ctx, _, _, done = run(home, *SFT, epoch=2)
     assert done and dict(ctx.events)["cold_start_resumed"]["step"] == 4
     assert dict(ctx.events)["checkpoint_damaged"]["checkpoint"] == "cold_start/step-000005"
+    assert dict(ctx.events)["checkpoint_set_aside"]["folder"] == "cold_start/damaged-step-000005"
+    assert sorted(path.name for path in folder.glob("*step-*")) == [
+        "damaged-step-000005",
+        "step-000004",
+        "step-000006",
+    ]
 
 
 def test_other_data_begin_it_anew(home: Path) -> None:

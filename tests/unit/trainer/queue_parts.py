@@ -102,5 +102,10 @@ async def world(tmp_path: Path, *, prompts_per_step: int = 3, max_staleness: flo
         await made.broker.close()
 
 
+def calls_of(made: World, who: Incarnation) -> Any:
+    """The broker, as this incarnation reaches it."""
+    return _Calls(made, who)
+
+
 def client(made: World, who: Incarnation, shm: Path) -> QueueClient:
     return QueueClient(_Calls(made, who), who, shm, slab_bytes=1 << 16, capacity_bytes=1 << 18)  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""The trainer's checkpoints that cannot be read, and its steps that are thrown away, with everything around it real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa: E402
+
+from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
+from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
+from relax_rt.transport.errors import RelaxError  # noqa: E402
+
+
+@pytest.fixture
+async def lives(tmp_path: Path) -> AsyncIterator[Lives]:
+    async with lives_of(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def model(model_dir: Path, tmp_path: Path) -> Path:
+    return model_with_tokenizer(model_dir, tmp_path)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "relax_rt.json"])
+async def test_a_damaged_checkpoint_no_longer_counts(lives: Lives, model: Path, part: str) -> None:
+    await lives.life(model, steps=9, stop_after=4)
+    assert lives.folders() == ["step-000002", "step-000004"]
+    truncate(lives.checkpoints / "step-000004" / part)
+    ctx = await lives.life(model, steps=9, stop_after=3)
+    assert [one["checkpoint"] for one in ctx.told("checkpoint_damaged")] == ["step-000004"]
+    (aside,) = ctx.told("checkpoint_set_aside")
+    assert aside["folder"] == "damaged-step-000004" and aside["why"]
+    assert [one["step"] for one in ctx.told("resumed")] == [2]
+    assert any("step 3 of 9 (passed over" in detail and "step-000004" in detail for detail in ctx.progress.details)
+    # Asked to stop at step 3, it leaves a checkpoint of it, though a damaged one was of a later step.
+    assert lives.folders() == ["damaged-step-000004", "step-000002", "step-000003"]
+    ctx = await lives.life(model, steps=6)
+    assert ctx.told("resumed")[0]["step"] == 3 and not ctx.told("checkpoint_damaged")
+    assert lives.folders() == ["damaged-step-000004", "step-000004", "step-000006"]
+    assert read_state(lives.checkpoints / "step-000004").epoch == ctx.who.epoch
+
+
+async def test_where_none_can_be_read_the_run_ends_and_nothing_is_touched(lives: Lives, model: Path) -> None:
+    await lives.life(model, steps=9, stop_after=4)
+    for name in ("step-000002", "step-000004"):
+        truncate(lives.checkpoints / name / "model.safetensors")
+    with pytest.raises(BadInput, match="none of the checkpoints") as caught:
+        await lives.life(model, steps=9)
+    assert "step-000002: " in caught.value.why and "step-000004: " in caught.value.why
+    assert str(lives.checkpoints) in caught.value.hint and "step 0" in caught.value.hint
+    assert lives.folders() == ["step-000002", "step-000004"]
+    assert not lives.contexts[-1].told("checkpoint_set_aside") and not lives.contexts[-1].records
+
+
+async def test_what_was_set_aside_is_no_reason_to_begin_at_step_0(lives: Lives, model: Path) -> None:
+    await lives.life(model, steps=9, stop_after=2)
+    (lives.checkpoints / "step-000002").rename(lives.checkpoints / "damaged-step-000002")
+    with pytest.raises(BadInput, match="set aside before: damaged-step-000002"):
+        await lives.life(model, steps=9)
+
+
+async def test_checkpoints_of_another_model_end_the_run_and_stay(lives: Lives, model: Path) -> None:
+    await lives.life(model, steps=9, stop_after=2)
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.intermediate_size *= 2
+    other = lives.home / "other"
+    transformers.Qwen3ForCausalLM(config).save_pretrained(other)
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"step-000002.*shape") as caught:
+        await lives.life(other, steps=9)
+    assert "model.path" in caught.value.hint and lives.folders() == ["step-000002"]
+    ctx = await lives.life(model, steps=3)
+    assert ctx.told("resumed")[0]["step"] == 2 and lives.folders() == ["step-000002", "step-000003"]
+
+
+def spoil(*steps: int) -> Callable[[TrainerRole], None]:
+    """Weights that are no numbers while the gradients of these steps are computed."""
+
+    def harm(role: TrainerRole) -> None:
+        backend: Any = role.backend
+        accumulate = backend.accumulate
+
+        def spoilt(samples: Any) -> Any:
+            if role.step + 1 not in steps:
+                return accumulate(samples)
+            parameter = next(backend._model.parameters())
+            kept = parameter.detach().clone()
+            parameter.data.fill_(float("nan"))
+            try:
+                return accumulate(samples)
+            finally:
+                parameter.data.copy_(kept)
+
+        backend.accumulate = spoilt
+
+    return harm
+
+
+async def test_a_step_that_is_not_finite_is_thrown_away_and_counted(lives: Lives, model: Path) -> None:
+    ctx = await lives.life(model, steps=5, harm=spoil(2, 3))
+    assert [one["step"] for one in ctx.told("step_skipped")] == [2, 3]
+    assert all("nan" in one["why"] for one in ctx.told("step_skipped"))
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    assert [bool(record["skipped"]) for record in records] == [False, True, True, False, False]
+    assert (await lives.world.account())["skipped"] == 2 * GROUPS * 2
+    versions = {record.version: record for record in await lives.registry.versions()}
+    unchanged = [versions[record["version"]].changed for record in records]
+    assert unchanged == [True, False, False, True, True]
+    state = json.loads((lives.checkpoints / "step-000005" / "relax_rt.json").read_text())
+    assert state["step"] == 5 and torch.isfinite(next(iter(weights_of(lives.checkpoints / "step-000005")))).all()
+
+
+def weights_of(folder: Path) -> list[Any]:
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").values())
+
+
+async def test_too_many_in_a_row_end_the_trainer(lives: Lives, model: Path) -> None:
+    spoilt = range(3, 3 + SKIPPED_IN_A_ROW)
+    with pytest.raises(RelaxError, match=f"{SKIPPED_IN_A_ROW} steps in a row were thrown away: loss is nan") as caught:
+        await lives.life(model, steps=20, harm=spoil(*spoilt))
+    assert "learning rate" in caught.value.hint
+    assert [one["step"] for one in lives.contexts[-1].told("step_skipped")] == list(spoilt)
