@@ -108,6 +108,9 @@ class Role:
     """permanent: always restarted; transient: only after a failure; temporary: never."""
     significant: ClassVar[bool] = False
     """The run ends in order when every significant role has finished (exit 0)."""
+    drains: ClassVar[bool] = False
+    """It has work to bring to safety when it is asked to stop: as long as it makes progress it gets `stop_timeout_s`
+    again, up to `[supervision] drain_timeout_s` in all."""
     strategy: ClassVar[str] = "one_for_one"
     """Which slots start again when one fails: one_for_one, one_for_all, rest_for_one (it and higher indices)."""
     gang: ClassVar[bool] = False

@@ -51,6 +51,7 @@ class TrainerRole(Role):
     tier: ClassVar[int] = 40
     restart: ClassVar[str] = "transient"
     significant: ClassVar[bool] = True
+    drains: ClassVar[bool] = True
     preload: ClassVar[tuple[str, ...]] = (
         "torch",
         "transformers",
@@ -188,8 +189,7 @@ class TrainerRole(Role):
         while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
             await self._one_step()
         await self.collector.give_up("the run ends")
-        if self._saving is not None:
-            await self._saving
+        await self._saved()
         if self.step > self._newest_step():
             await self._save(final=True)
         await self.publisher.through()
@@ -427,8 +427,7 @@ class TrainerRole(Role):
 
     async def _save(self, *, final: bool) -> None:
         """Copy the state aside and write it while training goes on; the last one is waited for."""
-        if self._saving is not None:
-            await self._saving
+        await self._saved()
         self.ctx.progress.extend(SAVE_ALLOWANCE_S, "taking a checkpoint")
         await asyncio.to_thread(self.backend.snapshot)
         if self.critic is not None:
@@ -442,7 +441,14 @@ class TrainerRole(Role):
             self._write(self.step, elapsed, self.publisher.current, self.objective.state(), sampling)
         )
         if final:
-            await self._saving
+            await self._saved()
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        from relax_rt.roles.trainers.keeping import through
+
+        if self._saving is not None:
+            await through(self._saving, self.store, self.ctx.progress.advance)
 
     async def _write(
         self,

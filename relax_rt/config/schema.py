@@ -67,6 +67,9 @@ class SupervisionTable(Table):
     """A role that is not ready by then is killed and counted as a failure."""
     stop_timeout_s: Seconds = 20.0
     """After a stop request a role has this long before it is killed."""
+    drain_timeout_s: Seconds = 600.0
+    """A trainer that finishes its step and writes a checkpoint has `stop_timeout_s` again at each progress, but no more
+    than this in all; nor has any other role that asks for more time."""
     lease_s: Seconds = 10.0
     """Time to live of a role's entry in the registry without a renewal."""
     zygote: bool = True

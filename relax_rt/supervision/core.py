@@ -182,8 +182,12 @@ class Supervisor(Requests):
             self._enter(s, "ready", self._patience_s(s))
         elif s.state == "ready" and moved:
             s.deadline = self._now + self._patience_s(s)
+        elif s.state == "stopping" and moved and s.spec.drains and not s.finished and s.deadline is not None:
+            s.deadline = max(s.deadline, self._now + s.spec.stop_timeout_s)
         if event.extend_s > 0 and s.state in ("starting", "ready", "stopping") and s.deadline is not None:
             s.deadline += event.extend_s
+        if s.state == "stopping" and s.deadline is not None:
+            s.deadline = min(s.deadline, s.since + max(s.spec.drain_timeout_s, s.spec.stop_timeout_s))
 
     def _patience_s(self, s: Slot) -> float:
         return max(s.spec.hang_after_s, BEAT_LATE_S) if s.waiting else s.spec.hang_after_s
@@ -296,7 +300,7 @@ class Supervisor(Requests):
             case "hung":
                 self._kill(s, *s.condemned)
             case "stopping":
-                self._kill(s, "killed", f"still running {s.spec.stop_timeout_s:g} s after it was asked to stop")
+                self._kill(s, "killed", f"still running {self._now - s.since:.4g} s after it was asked to stop")
             case "killing":
                 self._kill(s, *s.condemned)
             case "backoff" if s.role.rules.gang:

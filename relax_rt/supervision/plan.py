@@ -25,6 +25,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
     tier: int
     restart: RestartClass
     significant: bool
+    drains: bool = False
     preload: tuple[str, ...] = ()
     gang: bool = False
     strategy: Strategy = "one_for_one"
@@ -56,6 +57,8 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
             system=self.kind in SYSTEM_ROLES,
             start_timeout_s=table.start_timeout_s or rules.start_timeout_s,
             stop_timeout_s=rules.stop_timeout_s,
+            drains=self.drains,
+            drain_timeout_s=rules.drain_timeout_s,
             hang_after_s=table.hang_after_s,
             max_restarts=rules.restart.max_restarts,
             period_s=rules.restart.period_s,
@@ -99,6 +102,7 @@ def _plan(config: RunConfig, kind: str) -> RolePlan:
         tier=role.tier,
         restart=cast(RestartClass, role.restart),
         significant=role.significant,
+        drains=role.drains,
         preload=role.preload,
         gang=gang,
         strategy=settings.strategy or cast(Strategy, role.strategy),

@@ -25,6 +25,8 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
             its epoch, a zygote's imports, memory of its devices that the dead still hold; each has a shorter limit.
         start_timeout_s: from spawn to ready.
         stop_timeout_s: from the stop request to the kill.
+        drains: after a stop request each progress gives it stop_timeout_s again.
+        drain_timeout_s: from the stop request to the kill at most, whatever it asks for.
         hang_after_s: busy without progress for so long is a hang.
         dump_grace_s: time for the stack dump between finding a hang and the kill.
         max_restarts, period_s: restarts allowed within a window. The window is measured in the slot's own good
@@ -44,6 +46,8 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     spawn_timeout_s: float = 300.0
     start_timeout_s: float = 180.0
     stop_timeout_s: float = 20.0
+    drains: bool = False
+    drain_timeout_s: float = 600.0
     hang_after_s: float = 120.0
     dump_grace_s: float = 1.0
     max_restarts: int = 5

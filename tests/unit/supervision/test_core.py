@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from supervisor_bench import Bench, spec
 
@@ -107,6 +109,53 @@ def test_stop_timeout_kills_and_a_second_request_kills_at_once() -> None:
     assert b.of(Kill) == ["b/0"]
     b.dies("a/0", "killed"), b.dies("b/0", "killed")
     assert (b.done.exit_code, b.done.reason) == (130, "Ctrl-C"), "the first cause counts"
+
+
+def stopping(**rules: Any) -> Bench:
+    b = Bench(spec("a/0", stop_timeout_s=5, drain_timeout_s=60, **rules))
+    b(RunStarted()), b.up("a/0"), b(StopRequested("Ctrl-C", 130))
+    return b
+
+
+def test_a_role_that_drains_has_its_time_again_at_each_progress_and_a_bound() -> None:
+    b = stopping(drains=True)
+    for n in range(1, 15):
+        b(Progress("a/0", n, detail="writing a checkpoint"), after=4)
+        assert b.of(Kill) == [], f"after {b.now} s"
+    b(Tick(), after=4)
+    assert b.now == 60 and b.of(Kill) == ["a/0"], "no more than drain_timeout_s in all"
+
+
+def test_a_role_that_drains_and_stands_still_is_killed() -> None:
+    b = stopping(drains=True)
+    b(Progress("a/0", 1, detail="writing"), after=4), b(Progress("a/0", 1, detail="writing"), after=4)
+    assert b.of(Kill) == []
+    b(Tick(), after=1)
+    assert b.of(Kill) == ["a/0"]
+
+
+def test_progress_alone_gives_no_other_role_more_time() -> None:
+    b = stopping()
+    b(Progress("a/0", 1), after=4)
+    b(Progress("a/0", 2), after=1)
+    assert b.of(Kill) == ["a/0"]
+
+
+def test_known_slow_work_while_stopping_is_bounded() -> None:
+    b = stopping()
+    b(Progress("a/0", 1, extend_s=1000), after=1)
+    b(Tick(), after=58)
+    assert b.of(Kill) == []
+    b(Tick(), after=1)
+    assert b.of(Kill) == ["a/0"]
+
+
+def test_a_role_that_has_finished_gets_no_more_time_for_waiting() -> None:
+    b = Bench(spec("a/0", stop_timeout_s=5, drains=True))
+    b(RunStarted()), b.up("a/0"), b(SlotFinished("a/0"))
+    b(Progress("a/0", 1, "somebody"), after=4)
+    b(Progress("a/0", 1, "somebody"), after=1)
+    assert b.of(Kill) == ["a/0"]
 
 
 def test_a_kill_that_does_not_take_is_repeated() -> None:
