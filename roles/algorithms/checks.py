@@ -31,6 +31,7 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
         hint = "at least 2; gae, reinforce_pp and distillation do with one"
         yield Problem(("algorithm", "group_size"), message, hint)
     yield from _columns(config, parts)
+    yield from _returns(parts)
     yield from _weights(parts)
     yield from _kl(parts)
     yield from _pairs(parts)
@@ -73,6 +74,19 @@ def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:
             if (role := ROLE[need]) not in config.roles:
                 message = f"{part.part.kind} '{part.part.name}' needs {BESIDE[need]}, and the run has no {role} role"
                 yield Problem(part.place, message, f"add [roles.{role}], or use another {part.part.kind}")
+
+
+def _returns(parts: Parts) -> Iterator[Problem]:
+    """A critic that nobody tells what to learn."""
+    asks = next((part for part in parts.all() if "values" in part.needs), None)
+    advantage = parts.advantage
+    if asks is not None and "returns" not in advantage.part.extras:
+        message = (
+            f"{asks.part.kind} '{asks.part.name}' needs a critic, and advantage '{advantage.part.name}' does not say "
+            "which returns it is to learn"
+        )
+        hint = 'declare them: @part("advantage", options=GaeOptions, needs={"values"}, returns=gae_returns)'
+        yield Problem(advantage.place, message, hint)
 
 
 def _weights(parts: Parts) -> Iterator[Problem]:

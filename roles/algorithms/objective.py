@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.config.problems import KeyPath, Problem
-from relax_rt.roles.algorithms.advantages.gae import GaeOptions, estimates
 from relax_rt.roles.algorithms.advantages.group import apply_truncation
 from relax_rt.roles.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.algorithms.registry import Bound, Kind, bind
@@ -118,6 +117,18 @@ class Objective:
         return cls(table, found, base=base, longest=longest)
 
     @property
+    def proximal_first(self) -> bool:
+        """Whether the proximal log-probabilities must be there before the pass that computes gradients.
+
+        In the only update of a publication they are what that pass finds, held fixed, and the ratio is exactly 1. What
+        is decided before it needs them earlier: advantages and costs that look at the policy, what a loss prepares.
+        """
+        advantage, loss = self.parts.advantage, self.parts.loss
+        looks = "proximal" in advantage.needs or "policy" in advantage.part.traits or self._kl_in_reward
+        prepares = "prepare" in loss.part.extras and "proximal" in loss.needs
+        return "proximal" in self.needs and (looks or prepares)
+
+    @property
     def streams(self) -> bool:
         """Whether a group can be trained on before the rest of the batch is there."""
         return "batch" not in self.needs
@@ -144,20 +155,26 @@ class Objective:
             sample.advantages = advantages
 
     def returns(self, samples: Sequence[Sample]) -> list[NDArray[np.float32] | None]:
-        """What a critic's values of these samples should have been: the returns of generalised advantage estimation.
+        """What a critic's values of these samples should have been, as the advantage's `returns` says.
 
         Args:
             samples: after `advantages`.
 
         Returns:
             float32 [T] each, 0 where nothing is trained; None for samples that the truncation policy masks.
+
+        Raises:
+            Refused: the advantage does not say, or a user's function returned another shape.
         """
+        advantage = self.parts.advantage
+        if "returns" not in advantage.part.extras:
+            why = "it has no function 'returns'"
+            hint = 'declare it with @part("advantage", returns=…)'
+            raise Refused(f"advantage {advantage.part.name}: a critic learns returns", why=why, hint=hint)
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        options = self.parts.advantage.options
-        found = estimates(inputs, options if isinstance(options, GaeOptions) else GaeOptions())
-        placed = [one.place(returns) for one, (_, returns) in zip(inputs.trajectories, found, strict=True)]
-        by_sample = {id(sample): returns for sample, returns in zip(kept, placed, strict=True)}
+        found = self._checked(advantage.extra("returns", inputs), kept)
+        by_sample = {id(sample): returns for sample, returns in zip(kept, found, strict=True)}
         return [by_sample.get(id(sample)) for sample in samples]
 
     def rewards(self, samples: Sequence[Sample]) -> list[float]:
@@ -241,6 +258,8 @@ class Objective:
         if "proximal" not in self.needs and tokens.proximal is not None:
             # Whoever computed it, it is not of the weights that this step begins with.
             tokens = dataclasses.replace(tokens, proximal=None)
+        elif "proximal" in self.needs and tokens.proximal is None:
+            tokens = dataclasses.replace(tokens, proximal=tokens.logprobs.detach())
         metrics = _mismatch(tokens)
         each, own = self.parts.loss(tokens)
         merge(metrics, own)

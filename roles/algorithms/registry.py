@@ -75,8 +75,10 @@ class Part:
     Attributes:
         options: type of the table that configures it.
         needs: what must be there, given its options.
-        extras: further functions that belong to it (`count` of an aggregation, `prepare` of a loss).
-        traits: facts about it that checks ask for, as `ratio` or `weights`.
+        extras: further functions that belong to it (`count` of an aggregation, `prepare` of a loss, `returns` of an
+            advantage: what a critic's values should have been, as arrays like the advantages).
+        traits: facts about it that others ask for, as `ratio`, `weights`, or `policy`: it looks at the policy's own
+            log-probabilities.
     """
 
     kind: Kind

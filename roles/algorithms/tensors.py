@@ -28,7 +28,7 @@ class TokenTensors:
     Attributes:
         logprobs: under the weights that are trained; gradients flow through it.
         behaviour: under the distribution that was sampled from.
-        proximal: under the weights before the step's update, by the trainer's own numerics.
+        proximal: under the weights before the first update of the publication, by the trainer's own numerics.
         reference: under the reference policy or the teacher.
         advantages: any scale.
         mask: bool, True on the tokens that are trained.

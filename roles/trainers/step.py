@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -147,14 +147,31 @@ def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, vers
 
     Args:
         batch: all groups of the step, unless the objective streams.
-        version: of the weights that the step begins with.
+        version: the published one that the step, or the first of its publication, begins with.
     """
     samples = batch.samples[batch.accumulated :]
     if "proximal" in objective.needs:
-        # Of the weights that this step begins with: what an engine or an earlier step computed has lapsed.
-        for sample, values in zip(samples, backend.log_probabilities(samples), strict=True):
-            sample.proximal_logprobs, sample.proximal_version = values, version
+        set_proximal(samples, backend, version, wanted=objective.proximal_first)
     objective.advantages(samples)
     batch.count += backend.accumulate(samples).count
     batch.accumulated = len(batch.samples)
     batch.parts += 1
+
+
+def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: int, *, wanted: bool = True) -> None:
+    """Give samples the proximal log-probabilities of the backend's weights, or none. Blocks.
+
+    What was computed under another version, by an engine or for an earlier publication, has lapsed; what is of this
+    one stays. So whoever takes several updates to a publication calls this before the first, with the samples of all:
+    each update is then compared with the weights before the first. For a single update the pass that computes gradients
+    finds them itself (`Objective.proximal_first`).
+
+    Args:
+        version: of the weights, as they were published. wanted: compute those that are not there.
+    """
+    for sample in samples:
+        if sample.proximal_version != version:
+            sample.proximal_logprobs = sample.proximal_version = None
+    if wanted and any(sample.proximal_logprobs is None for sample in samples):
+        for sample, values in zip(samples, backend.log_probabilities(samples), strict=True):
+            sample.proximal_logprobs, sample.proximal_version = values, version

@@ -18,8 +18,8 @@ class RatioOptions(Table):
     """Which policy a ratio of probabilities is taken to."""
 
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    """behaviour: what was sampled from, as the engine recorded it; proximal: the trainer's weights before the update,
-    computed again by the trainer before each step."""
+    """behaviour: what was sampled from, as the engine recorded it; proximal: the trainer's weights before the first
+    update of a publication, by its own numerics."""
 
 
 def ratio_needs(options: RatioOptions) -> set[str]:
@@ -50,8 +50,8 @@ class DecoupledOptions(Table):
     """The ratio counts down to 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio counts up to 1 + clip_high."""
-    weight_cap: Annotated[float, Field(gt=0)] | None = None
-    """Tokens whose weight pi_proximal / pi_behaviour is larger are left out; unset: none are."""
+    weight_cap: Annotated[float, Field(gt=0)] = 5.0
+    """Tokens whose weight pi_proximal / pi_behaviour is larger are left out; inf: none are."""
 
 
 def clipped(
@@ -104,7 +104,8 @@ def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torc
     """-(pi_prox / pi_behav) min(r A, clip(r) A) with r = pi / pi_prox, for each token.
 
     Decoupled PPO (arXiv 2110.00641, section 3), for language models in AReaL (arXiv 2505.24298, equation 5). The weight
-    carries no gradient. weight_cap is of AReaL's implementation, not of the papers; tokens left out by it count in the
+    carries no gradient. weight_cap is of AReaL's implementation, not of the papers: `behav_imp_weight_cap`, 5.0 in its
+    published configurations (examples/math/gsm8k_grpo.yaml), off in its code. Tokens left out by it count in the
     aggregation like clipped ones.
 
     Returns:
@@ -114,12 +115,8 @@ def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torc
     weight = log_ratio(proximal, tokens.behaviour).exp()
     ratio = log_ratio(tokens.logprobs, proximal).exp()
     loss, stopped = clipped(ratio, tokens.advantages, options.clip_low, options.clip_high)
-    metrics = {"clipped": float(stopped.sum()), "capped": 0.0}
-    if options.weight_cap is not None:
-        over = weight > options.weight_cap
-        weight = weight.masked_fill(over, 0.0)
-        metrics["capped"] = float(over.sum())
-    return weight * loss, metrics
+    over = weight > options.weight_cap
+    return weight.masked_fill(over, 0.0) * loss, {"clipped": float(stopped.sum()), "capped": float(over.sum())}
 
 
 @part("loss", "policy_gradient")

@@ -139,3 +139,27 @@ def test_the_table_of_today_means_what_it_did() -> None:
     table = AlgorithmTable(clip_low=0.1, clip_high=0.3, normalise_std=False)
     assert (table.advantage, table.loss, table.aggregation) == ("grpo", "ppo_clip", "token_mean")
     assert (table.clip_low, table.clip_high, table.normalise_std) == (0.1, 0.3, False)
+
+
+USERS_CRITIC = """
+from relax_rt.roles.algorithms.advantages.gae import GaeOptions, gae, gae_returns
+from relax_rt.roles.algorithms.registry import part
+
+@part("advantage", options=GaeOptions, needs={"values"}{returns})
+def mine(batch, options):
+    return gae(batch, options)
+"""
+
+
+def test_a_critic_must_be_told_what_to_learn(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(USERS_CRITIC.replace("{returns}", ""))
+    place, message, hint = one(tmp_path, "critic", advantage="mine.py:mine")
+    assert place == "algorithm.advantage" and "'mine' does not say which returns" in message
+    assert "returns=gae_returns" in hint
+    (tmp_path / "told.py").write_text(USERS_CRITIC.replace("{returns}", ", returns=gae_returns"))
+    assert problems(tmp_path, "critic", advantage={"name": "told.py:mine", "gamma": 0.9}) == []
+
+
+def test_a_cap_may_be_infinite(tmp_path: Path) -> None:
+    assert problems(tmp_path, loss={"name": "decoupled_ppo", "weight_cap": float("inf")}) == []

@@ -3,6 +3,7 @@ another float64 form whose gradient autograd takes."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -89,12 +90,21 @@ def test_decoupled_ppo_weights_by_proximal_over_behaviour() -> None:
     assert batch.proximal is not None
     weights = (batch.proximal - batch.behaviour).exp().tolist()
     ratios = (batch.logprobs - batch.proximal).exp().tolist()
-    loss, _ = bound("loss", "decoupled_ppo")(batch)
+    loss, _ = bound("loss", {"name": "decoupled_ppo", "weight_cap": math.inf})(batch)
     wanted = [w * ppo(r, a) for w, r, a in zip(weights, ratios, batch.advantages.tolist(), strict=True)]
     assert loss.tolist() == pytest.approx(wanted, rel=1e-12)
     capped, metrics = bound("loss", {"name": "decoupled_ppo", "weight_cap": 1.1})(batch)
     assert capped.tolist() == pytest.approx([v * (w <= 1.1) for v, w in zip(wanted, weights, strict=True)], rel=1e-12)
     assert metrics["capped"] == sum(w > 1.1 for w in weights) > 0
+
+
+def test_decoupled_ppo_leaves_out_what_weighs_more_than_five() -> None:
+    one = tokens([3])
+    gaps = torch.tensor([4.9, 5.1, 1.0], dtype=torch.float64).log()
+    held = dataclasses.replace(one, behaviour=one.logprobs.detach() - gaps, proximal=one.logprobs.detach())
+    loss, metrics = bound("loss", "decoupled_ppo")(held)
+    a = one.advantages
+    assert loss.tolist() == pytest.approx([-4.9 * float(a[0]), 0.0, -float(a[2])]) and metrics["capped"] == 1.0
 
 
 def test_decoupled_ppo_is_ppo_where_all_three_policies_are_one() -> None:

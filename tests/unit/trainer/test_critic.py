@@ -251,3 +251,32 @@ def test_returns_are_what_values_should_have_been() -> None:
             np.testing.assert_allclose(returns, sample.loss_mask * np.float32(sample.reward), atol=1e-5)
             assert sample.advantages is not None and sample.values is not None
             np.testing.assert_allclose(sample.advantages, (returns - sample.values) * sample.loss_mask, atol=1e-5)
+
+
+OPTIONS = """
+from relax_rt.roles.algorithms.advantages.gae import GaeOptions, gae, gae_returns
+from relax_rt.roles.algorithms.registry import part
+
+@part("advantage", options=GaeOptions, needs={"values", "rewards"}, returns=gae_returns)
+def mine(batch, options):
+    return [2 * one for one in gae(batch, options)]
+"""
+
+
+def test_returns_are_by_the_options_of_a_users_advantage(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OPTIONS)
+    samples = copy.deepcopy(SAMPLES)
+    for sample in samples:
+        sample.values = np.linspace(-1, 1, len(sample.tokens), dtype=np.float32)
+    found = []
+    for name in ("gae", "mine.py:mine"):
+        options = {"name": name, "gamma": 0.5, "lam": 0.3, "whiten": False}
+        objective = Objective.of(AlgorithmTable(name="ppo", advantage=options), base=tmp_path)
+        objective.advantages(samples)
+        found.append(objective.returns(samples))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    by_default = Objective.of(AlgorithmTable(name="ppo")).returns(samples)
+    assert any(np.abs(a - b).max() > 0.1 for a, b in zip(found[0], by_default, strict=True))
+    with pytest.raises(Refused, match="a critic learns returns"):
+        Objective.of(AlgorithmTable()).returns(samples)
