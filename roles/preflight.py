@@ -22,6 +22,7 @@ from relax_rt.roles.genrm.checks import preflight_judge
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
+from relax_rt.roles.models.vocabulary import check_vocabulary
 from relax_rt.roles.planning.division import divides_model
 from relax_rt.roles.publication_checks import preflight_publication
 from relax_rt.roles.reference.checks import check_reference
@@ -89,6 +90,7 @@ def _model(config: RLConfig, config_dir: Path, problems: list[Problem]) -> tuple
     except RelaxError as error:
         problems.append(as_problem(error, ("model", "path")))
         return Path(), None
+    problems += check_vocabulary(folder, tokenizer)
     return folder, tokenizer
 
 

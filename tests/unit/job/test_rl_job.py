@@ -162,6 +162,14 @@ def test_preflight_finds_what_only_shows_when_loaded(toml: Path, override: str, 
     assert found[key].place is not None
 
 
+def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(toml.parent / "mixed")
+    tiny_model(len(tokenizer) - 3, seed=0).save_pretrained(toml.parent / "mixed")
+    found = problems(toml, 'model.path="mixed"', preflight=True)
+    assert "3 tokens that the model, with vocab_size = " in found["model.path"].message
+
+
 def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) -> None:
     wrong = {
         "model.path": 'model.path="modle"',
