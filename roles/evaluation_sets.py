@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,8 @@ class Course:
         self.recipe, self._last_step, self._cold_start = recipe, last_step, cold_start
         self.done = -1
         self.before: dict[str, Any] | None = None
+        self._taken: list[tuple[int, int]] = []
+        self._path: Collection[int] | None = None
 
     def when(self, step: int, version: int = ROOT) -> str:
         """before, cold_start (after it), during or after; empty: it is not due at this step's weights."""
@@ -152,13 +154,20 @@ class Course:
         due = (every and step // every > last // every) or any(last < at <= step for at in self.recipe.at_steps)
         return "during" if due else ""
 
-    def went_back(self, step: int) -> None:
-        """The trainer went back to a checkpoint: what was evaluated after it is of another branch."""
-        self.done = min(self.done, step)
+    def along(self, path: Collection[int]) -> None:
+        """Count only what was evaluated on this path of versions: the trainer may have gone back to a checkpoint, and
+        what came after it is of another branch."""
+        self._path = path
+        self._count()
+
+    def _count(self) -> None:
+        counted = (step for step, version in self._taken if self._path is None or version in self._path)
+        self.done = max(counted, default=-1)
 
     def take(self, record: dict[str, Any]) -> None:
         """A record of an evaluation of this set, of this incarnation or an earlier one."""
-        self.done = max(self.done, int(record["step"]))
+        self._taken.append((int(record["step"]), int(record.get("version", ROOT))))
+        self._count()
         if record["when"] == "before":
             self.before = record
         elif record["when"] == AFTER_COLD_START:

@@ -136,16 +136,18 @@ class EvaluatorRole(Role):
             await self.engine.close(5.0)
 
     async def _work(self) -> None:
+        from relax_rt.roles.evaluation_branch import Branch
         from relax_rt.roles.final import is_final
         from relax_rt.roles.publication import committed_versions
 
+        branch = Branch(self.ctx)
         await self.ctx.ready()
         # The engine was loaded with the initial weights: no publication is needed, and none can overtake.
         await self._evaluate_all(VersionRecord(ROOT, ROOT, 0))
         async for record in committed_versions(self.ctx):
-            if record.changed is False:
-                for course in self.courses.values():
-                    course.went_back(record.step)
+            path = await branch.to(record)
+            for course in self.courses.values():
+                course.along(path)
             if any(
                 course.when(record.step, record.version) for course in self.courses.values()
             ) and await self.follower.follow(record):

@@ -46,6 +46,11 @@ class HeldOut:
         self._places = asyncio.Semaphore(at_a_time)
         records = (r for r in read_metrics(ctx.run_dir) if r.get("kind") == "evaluation")
         self.course: Course = courses(config, records)[MAIN]
+        self._branch = Branch(ctx)
+
+    async def arrived(self, record: VersionRecord) -> None:
+        """These weights are the newest: only what was evaluated on the way to them counts."""
+        self.course.along(await self._branch.to(record))
 
     def due(self, record: VersionRecord) -> str:
         """before, during or after, if these weights are to be evaluated; else empty."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors, Problem
+from relax_rt.roles import evaluation_branch
 from relax_rt.roles.data.source import PromptSource
+from relax_rt.roles.evaluation_branch import Branch
 from relax_rt.roles.evaluation_judge import MOST_STUCK, Judge, Text
 from relax_rt.roles.evaluation_sets import MAIN, Course, courses, load_set, recipes
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
@@ -224,10 +227,49 @@ def test_steps_that_were_missed_are_made_up_for_once() -> None:
 
 
 def test_after_a_roll_back_it_is_due_again() -> None:
-    one = course(every=10)
-    walk(one, [10, 20])
-    one.went_back(15)
-    assert [one.when(step) for step in (15, 16, 20)] == ["", "", "during"]
+    one = course(every=10, last=30)
+    for when, step, version in (("before", 0, 0), ("during", 10, 11), ("during", 20, 21), ("after", 30, 31)):
+        one.take({"when": when, "step": step, "version": version})
+    # The trainer went back to step 15, of version 16, and version 32 has its weights.
+    path = {*range(17), 32, 33}
+    one.along(path)
+    assert [one.when(step) for step in (15, 16, 20, 30)] == ["", "", "during", "after"]
+    # An evaluation that was in hand is of the branch that was left.
+    one.take({"when": "during", "step": 20, "version": 22})
+    assert one.when(20) == "during"
+    one.take({"when": "during", "step": 20, "version": 33})
+    assert one.when(20) == "" and one.done == 20
+
+
+class Away:
+    """A registry of these versions that is away at first."""
+
+    def __init__(self, records: list[VersionRecord], times: int) -> None:
+        self.records, self.times, self.asked = records, times, 0
+
+    async def versions(self) -> list[VersionRecord]:
+        self.asked += 1
+        if self.asked <= self.times:
+            raise Unreachable("registry/0")
+        return self.records
+
+
+async def test_a_fall_back_that_was_overtaken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_branch, "RETRY_S", 0.0)
+    records = [VersionRecord(n, n - 1, n - 1) for n in (1, 2, 3, 4)]
+    # Back to step 1, whose weights are published again as version 6; versions 5 and 8 were never committed.
+    records += [VersionRecord(6, 2, 1, changed=False), VersionRecord(7, 6, 2), VersionRecord(9, 7, 3)]
+    waits: list[str] = []
+    registry = Away(records[:4], times=2)
+    ctx = SimpleNamespace(registry=registry, stopping=asyncio.Event(), progress=SimpleNamespace(waiting=waits.append))
+    branch = Branch(ctx)  # type: ignore[arg-type]
+    assert await branch.to(records[0]) == {0, 1} and await branch.to(records[1]) == {0, 1, 2}
+    assert registry.asked == 0, "whoever misses none needs not ask"
+    assert await branch.to(records[3]) == {0, 1, 2, 3, 4} and len(waits) == 2 and "registry/0" in waits[0]
+    # While an evaluation went on, the trainer fell back and came as far as version 9.
+    registry.records = records
+    assert await branch.to(records[-1]) == {0, 1, 2, 6, 7, 9}
+    assert registry.asked == 4
 
 
 @given(st.integers(0, 7), st.lists(st.integers(1, 30)), st.sets(st.integers(1, 30)))
