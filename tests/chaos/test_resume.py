@@ -26,9 +26,9 @@ UNDONE = 7
 @pytest.mark.chaos
 @pytest.mark.long
 def test_each_prompt_counts_once_whoever_is_killed(tmp_path: Path) -> None:
-    kept = ["--keep", str(tmp_path), "--alone", "--kills", "3", "--steps", "90", "--items", "64"]
+    kept = ["--keep", str(tmp_path), "--alone", "--seeds", "1", "--kills", "3", "--steps", "90", "--items", "64"]
     assert resume.main(kept) == 0
-    result = resume.judge(tmp_path)
+    result = resume.judge(resume.folder_of(tmp_path, 1))
     assert result["kills"] == dict.fromkeys(resume.KINDS, 1) and result["ups"] == 2
     assert result["prompts_trained"] == 90 * 8 and result["trainer_lives"] >= 2
     for name in SABOTAGES:
@@ -166,3 +166,35 @@ def test_instants_are_those_of_the_seed() -> None:
         "agent": 6,
     }
     assert plan[0].step > 0 and all(one.step < 270 for one in plan)
+
+
+# --- what the seeds show together
+
+
+def judged(killed: float, quiet: float, half: float, *, items: int = 1000, ok: bool = True) -> dict[str, Any]:
+    """What `judge` says of a seed with these accuracies."""
+    shares = {resume.KILLED: killed, resume.UNDISTURBED: quiet, resume.HALF: half}
+    return {"ok": ok, "scores": {name: {"right": round(s * items), "items": items} for name, s in shares.items()}}
+
+
+def test_three_seeds_that_end_alike_and_a_control_that_does_not_show_equivalence() -> None:
+    seeds = {1: judged(0.71, 0.70, 0.5), 2: judged(0.69, 0.71, 0.52), 3: judged(0.72, 0.71, 0.49)}
+    spans, verdict = resume.compare(seeds)
+    killed, half = spans[resume.KILLED], spans[resume.HALF]
+    assert killed is not None and killed.inside and half is not None and half.apart
+    assert verdict.verdict == "equivalent" and not verdict.reasons
+
+
+@pytest.mark.parametrize(
+    ("seeds", "reason"),
+    [
+        ([judged(0.7, 0.7, 0.5)] * 2, "2 seeds, at least 3"),
+        ([judged(0.7, 0.7, 0.5, items=100)] * 3, "100 items, at least 500"),
+        ([judged(0.6, 0.7, 0.5)] * 3, "is not inside"),
+        ([judged(0.7, 0.7, 0.69)] * 3, "is not told apart"),
+        ([judged(0.7, 0.7, 0.5), judged(0.7, 0.7, 0.5), judged(0.7, 0.7, 0.5, ok=False)], "seed 3: the account"),
+    ],
+)
+def test_less_than_that_is_not_shown(seeds: list[dict[str, Any]], reason: str) -> None:
+    _, verdict = resume.compare(dict(enumerate(seeds, 1)))
+    assert verdict.verdict == "not shown" and any(reason in one for one in verdict.reasons)

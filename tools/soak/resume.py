@@ -1,20 +1,24 @@
 """Kill the trainer, the queue and the agent at random instants of a run, resume it each time, and make the account.
 
-    python tools/soak/resume.py [--kills 20] [--seed 1] [--steps 300] [--items 1000] [--keep FOLDER] [--json]
+    python tools/soak/resume.py [--kills 20] [--seeds 1,2,3] [--steps 300] [--items 1000] [--keep FOLDER] [--json]
     python tools/soak/resume.py --judge FOLDER [--sabotage leave-out]
 
-The tiny model is trained twice to the same step with the same seed: undisturbed, and with SIGKILLs. Their instants are
-drawn from the seed: most fall a random time after a random step, some into the recovery from the one before. A killed
-agent takes all its processes along, and `up` is given again. The last steps are left in peace, so that what the kills
-have cost shows.
+For each seed the tiny model is trained twice to the same step: undisturbed, and with SIGKILLs. Their instants are drawn
+from the seed: most fall a random time after a random step, some into the recovery from the one before. A killed agent
+takes all its processes along, and `up` is given again. The last steps are left in peace, so that what the kills have
+cost shows.
 
 At the end the account is made from the records of trainers and rollouts (resume_account.py): each prompt issued was
 trained exactly once on the path of steps that leads to the end, dropped by a stated rule, or is pending; the queue's
-account must say the same, and the checker of `relax-rt chaos` must find nothing. The held-out accuracies must differ by
-less than 0.08; one pair of runs shows no more than that (equivalence.py has the seeds for it).
+account must say the same, and the checker of `relax-rt chaos` must find nothing.
 
-`--judge` makes the account of runs that were kept, `--sabotage` with a breach planted in their records, which has to be
-found. The exit status is 0 when nothing is wrong.
+Whether as much was learned is declared beforehand: equivalent, with at least 3 seeds and 500 held-out items, if the 90%
+interval of the difference of held-out accuracy over the seeds lies inside ±0.08, and the negative control, the
+undisturbed runs at half of their steps, is told apart; otherwise: not shown (equivalence_statistics.py).
+
+`--keep` leaves a folder of each seed, and what lies there already is not run again, so that seeds may be run one after
+the other. `--judge` makes the account of what was kept, `--sabotage` with a breach planted in its records, which has to
+be found. The exit status is 0 when no account is wrong and, unless `--alone`, equivalence is shown.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "toys"))
 
-from equivalence_statistics import MARGIN, Score
+from equivalence_statistics import MOST_SEEDS, Conclusion, Interval, Pair, Score, conclude, interval
 from resume_account import SABOTAGES, Job, account
 from toy_run import ToyRun
 
@@ -53,6 +57,9 @@ from relax_rt.supervision.rundir import RESOLVED_CONFIG, read_json, read_run
 JOB = Path(__file__).resolve().parent / "equivalence_job" / "roles.toml"
 KINDS = ("trainer/0", "queue/0", "agent")
 UNDISTURBED, KILLED = "undisturbed", "killed"
+HALF = "half of the steps"
+STRUCK = "struck.json"
+"""What was done to a run: written when it has come to its end."""
 PEACE = 30
 """Steps at the end in which nothing is killed: more than are between two checkpoints, which is what a kill undoes."""
 HASTY = 0.2
@@ -171,7 +178,7 @@ def carry_out(folder: Path, overrides: dict[str, Any], plan: Sequence[Instant], 
     finally:
         run.__exit__()
     struck.seconds = round(time.monotonic() - began, 1)
-    (folder / "struck.json").write_bytes(msgspec.json.encode(struck))
+    (folder / STRUCK).write_bytes(msgspec.json.encode(struck))
     return struck
 
 
@@ -193,9 +200,9 @@ def score(evidence: Evidence, when: str) -> Score | None:
 
 
 def judge(folder: Path, sabotage: str = "") -> dict[str, Any]:
-    """The account of a killed run in `folder`, and its accuracy beside that of the undisturbed one, if it is there."""
+    """The account of a seed's killed run, and its accuracy beside those of the undisturbed one, if it is there."""
     run_dir = folder / KILLED / "run"
-    struck = msgspec.json.decode((folder / KILLED / "struck.json").read_bytes(), type=Struck)
+    struck = msgspec.json.decode((folder / KILLED / STRUCK).read_bytes(), type=Struck)
     evidence, job = gather(run_dir), job_of(run_dir)
     if sabotage:
         SABOTAGES[sabotage](evidence)
@@ -215,10 +222,28 @@ def judge(folder: Path, sabotage: str = "") -> dict[str, Any]:
         "after": accuracy(score(evidence, "after")),
     }
     if (folder / UNDISTURBED / "run").exists():
-        quiet = score(gather(folder / UNDISTURBED / "run"), "after")
-        wrong += apart(score(evidence, "after"), quiet)
-        result["after_undisturbed"] = accuracy(quiet)
+        quiet = gather(folder / UNDISTURBED / "run")
+        ends = {KILLED: score(evidence, "after"), UNDISTURBED: score(quiet, "after"), HALF: score(quiet, "during")}
+        wrong += [f"no accuracy was measured: {name}" for name, one in ends.items() if one is None]
+        result |= {"after_undisturbed": accuracy(ends[UNDISTURBED]), "scores": msgspec.to_builtins(ends)}
     return {**result, "ok": not wrong, "wrong": wrong}
+
+
+def compare(results: Mapping[int, dict[str, Any]]) -> tuple[dict[str, Interval | None], Conclusion]:
+    """The intervals over the seeds, of the killed runs and of the control, and what they show.
+
+    Args:
+        results: of `judge`, by seed.
+    """
+    pairs: dict[str, list[Pair]] = {KILLED: [], HALF: []}
+    for seed, result in results.items():
+        ends = {name: msgspec.convert(one, Score) for name, one in result.get("scores", {}).items() if one is not None}
+        for name, found in pairs.items():
+            if UNDISTURBED in ends and name in ends:
+                found.append(Pair(seed, ends[UNDISTURBED], ends[name]))
+    spans = {name: interval(found) for name, found in pairs.items()}
+    wrong = [f"seed {seed}: the account is wrong" for seed, result in results.items() if not result["ok"]]
+    return spans, conclude(spans[KILLED], {HALF: spans[HALF]}, wrong, name="killed and resumed")
 
 
 def accuracy(one: Score | None) -> float | None:
@@ -226,53 +251,64 @@ def accuracy(one: Score | None) -> float | None:
     return None if one is None else round(one.share, 4)
 
 
-def apart(ours: Score | None, quiet: Score | None) -> list[str]:
-    """Why the two ends are not alike; empty if they are."""
-    if ours is None or quiet is None:
-        return [f"no accuracy was measured at the end of the {'killed' if ours is None else 'undisturbed'} run"]
-    if abs(ours.share - quiet.share) < MARGIN:
-        return []
-    return [f"the accuracy at the end is {ours.share:.3f}, undisturbed {quiet.share:.3f}: {MARGIN} apart or more"]
-
-
-def show(result: dict[str, Any]) -> None:
-    """The result, for people."""
+def show(seed: int, result: dict[str, Any]) -> None:
+    """The result of a seed, for people."""
     kills = ", ".join(f"{victim} {n}" for victim, n in sorted(result["kills"].items()))
-    print(f"{sum(result['kills'].values())} kills ({kills}), {result['ups']} times `up`, {result['seconds']:.0f} s")
+    total = sum(result["kills"].values())
+    print(f"seed {seed}: {total} kills ({kills}), {result['ups']} times `up`, {result['seconds']:.0f} s")
     print(f"{result['steps']} steps, {result['steps_redone']} further ones undone and taken again")
     ends = ", ".join(f"{result[f'prompts_{end}']} {end}" for end in ("trained", "dropped", "pending"))
     print(f"{result['prompts_issued']} prompts were issued: {ends}")
     if "after_undisturbed" in result:
         print(f"held out: {result['before']} -> {result['after']}, undisturbed {result['after_undisturbed']}")
     counts = Counter(result["wrong"])
-    print("\n".join(f"WRONG: {what}" for what in counts) or "verdict: each prompt once; nothing is wrong")
+    print("\n".join(f"WRONG: {what}" for what in counts) or "each prompt once; nothing is wrong")
 
 
-def make(options: argparse.Namespace, folder: Path) -> None:
-    """Both runs, the undisturbed one first."""
+def show_comparison(spans: Mapping[str, Interval | None], verdict: Conclusion) -> None:
+    """What the seeds show together, for people."""
+    for name, one in spans.items():
+        if one is not None:
+            print(f"{name} less undisturbed: {one.mean:+.3f}, 90% interval [{one.low:+.3f}, {one.high:+.3f}]")
+    print(f"verdict: {verdict.verdict}" + "".join(f"\n  {reason}" for reason in verdict.reasons))
+
+
+def folder_of(folder: Path, seed: int) -> Path:
+    """Of a seed's runs."""
+    return folder / f"seed-{seed}"
+
+
+def make(options: argparse.Namespace, folder: Path, seed: int) -> None:
+    """Both runs of a seed, the undisturbed one first; those that are there already are left as they are."""
     overrides = {
-        "run.seed": options.seed,
+        "run.seed": seed,
         "algorithm.steps": options.steps,
         "evaluation.every_steps": 0,
+        "evaluation.at_steps": [] if options.alone else [options.steps // 2],
         "evaluation.items": options.items,
+        "evaluation.during_items": options.items,
     }
-    plan = instants(options.seed, options.kills, options.steps)
-    if not options.alone:
-        quiet = carry_out(folder / UNDISTURBED, overrides, [], options.seed)
+    plan = instants(seed, options.kills, options.steps)
+    if not options.alone and not (folder / UNDISTURBED / STRUCK).exists():
+        shutil.rmtree(folder / UNDISTURBED, ignore_errors=True)
+        quiet = carry_out(folder / UNDISTURBED, overrides, [], seed)
         if quiet.wrong:
-            raise SystemExit(f"the undisturbed run failed: {quiet.wrong}")
-        print(f"{time.strftime('%X')} undisturbed: {quiet.seconds:.0f} s", file=sys.stderr, flush=True)
-    carry_out(folder / KILLED, overrides, plan, options.seed)
+            (folder / UNDISTURBED / STRUCK).unlink()
+            raise SystemExit(f"the undisturbed run of seed {seed} failed: {quiet.wrong}")
+        print(f"{time.strftime('%X')} seed {seed} undisturbed: {quiet.seconds:.0f} s", file=sys.stderr, flush=True)
+    if not (folder / KILLED / STRUCK).exists():
+        shutil.rmtree(folder / KILLED, ignore_errors=True)
+        carry_out(folder / KILLED, overrides, plan, seed)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1, help="of the run and of the kills")
+    parser.add_argument("--kills", type=int, default=20, help="in each killed run")
+    parser.add_argument("--seeds", default="1,2,3", help="of the runs and of the kills")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--items", type=int, default=1000, help="held out")
-    parser.add_argument("--alone", action="store_true", help="without the undisturbed run")
+    parser.add_argument("--alone", action="store_true", help="without the undisturbed runs")
     parser.add_argument("--keep", type=Path, help="leave the run directories there")
     parser.add_argument("--judge", type=Path, metavar="FOLDER", help="run nothing: judge what --keep has left there")
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), default="", help="plant a breach in the records")
@@ -280,6 +316,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 2 * PEACE:
         parser.error(f"--steps: at least {2 * PEACE}; the last {PEACE} are left in peace")
+    try:
+        options.seeds = list(dict.fromkeys(int(seed) for seed in options.seeds.split(",")))
+    except ValueError:
+        parser.error(f"--seeds {options.seeds}: numbers with commas between them, as 1,2,3")
+    if len(options.seeds) > MOST_SEEDS:
+        parser.error(f"--seeds: at most {MOST_SEEDS}")
+    if options.judge is not None:
+        options.seeds = sorted(int(one.name.removeprefix("seed-")) for one in options.judge.glob("seed-*"))
+        if not options.seeds:
+            parser.error(f"--judge {options.judge}: there is no folder seed-* of a kept run")
     return options
 
 
@@ -288,17 +334,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = options.judge or options.keep or Path(tempfile.mkdtemp(prefix="resume-"))
+    results: dict[int, dict[str, Any]] = {}
     try:
-        if options.judge is None:
-            make(options, folder)
-        result = judge(folder, options.sabotage)
+        for seed in options.seeds:
+            if options.judge is None:
+                make(options, folder_of(folder, seed), seed)
+            results[seed] = judge(folder_of(folder, seed), options.sabotage)
+            show(seed, results[seed])
     finally:
         if options.judge is None and options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    show(result)
+    told: dict[str, Any] = {"seeds": results}
+    right = all(result["ok"] for result in results.values())
+    if any("scores" in result for result in results.values()):
+        spans, verdict = compare(results)
+        show_comparison(spans, verdict)
+        told |= {"intervals": msgspec.to_builtins(spans), "verdict": msgspec.to_builtins(verdict)}
+        right = right and not verdict.reasons
     if options.json:
-        print(json.dumps(result))
-    return 0 if result["ok"] else 1
+        print(json.dumps(told))
+    return 0 if right else 1
 
 
 if __name__ == "__main__":
