@@ -16,6 +16,7 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 from relax_rt.roles.agentic.tasks import Tasks
 from relax_rt.roles.evaluation import Z95, difference, wilson
+from relax_rt.roles.evaluation_branch import Branch
 from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation_sets import MAIN, courses
 from relax_rt.transport.versions import VersionRecord

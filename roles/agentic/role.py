@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -22,16 +20,12 @@ from relax_rt.transport.versions import VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.evaluation import HeldOut
-    from relax_rt.roles.agentic.kept import Store
     from relax_rt.roles.agentic.loading import Factory
     from relax_rt.roles.agentic.player import Player
     from relax_rt.roles.agentic.pool import Pool
-    from relax_rt.roles.agentic.program_play import Programs
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.agentic.tokens import ChatTemplate
-    from relax_rt.roles.engines.routing import RoutingShape
     from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.router import Router
     from relax_rt.roles.sample import Sample
     from relax_rt.transport.queue.client import QueueClient
@@ -86,7 +80,6 @@ class Tally:
     dropped_tokens: int = 0
     reward: float = 0.0
     info: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
 
     def add(self, played: Played) -> None:
         """Count an episode."""
@@ -99,9 +92,8 @@ class Tally:
         self.drift += played.episode.counts.drift
         self.dropped_tokens += played.episode.counts.dropped_tokens
         self.reward += played.reward
-        for totals, values in ((self.info, played.info), (self.parts, played.parts)):
-            for name, value in values.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+        for name, value in played.info.items():
+            self.info[name] = self.info.get(name, 0.0) + float(value)
 
     def record(self) -> dict[str, object]:
         """Counts; turns, tokens, reward and info as means over episodes."""
@@ -111,14 +103,8 @@ class Tally:
             **{k: getattr(self, k) for k in ("branches", "drift", "dropped_tokens")},
             **{k: getattr(self, k) / n for k in ("turns", "tokens", "reward")},
             "info": {name: value / n for name, value in self.info.items()},
-            "rewards": {name: value / n for name, value in self.parts.items()},
             "seconds": time.monotonic() - self.since,
         }
-
-
-def games(members: Sequence[int], seats: int) -> list[list[int]]:
-    """Members that play one game together: those of as many as there are seats, from the group's first on. Pure."""
-    return [list(found) for _, found in itertools.groupby(members, key=lambda member: member // seats)]
 
 
 class EnvRole(Role):
@@ -165,9 +151,6 @@ class EnvRole(Role):
         self.router: Router
         self.player: Player
         self.held_out: HeldOut | None = None
-        self.routing: RoutingShape | None = None
-        self.store: Store | None = None
-        self.rewards: Rewards | None = None
 
     # --- beginning and end
 
@@ -177,7 +160,6 @@ class EnvRole(Role):
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and environment")
         await asyncio.to_thread(self._load)
         await self._open_pool()
-        await self._start_rewards()
         self.ctx.serve(EnvApi, self)
         self.queue = QueueClient(
             await self.ctx.queue(),
@@ -195,27 +177,17 @@ class EnvRole(Role):
         await self.queue.warm()
 
     def _load(self) -> None:
-        from relax_rt.roles.agentic.kept import Store
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.tasks import load_tasks
         from relax_rt.roles.agentic.tokens import ChatTemplate
-        from relax_rt.roles.checks import settings
-        from relax_rt.roles.engines.routing import sparse_layers
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
-        from relax_rt.roles.sections import RolloutSettings
 
         folder = config_dir(self.ctx)
-        model = model_folder(self.ctx)
-        self.tokenizer = load_tokenizer(model)
-        if settings(self.config, "rollout", RolloutSettings).routing:
-            self.routing, _ = sparse_layers(model)
+        self.tokenizer = load_tokenizer(model_folder(self.ctx))
         self.chat = ChatTemplate(self.tokenizer)
         self.factory = load_factory(self.settings.environment, self.settings.options, folder)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
-        if self.settings.unfinished == "keep":
-            lasts_s = 2 * self.settings.episode_timeout_s
-            self.store = Store(self.ctx.run_dir, self.factory.seats, lasts_s, self._too_old)
 
     async def _open_pool(self) -> None:
         from relax_rt.roles.agentic.frames import Spec
@@ -231,9 +203,8 @@ class EnvRole(Role):
         from relax_rt.roles.router import Router
 
         self._broken = asyncio.get_running_loop().create_future()
-        programs = open_programs(self.ctx, self.factory.program, self._advance, self._break)
-        async with Router(self.ctx) as self.router, programs as playing:
-            self._make_player(playing)
+        async with Router(self.ctx) as self.router:
+            self._make_player()
             await self.ctx.ready()
             work = asyncio.create_task(self._work())
             jobs = [asyncio.create_task(job) for job in (self._follow(), self._report())]
@@ -250,12 +221,7 @@ class EnvRole(Role):
                 await self._leave_groups("the env role ends")
                 self._measure()
 
-    def _break(self, error: BaseException) -> None:
-        """End the role."""
-        if not self._broken.done():
-            self._broken.set_exception(error)
-
-    def _make_player(self, programs: Programs | None) -> None:
+    def _make_player(self) -> None:
         from relax_rt.roles.agentic.evaluation import HeldOut
         from relax_rt.roles.agentic.player import Player
 
@@ -269,9 +235,6 @@ class EnvRole(Role):
             stop_ids=self.tokenizer.stop_ids,
             lag=self._lag,
             told=self._advance,
-            routing=self.routing is not None,
-            rewards=None if self.rewards is None else self.rewards.score_one,
-            programs=programs,
         )
         if self.ctx.who.slot == EVALUATES:
             places = self.settings.episodes_in_flight
@@ -280,8 +243,6 @@ class EnvRole(Role):
     async def teardown(self) -> None:
         if self.pool is not None:
             await self.pool.__aexit__()
-        if self.rewards is not None:
-            await self.rewards.close()
         if hasattr(self, "queue"):
             await self.queue.close()
 
@@ -380,21 +341,22 @@ class EnvRole(Role):
         group = self.groups[ticket.group] = Group(ticket)
         members = ticket.wanted()
         group.left = len(members)
-        for game in games(members, self.factory.seats):
-            task = asyncio.create_task(self._game(group, game))
+        for member in members:
+            task = asyncio.create_task(self._member(group, member))
             task.add_done_callback(self._look_at)
             group.tasks.append(task)
 
     def _look_at(self, task: asyncio.Task[None]) -> None:
         """An error that is nobody's episode's ends the role."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._break(error)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
-    async def _game(self, group: Group, members: list[int]) -> None:
-        """Play the members of one game and put them, or say why there are none."""
+    async def _member(self, group: Group, member: int) -> None:
+        """Play a member and put it, or say why there is none."""
         from relax_rt.roles.agentic.samples import as_put, made_record
 
-        for member, played in zip(members, await self._played(group, members), strict=False):
+        played = await self._played(group, member)
+        if played is not None:
             sample = self._sample(group.ticket, member, played)
             self.ctx.metrics(made_record(self.ctx.who.slot, sample))
             await self.queue.put_samples([as_put(sample)])
@@ -403,9 +365,7 @@ class EnvRole(Role):
             if not self._worked:
                 self._worked = True
                 self.ctx.event("first_work", what="an episode")
-            if self.store is not None:
-                self.store.forget(group.ticket.prompt, member)
-        group.left -= len(members)
+        group.left -= 1
         self._room.set()
         if not group.left and self.groups.pop(group.ticket.group, None) is not None:
             await self._end(group)
@@ -428,11 +388,9 @@ class EnvRole(Role):
         for loss in range(LOSSES):
             name = f"{ticket.group}.{member}" + (f"+{loss}" if loss else "")
             seed = self._seed(ticket.prompt, member, ticket.attempt + (loss << 32))
-            kept = self.store.of(ticket.prompt, member) if self.store is not None else []
             try:
-                found = await self.player.play_seats(name, task, seed, kept=kept)
-                for played in found:
-                    self._check(played)
+                played = await self.player.play(name, task, seed)
+                self._check(played)
             except Lost as error:
                 self._tally.lost += 1
                 self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
@@ -486,16 +444,7 @@ class EnvRole(Role):
         }
         task = self.tasks.train(ticket.prompt, ticket.item)
         who = str(self.ctx.who)
-        return make_sample(
-            ticket,
-            member,
-            task,
-            played,
-            tokenizer=self.tokenizer,
-            sampling=sampling,
-            player=who,
-            routing=self.routing,
-        )
+        return make_sample(ticket, member, task, played, tokenizer=self.tokenizer, sampling=sampling, player=who)
 
     def _lost(self, groups: list[int]) -> None:
         """The queue gave these groups to others or wants them no more: stop playing them."""
@@ -510,9 +459,6 @@ class EnvRole(Role):
         from relax_rt.roles.data.order import sample_seed
 
         return sample_seed(self.config.run.seed, prompt, member, attempt)
-
-    def _too_old(self, version: int) -> bool:
-        return bool(self.router.core.fleet.lag(version) > self.config.algorithm.max_staleness)
 
     def _lag(self, oldest: int) -> int:
         """A reply may come from weights as old as the episode's oldest token: it is no staler for it."""

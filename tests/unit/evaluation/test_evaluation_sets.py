@@ -23,7 +23,8 @@ from relax_rt.roles.evaluation_sets import MAIN, Course, courses, load_set, reci
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.sections import EvaluationSet, RLConfig
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import RelaxError, Unreachable
+from relax_rt.transport.versions import VersionRecord
 
 TOML = """
 [run]
