@@ -345,7 +345,10 @@ class TrainerRole(Role):
 
     def _train(self, batch: Batch) -> StepResult:
         """The gradients that are not there yet, and the update. Blocks."""
+        from relax_rt.roles.trainers.mismatch import beside_gradients
+
         self._accumulate(batch)
+        batch.beside = beside_gradients(batch.samples, self.backend, self.objective, self.settings.mismatch)
 
         def before_update() -> None:
             batch.held_s = self.publisher.weights_may_change()
@@ -379,6 +382,7 @@ class TrainerRole(Role):
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=not result.applied)
+        batch.refused_tokens = advice.refused_tokens
         if self._choices is not None:
             await self._choices.after_step(batch.samples, self.step)
         await self.publisher.begin(self.weights)

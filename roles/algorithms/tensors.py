@@ -34,7 +34,6 @@ class TokenTensors:
         mask: bool, True on the tokens that are trained.
         sequence: int64, index of the token's sample in the micro-batch.
         group: int64, index of the token's group in the micro-batch.
-        staleness: distance between the version that sampled the token and the one that is trained.
         entropy: of the policy at the token's position, nats; gradients flow through it.
     """
 
@@ -46,13 +45,12 @@ class TokenTensors:
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     group: torch.Tensor | None = None
-    staleness: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         counted = self.mask != 0
         object.__setattr__(self, "mask", counted)
-        for field in ("logprobs", "behaviour", "advantages", "proximal", "reference", "staleness", "entropy"):
+        for field in ("logprobs", "behaviour", "advantages", "proximal", "reference", "entropy"):
             value = getattr(self, field)
             if value is not None:
                 object.__setattr__(self, field, value.masked_fill(~counted, 0))

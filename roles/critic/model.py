@@ -22,6 +22,7 @@ from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import CriticSettings
+from relax_rt.roles.trainers.budget import Budget, Fitting
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, hidden_states
 from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
 from relax_rt.transport.errors import Refused
@@ -56,6 +57,7 @@ class CriticModel:
     Args:
         folder: of the model whose layers it begins with.
         on_progress: told of tokens that went through the model.
+        budget: of micro-batches; unless given, the settings'.
         device: where weights, gradients and moments are; snapshots are in ordinary memory.
     """
 
@@ -65,9 +67,12 @@ class CriticModel:
         settings: CriticSettings,
         on_progress: Callable[[int], object],
         device: torch.device = CPU,
+        budget: Budget | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads)
         self._folder, self._settings, self._on_progress, self._device = folder, settings, on_progress, device
+        self._budget = budget if budget is not None else Budget(settings.tokens_per_micro_batch)
+        self._fitting = Fitting(self._budget, device)
         self._snapshot: dict[str, dict[str, torch.Tensor]] = {}
         self.reset()
 
@@ -81,8 +86,9 @@ class CriticModel:
 
     def values(self, samples: Sequence[Sample]) -> list[Values]:
         """Values of each sample's trained tokens, 0 at others; float32 [T]."""
-        budget = self._settings.tokens_per_micro_batch
-        return at_trained_tokens(self._values, samples, budget, self._on_progress, device=self._device)
+        return self._fitting(
+            lambda: at_trained_tokens(self._values, samples, self._budget, self._on_progress, device=self._device)
+        )
 
     def _values(self, batch: MicroBatch) -> torch.Tensor:
         found: torch.Tensor = self._model(batch, self._settings.dtype == "bfloat16")
@@ -97,16 +103,11 @@ class CriticModel:
         Returns:
             What it did; it is thrown away, and the weights stay, if a loss or gradient is not finite.
         """
-        sums: Metrics = {}
         count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
-        self._optimizer.zero_grad(set_to_none=False)
-        budget = self._settings.tokens_per_micro_batch
         trained = [i for i, sample in enumerate(samples) if sample.loss_mask[1:].any()]
         columns = _Columns([old[i] for i in trained], [returns[i] for i in trained], self._device)
         with denormals_flushed():
-            for rows in micro_batches(shared_rows([samples[i] for i in trained], budget), budget):
-                merge(sums, self._micro_batch(collate(rows, self._device), columns, count))
-                self._on_progress(sum(row.length for row in rows))
+            sums = self._fitting(lambda: self._gradients([samples[i] for i in trained], columns, count))
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
             applied = count > 0 and math.isfinite(norm) and math.isfinite(sums["loss"])
             if applied:
@@ -122,6 +123,16 @@ class CriticModel:
             clipped=sums.get("clipped", 0.0) / max(count, 1),
             explained=_explained(trained_old, wanted),
         )
+
+    def _gradients(self, samples: Sequence[Sample], columns: _Columns, count: int) -> Metrics:
+        """Those of a whole batch and of nothing else; what was measured, as sums."""
+        sums: Metrics = {}
+        self._optimizer.zero_grad(set_to_none=False)
+        for rows in micro_batches(shared_rows(samples, self._budget.tokens), self._budget.tokens):
+            self._budget.trying(rows)
+            merge(sums, self._micro_batch(collate(rows, self._device), columns, count))
+            self._on_progress(sum(row.length for row in rows))
+        return sums
 
     def _micro_batch(self, batch: MicroBatch, columns: _Columns, count: int) -> Metrics:
         values = self._values(batch)

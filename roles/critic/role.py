@@ -44,9 +44,11 @@ class CriticRole(Role):
         from relax_rt.roles.critic.model import CriticModel
         from relax_rt.roles.locations import model_folder
         from relax_rt.roles.models.device import open_device
+        from relax_rt.roles.trainers.budget import Budget
 
         device = open_device(self.ctx, self.settings)
-        return CriticModel(model_folder(self.ctx), self.settings, self.ctx.progress.advance, device)
+        budget = Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
+        return CriticModel(model_folder(self.ctx), self.settings, self.ctx.progress.advance, device, budget)
 
     async def run(self) -> None:
         await self.ctx.ready()

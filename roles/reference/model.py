@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.sample import Sample
+from relax_rt.roles.trainers.budget import Budget, Fitting
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, predicted
 from relax_rt.roles.trainers.packing import MicroBatch
 
@@ -22,6 +23,7 @@ class FrozenModel:
     moved yet has no distance to it.
 
     Args:
+        budget: tokens of a micro-batch, or a `Budget` that remembers and tells when it had to be lowered.
         temperature: log-probabilities are of logits / temperature.
 
     Attributes:
@@ -34,7 +36,7 @@ class FrozenModel:
         *,
         dtype: str,
         threads: int,
-        budget: int,
+        budget: int | Budget,
         temperature: float,
         device: torch.device = CPU,
     ) -> None:
@@ -44,7 +46,9 @@ class FrozenModel:
         self._model.eval()
         self._device = device
         self._model.to(device)
-        self._budget, self._temperature, self._autocast = budget, temperature, dtype == "bfloat16"
+        self._budget = budget if isinstance(budget, Budget) else Budget(budget)
+        self._fitting = Fitting(self._budget, device)
+        self._temperature, self._autocast = temperature, dtype == "bfloat16"
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
 
     def log_probabilities(
@@ -52,7 +56,9 @@ class FrozenModel:
     ) -> list[NDArray[np.float32]]:
         """Log-probabilities of each sample's trained tokens, 0 at others; float32 [T]. Their ids are in the
         vocabulary."""
-        return at_trained_tokens(self._compute, samples, self._budget, on_progress, device=self._device)
+        return self._fitting(
+            lambda: at_trained_tokens(self._compute, samples, self._budget, on_progress, device=self._device)
+        )
 
     def _compute(self, batch: MicroBatch) -> torch.Tensor:
         return predicted(self._model, batch, temperature=self._temperature, autocast=self._autocast)[0]

@@ -92,12 +92,13 @@ class ReferenceRole(Role):
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
         from relax_rt.roles.reference.model import FrozenModel
+        from relax_rt.roles.trainers.budget import Budget
 
         self.model = FrozenModel(
             folder,
             dtype=self.settings.dtype,
             threads=self.settings.threads,
-            budget=self.settings.tokens_per_micro_batch,
+            budget=Budget.of(self.ctx, self.settings.tokens_per_micro_batch),
             temperature=self.config.sampling.temperature,
             device=open_device(self.ctx, self.settings),
         )

@@ -42,6 +42,7 @@ class StepResult(msgspec.Struct, frozen=True):
         clip_fraction: share of tokens whose ratio was clipped. kl_behaviour: k3 estimate, nats a token.
         computed_tokens: tokens that went through the model, shared prompts once.
         difference_mean, difference_max: |log p of the trainer - log p recorded at sampling|, nats.
+        measured_tokens: trained tokens that all these means and largest values are over.
         sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
         entropy: of the trained policy, where the objective needs it, else None.
         kl_reference: mean of the KL term, nats a token, where there is one, else None.
@@ -68,6 +69,7 @@ class StepResult(msgspec.Struct, frozen=True):
     entropy: float | None = None
     kl_reference: float | None = None
     tokens_rejected: int = 0
+    measured_tokens: int = 0
     others: dict[str, float] = {}
 
 
@@ -123,14 +125,16 @@ def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, le
         entropy=mean("entropy") if "entropy" in sums else None,
         kl_reference=mean("kl_reference") if "kl_reference" in sums else None,
         tokens_rejected=int(sums.get("rejected", 0)),
+        measured_tokens=int(seen),
         others={name: value for name, value in sums.items() if name not in REPORTED},
     )
 
 
 def thrown_away(why: str, sums: Mapping[str, float], learning_rate: float) -> StepResult:
-    """The result of a step that left the weights as they were."""
+    """The result of a step that left the weights as they were; what was measured before it went wrong is in it."""
     nan = float("nan")
-    return StepResult(False, False, why, int(sums.get("trained", 0)), nan, nan, learning_rate, 0.0, 0.0, 0.0, 0.0, 0)
+    found = step_result(sums, count=1.0, grad_norm=nan, learning_rate=learning_rate)
+    return msgspec.structs.replace(found, applied=False, changed=False, why=why, loss=nan)
 
 
 class TrainerBackend(Protocol):

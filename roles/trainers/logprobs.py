@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from relax_rt.roles.models.device import CPU, autocasting
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
-from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, micro_batches, shared_rows
+from relax_rt.roles.trainers.budget import Budget
+from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
 
 
 def hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
@@ -46,11 +47,10 @@ def predicted(
 def at_trained_tokens(
     compute: Callable[[MicroBatch], torch.Tensor],
     samples: Sequence[Sample],
-    budget: int,
+    budget: Budget,
     on_progress: Callable[[int], object],
     *,
     device: torch.device = CPU,
-    before: Callable[[Sequence[Row]], object] = lambda _: None,
     passes: Callable[[int], int] = lambda count: count,
     idle: Callable[[], object] = lambda: None,
 ) -> list[NDArray[np.float32]]:
@@ -59,19 +59,18 @@ def at_trained_tokens(
     No gradients are kept. Tokens that are not trained, and a sample's first token, which nothing predicts, have 0.
 
     Args:
-        budget: tokens of a micro-batch. on_progress: told of as many as went through the model.
+        budget: tokens of a micro-batch; it is told of each. on_progress: told of as many as went through the model.
         device: on which `compute` gets its micro-batches.
-        before: told of the rows of each micro-batch.
         passes: how many passes to make, given how many micro-batches there are. idle: makes one of those beyond them.
     """
     found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
     trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
-    rows = shared_rows([sample for _, sample in trained], budget)
+    rows = shared_rows([sample for _, sample in trained], budget.tokens)
     with denormals_flushed(), torch.no_grad():
-        batches = micro_batches(rows, budget)
+        batches = micro_batches(rows, budget.tokens)
         beyond = passes(len(batches)) - len(batches)
         for chosen in batches:
-            before(chosen)
+            budget.trying(chosen)
             batch = collate(chosen, device)
             values, sample, token = (one.cpu() for one in (compute(batch), batch.sample, batch.token))
             for own in {index for row in chosen for index, _ in row.members}:

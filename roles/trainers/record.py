@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from relax_rt.roles.trainers.base import StepResult
+from relax_rt.roles.trainers.mismatch import completed, sampled_entropy
 from relax_rt.roles.trainers.step import Batch
 from relax_rt.transport.versions import VersionRecord
 
@@ -22,6 +23,7 @@ def step_record(
     samples = batch.samples
     rewards = np.array([s.reward or 0.0 for s in samples])
     names = sorted({name for s in samples for name in s.rewards})
+    result = completed(result, batch.beside)
     return {
         "kind": "step",
         "step": step,
@@ -39,6 +41,9 @@ def step_record(
         "truncated_fraction": float(np.mean([s.meta.truncated for s in samples])),
         "length_mean": float(np.mean([int(s.loss_mask.sum()) for s in samples])),
         **{k: getattr(result, k) for k in result.__struct_fields__ if k not in ("applied", "why")},
+        "sampled_entropy": sampled_entropy(samples),
+        "tokens_refused": batch.refused_tokens,
+        "tokens_masked": sum(end - start for s in batch.leased for start, end in s.masked),
         "parts": batch.parts,
         **_filtered(batch),
         "skipped": "" if result.applied else result.why,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.algorithms.tensors import Metrics
 from relax_rt.roles.columns import read_sample
 from relax_rt.roles.sample import Sample, content_digest
 
@@ -51,6 +52,8 @@ class Batch:
         accumulated: so many samples, from the first on, have their gradients in the backend, in so many parts.
         count: what the gradients so far are to be divided by.
         scored: groups that came, also those that filters left out. filtered: groups left out, by filter.
+        beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
+        refused_tokens: of samples that the queue refused as over-stale since the step before.
         spent: on `wait`, `train` and `publish`. held_s: how long the update waited for the weights to be copied.
     """
 
@@ -66,6 +69,8 @@ class Batch:
     count: float = 0.0
     scored: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
+    beside: Metrics = field(default_factory=dict)
+    refused_tokens: int = 0
     held_s: float = 0.0
 
     def add(self, lease: LeasedBatch, samples: list[Sample]) -> None:

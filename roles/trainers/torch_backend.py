@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,28 +14,25 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
-from relax_rt.roles.models.device import CPU, free_cached
+from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
+from relax_rt.roles.trainers.budget import Accumulation, Budget, Fitting
 from relax_rt.roles.trainers.logprobs import at_trained_tokens
 from relax_rt.roles.trainers.memory import Growth
 from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
 from relax_rt.roles.trainers.rates import learning_rate
 from relax_rt.roles.trainers.torch.adapters import add_adapters
-from relax_rt.roles.trainers.torch.budget import Budget, out_of_memory
 from relax_rt.roles.trainers.torch.pieces import Scored, shard
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch.snapshot import Snapshots
 from relax_rt.roles.trainers.torch.weights import Weights
-from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
-
-T = TypeVar("T")
 
 
 class TorchBackend:
@@ -77,6 +74,9 @@ class TorchBackend:
         self.objective = objective if objective is not None else Objective.of(algorithm)
         budget = tokens_per_micro_batch
         self._budget = budget if isinstance(budget, Budget) else Budget(budget)
+        rank = f"rank {ranks.rank} of the trainer" if ranks is not None else ""
+        self._fitting = Fitting(self._budget, device, rank=rank)
+        self._accumulation: Accumulation[Sequence[Sample]] = Accumulation(self._fitting, self._begin, self._add)
         self._algorithm, self._temperature, self._on_progress = algorithm, temperature, on_progress
         self._autocast = dtype == "bfloat16"
         self._ranks, self._device = ranks, device
@@ -102,8 +102,7 @@ class TorchBackend:
             fused=True,
         )
         self._snapshots = Snapshots(self._model, self.weights, model_dir, lora)
-        self._parts: list[Sequence[Sample]] = []
-        self._halved, self._growth = 0, Growth()
+        self._growth = Growth()
         self._begin()
 
     @property
@@ -146,10 +145,9 @@ class TorchBackend:
             return at_trained_tokens(
                 computed,
                 samples,
-                self._budget.tokens,
+                self._budget,
                 self._on_progress,
                 device=self._device,
-                before=self._budget.trying,
                 passes=self._passes,
                 idle=self._pass_for_nothing,
             )
@@ -163,19 +161,7 @@ class TorchBackend:
 
     def accumulate(self, samples: Sequence[Sample]) -> Partial:
         """See `TrainerBackend.accumulate`."""
-        first = len(self._parts)
-        self._parts.append(samples)
-
-        def work() -> None:
-            nonlocal first
-            # A pass that failed may have left half of its gradients: then the step begins anew.
-            begin, first = first, 0
-            if begin == 0:
-                self._begin()
-            for part in self._parts[begin:]:
-                self._add(part)
-
-        self._fitting(work)
+        self._accumulation(samples)
         return Partial(self.objective.count(samples), sum(int(s.loss_mask.sum()) for s in samples))
 
     def _begin(self) -> None:
@@ -235,37 +221,13 @@ class TorchBackend:
         found = self._scored(batch, self._temperature, self._autocast, entropy)
         return found
 
-    def _fitting(self, work: Callable[[], T]) -> T:
-        """Do it, with smaller micro-batches each time that memory runs out.
-
-        Raises:
-            RelaxError: they cannot be smaller; or this is one rank of several, which are in the middle of a pass: the
-                gang has to begin again, with what it has learnt of its memory.
-        """
-        while True:
-            try:
-                return work()
-            except (MemoryError, RuntimeError) as error:
-                if not out_of_memory(error):
-                    raise
-                why = (str(error) or type(error).__name__).splitlines()[0]
-            # Only here are the frames gone that held what the pass had made.
-            self._budget.halve(why)
-            free_cached(self._device)
-            if self._ranks is not None:
-                raise RelaxError(
-                    f"memory ran out on rank {self._ranks.rank} of the trainer",
-                    why=why,
-                    hint=f"begun again, it makes micro-batches of {self._budget.tokens} tokens",
-                )
-            self._halved += 1
-
     # The step.
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """See `TrainerBackend.apply`. All ranks return the same."""
         sums, bad = self._found()
-        self._parts, self._sums, self._bad = [], {}, ""
+        self._accumulation.forget()
+        self._sums, self._bad = {}, ""
         rate = learning_rate(self._algorithm, number, self._algorithm.steps)
         count, norm = count if count > 0 else 1.0, 0.0
         with denormals_flushed():
@@ -285,9 +247,7 @@ class TorchBackend:
 
     def _found(self) -> tuple[Metrics, str]:
         """What all ranks measured in this step, and what was wrong with it."""
-        if self._halved:
-            self._sums["micro_batches_halved"] = float(self._halved)
-            self._halved = 0
+        merge(self._sums, self._fitting.taken())
         if self._ranks is None:
             return self._sums, self._bad
         sums: Metrics = {}
@@ -344,7 +304,7 @@ class TorchBackend:
             Refused: it is of another model or training. SafetensorError, OSError: a file cannot be read.
         """
         self._snapshots.restore(folder, self._optimizer)
-        self._parts = []
+        self._accumulation.forget()
 
     def close(self) -> None:
         """Nothing of it outlives the process."""

@@ -19,7 +19,7 @@ from relax_rt.roles.models.device import CPU, generator_states, on_host, set_gen
 from relax_rt.roles.reference.model import FrozenModel
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable, CriticSettings
-from relax_rt.roles.trainers.torch.budget import Budget
+from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch_backend import TorchBackend
 

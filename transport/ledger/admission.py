@@ -9,7 +9,7 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.ledger import marks
 from relax_rt.transport.ledger.blocks import extents_in
-from relax_rt.transport.ledger.core import ROOM, Core
+from relax_rt.transport.ledger.core import REFUSED, ROOM, Core
 from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
 from relax_rt.transport.ledger.failures import fail_missing
 from relax_rt.transport.ledger.recycle import keep_within
@@ -231,7 +231,7 @@ def _after_put(core: Core, group: Group) -> None:
     core.may_end_hold()
     if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
         # An engine that still served a branch the trainer has left.
-        core.end(group, "refused(stale)")
+        core.end(group, REFUSED)
 
 
 def return_extents(core: Core, puts: list[Put]) -> None:
@@ -343,7 +343,7 @@ def offer(core: Core, who: Incarnation, event: Offer) -> Offered:
         else:
             core.enter_ready(id_, group.samples[0])
         if version is not None and core.staleness(group) > core.policy.max_staleness:
-            core.end(group, "refused(stale)")
+            core.end(group, REFUSED)
     core.state.issued += len(samples)
     core.changed = True
     return Offered(list(range(first, first + len(event.groups))), core.blocks.collect(who))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_rt.transport.ledger.admission import bound, outstanding, surplus
-from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.core import REFUSED, Core
 from relax_rt.transport.ledger.recycle import keep_within, recycle
 from relax_rt.transport.ledger.state import Group
 
@@ -24,13 +24,13 @@ def refuse_stale(core: Core, beyond: int = 0) -> None:
     core.changed = core.changed or bool(stale)
     for group in stale:
         if group.recycled and not keep_within(core, group):
-            core.end(group, "dropped(surplus)" if beyond else "refused(stale)")
+            core.end(group, "dropped(surplus)" if beyond else REFUSED)
     left = beyond - _going_on(core) if beyond else 0
     for group in stale:
         if group.recycled:
             continue
         if left <= 0 or not recycle(core, group):
-            core.end(group, "dropped(surplus)" if left > 0 else "refused(stale)")
+            core.end(group, "dropped(surplus)" if left > 0 else REFUSED)
         left -= group.size
 
 

@@ -18,6 +18,8 @@ from relax_rt.transport.versions import VersionRecord, VersionTree
 
 Notice = tuple[str, dict[str, Any]]
 """Something a person wants to see in the event log: kind and fields."""
+REFUSED, REFUSED_TOKENS = "refused(stale)", "refused_tokens"
+"""How samples end that are over-stale, and the tally of their tokens."""
 ROOM = "room"
 """What those who wait for admission wait for; takers wait for the name of their task."""
 
@@ -322,6 +324,8 @@ class Core:
             self.ended(name)
             if sample.generated:
                 self.losses.lost(sample.length, name)
+                if name == REFUSED:
+                    self.tally(REFUSED_TOKENS, max(0, sample.length))
             self.drop_parts(sample)
             if sample.mark is not None:
                 self.tally("marked_tokens_dropped", sample.mark.length)

@@ -204,6 +204,7 @@ class State(msgspec.Struct):
         tallies: counts of other events, for the account.
         marks_bytes: of the marks of unfinished members.
         asked: groups that may be under way beyond the bound until the next step, as over_provision.
+        refused_told: tokens refused as over-stale that the trainer was told of.
     """
 
     policy: LedgerPolicy | None = None
@@ -237,3 +238,4 @@ class State(msgspec.Struct):
     tallies: dict[str, int] = {}
     marks_bytes: int = 0
     asked: int = 0
+    refused_told: int = 0

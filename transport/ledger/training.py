@@ -10,7 +10,7 @@ from relax_rt.transport.ledger import marks
 from relax_rt.transport.ledger.admission import keep_what_was_asked, outstanding, reopen, surplus
 from relax_rt.transport.ledger.batch import refuse_stale
 from relax_rt.transport.ledger.consume import lapse
-from relax_rt.transport.ledger.core import ROOM, Core
+from relax_rt.transport.ledger.core import REFUSED, REFUSED_TOKENS, ROOM, Core
 from relax_rt.transport.ledger.events import Committed, Rollback, Trained
 from relax_rt.transport.ledger.state import Group, Lease, Sample, TrainedGroup
 from relax_rt.transport.queue.api import Advice
@@ -41,7 +41,8 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     core.changed = True
     refuse_stale(core, surplus(core))
     keep_what_was_asked(core)
-    return Advice(early_checkpoint(core))
+    told, state.refused_told = state.refused_told, state.tallies.get(REFUSED_TOKENS, 0)
+    return Advice(early_checkpoint(core), refused_tokens=state.refused_told - told)
 
 
 def step_lease(core: Core, who: Incarnation, id_: int, what: str) -> Lease:
@@ -194,7 +195,7 @@ def _offer_again(core: Core, undone: list[TrainedGroup]) -> None:
         elif group.id in state.payloads_lost:
             core.end(group, "lost")
         elif core.staleness(group) > core.policy.max_staleness:
-            core.end(group, "refused(stale)")
+            core.end(group, REFUSED)
         else:
             again.append(group)
     state.payloads_lost = []

@@ -291,9 +291,15 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """What the ledger asks of the trainer after a step; checkpoint_now says why it should commit one early."""
+    """What the ledger asks of the trainer after a step, and tells it.
+
+    Attributes:
+        checkpoint_now: why it should commit a checkpoint early.
+        refused_tokens: of whole samples that were over-stale, by this step or since the one before.
+    """
 
     checkpoint_now: str = ""
+    refused_tokens: int = 0
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -12,13 +12,12 @@ from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
 from relax_rt.roles.models.device import open_device
 from relax_rt.roles.sections import RLConfig, TrainerSettings
+from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
-from relax_rt.roles.trainers.torch.budget import Budget
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch_backend import TorchBackend
 
-BUDGET_FILE = "micro_batch.json"
-"""In the run's folder: what a micro-batch may have since one did not fit into memory."""
+REMEDY = "set roles.trainer.lora, or divide the model over more ranks or machines (roles.trainer.count)"
 
 
 def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader | Follower:
@@ -32,15 +31,12 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     device = open_device(ctx, table)
     ranks = _join(device) if table.count > 1 else None
 
-    def smaller(before: int, after: int, why: str) -> None:
-        ctx.event("micro_batch_halved", tokens=before, from_now_on=after, why=why)
-
     backend = TorchBackend(
         model_folder(ctx),
         ctx.config.algorithm,
         dtype=table.dtype,
         threads=table.threads,
-        tokens_per_micro_batch=Budget(table.tokens_per_micro_batch, ctx.run_dir / BUDGET_FILE, smaller),
+        tokens_per_micro_batch=Budget.of(ctx, table.tokens_per_micro_batch, REMEDY),
         temperature=ctx.config.sampling.temperature,
         on_progress=ctx.progress.advance,
         device=device,

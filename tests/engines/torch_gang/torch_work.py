@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gang_work import Here, export, logprobs, mine, orders, restore, save, step, streamed, write
+from gang_work import Here, export, grads, logprobs, mine, orders, restore, save, step, streamed, use, write
 
-from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sections import AlgorithmTable
-from relax_rt.roles.trainers.torch.budget import Budget
+from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch_backend import TorchBackend
@@ -19,6 +18,7 @@ __all__ = [
     "Here",
     "build",
     "export",
+    "grads",
     "held",
     "logprobs",
     "mine",
@@ -61,11 +61,6 @@ def build(
     here.gradients = lambda: {
         piece.name: gradient for piece in here.backend.weights.trained if (gradient := piece.gradient()) is not None
     }
-
-
-def use(here: Here, algorithm: dict[str, Any]) -> None:
-    table = AlgorithmTable(**algorithm)
-    here.backend.use(Objective.of(table), table)
 
 
 def held(here: Here) -> dict[str, int]:

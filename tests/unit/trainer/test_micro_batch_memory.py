@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from packing_samples import SAMPLES, make_sample  # noqa: E402
+from starved import failing_backward, spoil_last  # noqa: E402
 
 from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
-from relax_rt.roles.trainers.torch.budget import Budget, out_of_memory  # noqa: E402
+from relax_rt.roles.trainers.budget import Budget, out_of_memory  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import RelaxError  # noqa: E402
 
@@ -38,26 +39,13 @@ def starve(trainer: TorchBackend, fits: int, *, error: Callable[[], BaseExceptio
     """Micro-batches of more tokens than `fits` run out of memory; in the backward pass, with half of it done."""
     predicted = trainer._predicted
 
-    class Halfway(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-            return values.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            # As after the upper layers have added theirs.
-            next(reversed(list(trainer._model.parameters()))).grad = torch.full_like(
-                next(reversed(list(trainer._model.parameters()))), 7.0
-            )
-            raise error()
-
     def scarce(batch: Any, **options: Any) -> Any:
         logprobs, entropy = predicted(batch, **options)
         if batch.ids.numel() <= fits:
             return logprobs, entropy
         if not backward or not torch.is_grad_enabled():
             raise error()
-        return Halfway.apply(logprobs), entropy
+        return failing_backward(logprobs, error, lambda: spoil_last(trainer._model)), entropy
 
     trainer._predicted = scarce  # type: ignore[method-assign]
 
@@ -136,7 +124,7 @@ sys.path.insert(0, sys.argv[2])
 import torch
 from packing_samples import make_sample
 from test_micro_batch_memory import backend
-from relax_rt.roles.trainers.torch.budget import Budget
+from relax_rt.roles.trainers.budget import Budget
 
 torch.set_num_threads(1)
 told = []

@@ -17,6 +17,7 @@ from packing_samples import SAMPLES, make_sample  # noqa: E402
 
 from relax_rt.roles.sample import Sample  # noqa: E402
 from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.trainers.budget import Budget  # noqa: E402
 from relax_rt.roles.trainers.logprobs import at_trained_tokens  # noqa: E402
 from relax_rt.roles.trainers.packing import MicroBatch, collate, shared_rows  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
@@ -64,7 +65,7 @@ def test_what_is_found_at_a_token_is_put_at_its_place_in_the_whole_sample() -> N
         return batch.targets.float()
 
     whole = joined(PARTS)
-    (found,) = at_trained_tokens(ids, [whole], 4096, lambda _: None)
+    (found,) = at_trained_tokens(ids, [whole], Budget(4096), lambda _: None)
     assert found.tolist() == (whole.tokens * whole.loss_mask).tolist()
 
 

@@ -125,6 +125,21 @@ def test_over_stale_samples_are_refused_and_their_prompts_return() -> None:
     assert (again.prompt, again.attempt) == (slow.prompt, 1)
 
 
+def test_the_trainer_is_told_of_the_tokens_that_its_update_refused() -> None:
+    d, v1 = started(max_staleness=0)
+    first, second = d.admit(ENGINE, v1, 2).tickets
+    d.generate(ENGINE, first, v1)
+    for member, length in enumerate((5, 7)):
+        d.put(ENGINE, SampleKey(second.group, member), v1, length=length)
+    d.reward_all(JUDGE)
+    v2 = d.trained(TRAINER, d.take(TRAINER, "train", groups=1), 1, v1)
+    assert d.ledger.account()["refused(stale)"] == 2
+    assert d.last is not None and d.last[3].refused_tokens == 12  # type: ignore[attr-defined]
+    make(d, v2, 2)
+    step(d, 2, v2)
+    assert d.last[3].refused_tokens == 0  # type: ignore[attr-defined]
+
+
 def test_a_batch_waits_for_stragglers_then_revokes_them() -> None:
     d, v1 = started(max_staleness=0, prompts_per_step=3)
     make(d, v1, 2)
