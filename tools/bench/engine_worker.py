@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,9 @@ LONGEST = 20
 """Longest completion, in medians."""
 SPREAD = 1.0
 """Of the logarithm of lengths."""
-WARM_REQUESTS = 4
+WARM_TOKENS = 16
+STEADY_CHUNK = 4
+"""Tokens are counted as they are told: this many of a sequence at a time."""
 DEADLINE_S = 900.0
 
 
@@ -44,6 +46,8 @@ class Task(msgspec.Struct, frozen=True):
     Attributes:
         concurrent: sequences that are decoded at the same time; requests: in all, queued at once.
         rounds: for each, whether weights are updated while it runs.
+        steady: rounds are windows of update_every_s in one stretch of generating with every slot in use, and an update
+            falls into the beginning of a window; else each round is all of the requests, to the end of the longest.
     """
 
     engine: str
@@ -55,6 +59,7 @@ class Task(msgspec.Struct, frozen=True):
     rounds: list[bool]
     update_every_s: float
     kv: str = "keep"
+    steady: bool = False
     sglang_python: str = ""
 
 
@@ -79,16 +84,85 @@ def processor_s() -> float:
     return total
 
 
+def asked(number: int, prompt: list[int], length: int, *, chunk_tokens: int = 0) -> GroupRequest:
+    """As a rollout asks for it, but that nothing ends before its length."""
+    return GroupRequest(
+        id=number,
+        prompt=tuple(prompt),
+        seeds=(number,),
+        temperature=1.0,
+        max_new_tokens=length,
+        stop_ids=frozenset(),
+        chunk_tokens=chunk_tokens,
+    )
+
+
+async def windows(task: Task, engine: Engine, vocabulary: int, sources: list[StageSource], seen: Seen) -> list[Round]:
+    """One stretch of generating, cut into windows; what ends is followed by the next, so that all slots are in use."""
+    supply = (
+        asked(number, prompt, length, chunk_tokens=STEADY_CHUNK)
+        for lot in range(1_000_000)
+        for number, (prompt, length) in enumerate(workload(task, vocabulary, 2 * lot), 1 + (lot + 1) * 100_000)
+    )
+    seen.on_end = lambda: engine.submit([next(supply)])
+    engine.submit([next(supply) for _ in range(2 * task.concurrent)])
+    pauses: list[float] = []
+
+    async def update(number: int) -> None:
+        source = sources[number % 2]
+        await engine.prepare(source)
+        pauses.append((await engine.commit(source.record, task.kv)).pause_s)  # type: ignore[arg-type]
+
+    rounds: list[Round] = []
+    await asyncio.sleep(task.update_every_s)  # until prompts and slots are mixed
+    for number, updated in enumerate(task.rounds):
+        began, busy, before = time.monotonic(), processor_s(), seen.tokens
+        pauses.clear()
+        if updated:
+            await update(sum(task.rounds[:number]))
+        await asyncio.sleep(max(0.0, began + task.update_every_s - time.monotonic()))
+        took = time.monotonic() - began
+        if seen.broken:
+            raise seen.broken[0]
+        rounds.append(Round(seen.tokens - before, took, processor_s() - busy, len(pauses), pauses.copy()))
+    seen.on_end = lambda: None
+    return rounds
+
+
+class Seen:
+    """Tokens that came, and how many requests are still to end."""
+
+    def __init__(self) -> None:
+        self.tokens = self.left = 0
+        self.over = asyncio.Event()
+        self.broken: list[BaseException] = []
+        self.on_end: Callable[[], None] = lambda: None
+
+    def sink(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self.tokens += len(chunk.tokens)
+            if chunk.finish_reason:
+                self.left -= 1
+                self.on_end()
+        if self.left == 0:
+            self.over.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.broken.append(error)
+        self.over.set()
+
+
 def workload(task: Task, vocabulary: int, number: int) -> list[tuple[list[int], int]]:
     """Prompts and how many tokens each is to get: log-normal, cut at LONGEST medians; the same for all engines.
 
     Two rounds that follow each other have the same lengths, and other prompts, or the second would find those of the
-    first kept; the one after the last is a short one, to warm up.
+    first kept; the one after the last is a short one, to warm up every slot.
     """
     draw = random.Random(number // 2)
     out = []
-    for _ in range(task.requests if number < len(task.rounds) else WARM_REQUESTS):
-        length = task.median_tokens * math.exp(draw.gauss(0, SPREAD))
+    warm = number >= len(task.rounds)
+    for _ in range(task.concurrent if warm else task.requests):
+        length = WARM_TOKENS if warm else task.median_tokens * math.exp(draw.gauss(0, SPREAD))
         ids = [draw.randrange(10, vocabulary) for _ in range(draw.randint(*PROMPT_TOKENS))]
         prompt = [10 + (token + number) % (vocabulary - 10) for token in ids]
         out.append((prompt, max(1, min(int(length), LONGEST * task.median_tokens))))
@@ -122,28 +196,12 @@ def staged(folder: Path, dtype: torch.dtype) -> Iterator[list[StageSource]]:
 
 async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary: int) -> list[Round]:
     """Rounds of an engine behind the interface."""
-    left = 0
-    tokens = 0
-    over = asyncio.Event()
-    broken: list[BaseException] = []
-
-    def sink(chunks: list[Chunk]) -> None:
-        nonlocal left, tokens
-        for chunk in chunks:
-            tokens += len(chunk.tokens)
-            left -= bool(chunk.finish_reason)
-        if left == 0:
-            over.set()
-
-    def fail(error: BaseException) -> None:
-        broken.append(error)
-        over.set()
+    seen = Seen()
 
     async def run(number: int, updated: bool) -> Round:
-        nonlocal left, tokens
         work = workload(task, vocabulary, number)
-        left, tokens = len(work), 0
-        over.clear()
+        seen.left, seen.tokens = len(work), 0
+        seen.over.clear()
         pauses: list[float] = []
 
         async def update() -> None:
@@ -154,33 +212,23 @@ async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary
                 pauses.append((await engine.commit(source.record, task.kv)).pause_s)  # type: ignore[arg-type]
 
         began, busy = time.monotonic(), processor_s()
-        engine.submit(
-            [
-                GroupRequest(
-                    id=number * 100_000 + i,
-                    prompt=tuple(prompt),
-                    seeds=(i,),
-                    temperature=1.0,
-                    max_new_tokens=length,
-                    stop_ids=frozenset(),
-                )
-                for i, (prompt, length) in enumerate(work, 1)
-            ]
-        )
+        engine.submit([asked(number * 100_000 + i, *one) for i, one in enumerate(work, 1)])
         updates = asyncio.create_task(update()) if updated else None
-        await asyncio.wait_for(over.wait(), DEADLINE_S)
+        await asyncio.wait_for(seen.over.wait(), DEADLINE_S)
         took, busy = time.monotonic() - began, processor_s() - busy
         if updates is not None:
             updates.cancel()
             await asyncio.gather(updates, return_exceptions=True)
-        if broken:
-            raise broken[0]
-        return Round(tokens, took, busy, len(pauses), pauses)
+        if seen.broken:
+            raise seen.broken[0]
+        return Round(seen.tokens, took, busy, len(pauses), pauses)
 
     with staged(folder, getattr(torch, task.dtype)) as sources:
-        await engine.start(sink, fail)
+        await engine.start(seen.sink, seen.fail)
         try:
             await run(len(task.rounds), False)  # warm
+            if task.steady:
+                return await windows(task, engine, vocabulary, sources, seen)
             return [await run(number, updated) for number, updated in enumerate(task.rounds)]
         finally:
             await engine.close(10.0)
