@@ -268,8 +268,9 @@ class SglangTable(Table):
     deterministic: bool = False
     """Sample each sequence by its own seed, whatever runs beside it: runs can be repeated, at some cost in speed.
     Otherwise seeds have no effect."""
-    weights: Literal["file", "tensor"] = "file"
-    """How new weights reach the server: a safetensors file in shared memory, or in the requests themselves."""
+    weights: Literal["file", "tensor", "handles"] = "file"
+    """How new weights reach the server: a safetensors file in shared memory; in the requests themselves; or handles of
+    where they lie, which the server opens: on a GPU a copy in its memory beside the server's own (CUDA IPC)."""
     boot_timeout_s: Seconds = 150.0
     """From the server's start to its first token; less than the role's start_timeout_s."""
     update_timeout_s: Seconds = 120.0

@@ -16,10 +16,11 @@ import device_far_end
 import pytest
 import torch
 
+from relax_rt.roles.engines.sglang.handles import Shown
 from relax_rt.transport.errors import Corrupt, Gone, Refused
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import device
-from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage, sglang_payload, sglang_tensors
+from relax_rt.transport.weights.cuda_ipc import CudaIpcSource, CudaStage
 from relax_rt.transport.weights.device import DeviceBuffer
 
 MIB = 256
@@ -155,10 +156,11 @@ def test_memory_of_another_device_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_sglang_is_sent_opens_in_another_process(tmp_path: Path) -> None:
-    manifest = device_far_end.manifest_of(1 << 20)
-    buffer = DeviceBuffer(1 << 20)
-    device_far_end.fill(buffer.view)
-    tensors = sglang_tensors(manifest, buffer.view)
+    layout = device_far_end.manifest_of(1 << 20).layout
+    data = device_far_end.pattern(1 << 20).get()
+    torch.cuda.init()
+    before = free_bytes()
+    shown = Shown(layout, memoryview(data), tmp_path / "unused", 0, "cuda")
     program = (
         "import base64, pickle, sys, torch\n"
         "import torch.multiprocessing\n"
@@ -166,8 +168,9 @@ def test_what_sglang_is_sent_opens_in_another_process(tmp_path: Path) -> None:
         "print(*[(name, int(t.to(torch.int64).sum())) for name, t in pairs])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], input=sglang_payload(tensors), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], input=shown.message(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(("w", int(tensors["w"].to(torch.int64).sum())))
-    buffer.free()
+    assert done.stdout.strip() == str(("w", int(data.astype("int64").sum())))
+    shown.close()
+    comes_back(before)

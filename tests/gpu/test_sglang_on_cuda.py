@@ -26,8 +26,10 @@ pytestmark = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def driver(conformance_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Driver]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["file", "handles"])
+async def driver(
+    request: pytest.FixtureRequest, conformance_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Driver]:
     folder = tmp_path_factory.mktemp("sglang")
     settings = RolloutSettings.model_validate(
         {
@@ -35,13 +37,14 @@ async def driver(conformance_model: Path, tmp_path_factory: pytest.TempPathFacto
             "dtype": "float32",
             "max_sequences": 12,
             "memory_fraction": 0.3,
-            "sglang": {"device": "cuda", "deterministic": True, "boot_timeout_s": 600.0},
+            "sglang": {"device": "cuda", "deterministic": True, "boot_timeout_s": 600.0, "weights": request.param},
             "start_timeout_s": 700.0,
         }
     )
     environment = server_environment("cuda", 1, folder / "tmp", os.environ)
     place = Place(python=PYTHON, folder=folder / "tmp", log=folder / "server.log", environment=environment)
     options = functools.partial(server_options, settings, "cuda", kv_tokens=KV_TOKENS)
+    not_shown: list[str] = []
     engine = SglangEngine(
         conformance_model,
         settings,
@@ -50,6 +53,7 @@ async def driver(conformance_model: Path, tmp_path_factory: pytest.TempPathFacto
         device="cuda",
         weights_folder=folder / "weights",
         kv_tokens=KV_TOKENS,
+        not_shown=lambda version, why: not_shown.append(f"version {version}: {why}"),
     )
     # Kernels of a device sum in another order than the plain forward pass on the CPU.
     driver = Driver(engine, conformance_model, Traits(tolerance=5e-3))
@@ -57,3 +61,4 @@ async def driver(conformance_model: Path, tmp_path_factory: pytest.TempPathFacto
         yield await driver.start()
     finally:
         await engine.close(10.0)
+    assert not not_shown

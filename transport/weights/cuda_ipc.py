@@ -8,15 +8,11 @@ after its copy whether the owner lives, and holds the copy against the digests i
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -258,31 +254,3 @@ class CudaIpcSource:
             f"weights of policy version {self.record.version}, bytes {part.start}-{part.stop}",
             why="the copy does not match the digest taken when they were shown",
         )
-
-
-def sglang_tensors(manifest: Manifest, weights: DeviceView) -> Any:
-    """The version as torch's own tensors on the device, by name, for `sglang_payload`. One copy on the device.
-
-    torch shares only memory that its allocator has made, hence the copy; it must live until the server has loaded it.
-    """
-    import torch
-
-    flat = torch.empty(manifest.layout.nbytes, dtype=torch.uint8, device="cuda")
-    flat.copy_(torch.as_tensor(weights.array(), device="cuda"))
-    torch.cuda.synchronize()
-    return {
-        e.name: flat[e.offset : e.offset + e.nbytes].view(getattr(torch, e.dtype)).view(e.shape)
-        for e in manifest.layout.entries
-    }
-
-
-def sglang_payload(tensors: dict[str, Any]) -> str:
-    """One entry of `serialized_named_tensors` of SGLang's ``/update_weights_from_tensor``: IPC handles, no bytes.
-
-    The receiver opens them on the device of the same *index*: both processes must see the same devices.
-    """
-    import torch.multiprocessing  # noqa: F401 - teaches the pickler below to send handles
-
-    packed = io.BytesIO()
-    ForkingPickler(packed).dump(list(tensors.items()))
-    return base64.b64encode(packed.getvalue()).decode()

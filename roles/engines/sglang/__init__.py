@@ -51,6 +51,11 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
     longest = longest_tokens(config)
     kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest + KEPT_BACK))
     options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens)
+
+    def not_shown(version: int, why: str) -> None:
+        ctx.event("handles_unused", version=version, why=why)
+        ctx.log.warning("weights reach the SGLang server by the file", version=version, why=why)
+
     return SglangEngine(
         model,
         settings,
@@ -61,4 +66,6 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
         kv_tokens=kv_tokens,
         booting=lambda seconds: ctx.progress.extend(seconds, "starting its SGLang server"),
         tell=lambda how_far: ctx.progress.advance(0, how_far),
+        attempt=ctx.shm_dir / slot_file(ctx.who.slot, ".handles"),
+        not_shown=not_shown,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import binascii
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.engines.base import GroupRequest
 from relax_rt.roles.engines.routing import settled, sparse_layers
-from relax_rt.roles.engines.sglang.client import MAX_EVENT_BYTES
+from relax_rt.roles.engines.sglang.client import LARGE_BYTES, MAX_EVENT_BYTES, Meta
 from relax_rt.roles.engines.sglang.hashing import finished
 from relax_rt.roles.engines.sglang.members import Batch, Member
 from relax_rt.transport.errors import ProtocolError, Refused
 
 PROGRESS_TOKENS = 16
 """A segment is heard of at least every so many tokens: health is judged by them."""
+PIECE = 1 << 20
+"""Characters of base64 that are decoded at a time, which nothing else of the process runs beside; a multiple of 4."""
 
 
 def server_seed(seed: int) -> int:
@@ -89,16 +91,35 @@ class RowReader:
                 hint="lower sampling.max_new_tokens or data.max_prompt_tokens, or leave roles.rollout.routing out",
             )
 
-    def read(self, text: str) -> NDArray[np.int16]:
-        """Rows [positions, layers, k].
+    async def told_by(self, meta: Meta) -> NDArray[np.int16] | None:
+        """Rows that came with an event; None: it has none. Many are read off the event loop.
+
+        Raises:
+            ProtocolError: see read.
+        """
+        string = memoryview(meta.routed_experts)
+        if string[:1] != b'"' or len(string) == 2:  # null is none either
+            return None
+        text = string[1:-1]
+        return await asyncio.to_thread(self.read, text) if len(text) > LARGE_BYTES else self.read(text)
+
+    def read(self, text: memoryview) -> NDArray[np.int16]:
+        """Rows [positions, layers, k], of base64.
 
         Raises:
             ProtocolError: they are not of this model.
         """
         try:
-            values = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+            values = np.frombuffer(_of_base64(text), "<i4")
             return settled(values.reshape(-1, self.shape.layers, self.shape.chosen), self._without)
         except (binascii.Error, ValueError) as error:
             what = f"routing rows of the SGLang server, {len(text)} characters"
             why = f"they are not of {self.shape.layers} layers and {self.shape.chosen} experts each: {error}"
             raise ProtocolError(what, why=why) from error
+
+
+def _of_base64(text: memoryview) -> bytes:
+    pieces = [binascii.a2b_base64(text[at : at + PIECE], strict_mode=True) for at in range(0, len(text), PIECE)]
+    if any(len(piece) < PIECE // 4 * 3 for piece in pieces[:-1]):
+        raise ValueError("it is padded before its end")
+    return b"".join(pieces)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -13,7 +15,16 @@ from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxErro
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 1.0
 """An idle connection is used again within this time only. The server ends it after SGLANG_TIMEOUT_KEEP_ALIVE (5 s), and
-an update that is sent just then would find it closed."""
+a call that is sent just then finds it closed."""
+REPEATABLE = frozenset(
+    {"/abort_request", "/model_info", "/server_info", "/update_weights_from_disk", "/weights_checker"}
+)
+"""Calls that may be made twice. Only these use a connection again; one that breaks below them is made once more, on a
+connection of its own. All others have one of their own at once: a memory that is released twice ends the server."""
+BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
+"""What a connection gives that the server has ended; not that there is none."""
+LARGE_BYTES = 1 << 20
+"""What is decoded off the event loop: from here on it takes milliseconds."""
 MAX_EVENT_BYTES = 256 << 20
 """One event of a stream: tokens and log-probabilities of some steps of one sequence, and with its end routing rows."""
 
@@ -42,7 +53,8 @@ class Meta(msgspec.Struct, frozen=True):
         cached_tokens: positions of the input whose keys and values were there already.
         output_token_logprobs: (log-probability, token, text).
         weight_versions: of all sampled tokens; there at the end.
-        routed_experts: int32 of positions, layers and experts chosen, in base64; there at the end if asked for.
+        routed_experts: int32 of positions, layers and experts chosen, a string in base64, as it stands in the answer;
+            there at the end if asked for.
     """
 
     id: str
@@ -51,7 +63,7 @@ class Meta(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     weight_versions: list[Span] = []
-    routed_experts: str = ""
+    routed_experts: msgspec.Raw = msgspec.Raw()
 
 
 class StreamError(msgspec.Struct, frozen=True):
@@ -104,14 +116,17 @@ class Client:
     """
 
     def __init__(self, url: str, key: str) -> None:
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {key}"},
-            # Streams are bounded by the sequences that the engine lets run.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S),
-            timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),
-            trust_env=False,
-        )
+        def client(kept: int) -> httpx.AsyncClient:
+            return httpx.AsyncClient(
+                base_url=url,
+                headers={"Authorization": f"Bearer {key}"},
+                # Streams are bounded by the sequences that the engine lets run.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=IDLE_S),
+                timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),
+                trust_env=False,
+            )
+
+        self._kept, self._fresh = client(8), client(0)
         self.url = url
 
     async def call(self, path: str, body: dict[str, Any] | bytes | None = None, *, timeout_s: float) -> dict[str, Any]:
@@ -124,24 +139,35 @@ class Client:
             ServerRefused: another status than 200, or "success": false.
             Unreachable, DeadlineExceeded: no answer.
         """
+        data = msgspec.json.encode(body) if isinstance(body, dict) else body
+        what, deadline = f"{path} of the SGLang server", time.monotonic() + timeout_s
         try:
-            data = msgspec.json.encode(body) if isinstance(body, dict) else body
-            answer = await self._http.request(
-                "GET" if data is None else "POST",
-                path,
-                content=data,
-                headers={"Content-Type": "application/json"},
-                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            )
+            try:
+                answer = await self._send(self._kept if path in REPEATABLE else self._fresh, path, data, timeout_s)
+            except BROKEN:
+                left_s = deadline - time.monotonic()
+                if path not in REPEATABLE or left_s <= 0:
+                    raise
+                answer = await self._send(self._fresh, path, data, left_s)
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"{path} of the SGLang server", why=f"no answer within {timeout_s:g} s") from error
+            raise DeadlineExceeded(what, why=f"no answer within {timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise Unreachable(f"{path} of the SGLang server", why=str(error) or type(error).__name__) from error
+            raise Unreachable(what, why=str(error) or type(error).__name__) from error
         decoded = _object(answer.content)
         if answer.status_code != 200 or decoded.get("success") is False:
             why = str(decoded.get("message") or decoded.get("error") or answer.text[:300])
-            raise ServerRefused(f"{path} of the SGLang server", why=f"{answer.status_code}: {why}")
+            raise ServerRefused(what, why=f"{answer.status_code}: {why}")
         return decoded
+
+    @staticmethod
+    async def _send(http: httpx.AsyncClient, path: str, data: bytes | None, timeout_s: float) -> httpx.Response:
+        return await http.request(
+            "GET" if data is None else "POST",
+            path,
+            content=data,
+            headers={"Content-Type": "application/json"},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+        )
 
     async def limits(self, timeout_s: float) -> Limits:
         """What the server has room for.
@@ -173,7 +199,7 @@ class Client:
             Unreachable: the connection broke before the end.
         """
         try:
-            async with self._http.stream("POST", "/generate", json=body) as answer:
+            async with self._fresh.stream("POST", "/generate", json=body) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread())[:500].decode(errors="replace")
                     raise ServerRefused("/generate of the SGLang server", why=f"{answer.status_code}: {text}")
@@ -186,7 +212,8 @@ class Client:
 
     async def close(self) -> None:
         """End all connections."""
-        await self._http.aclose()
+        await self._kept.aclose()
+        await self._fresh.aclose()
 
 
 def _object(content: bytes) -> dict[str, Any]:
@@ -199,23 +226,40 @@ def _object(content: bytes) -> dict[str, Any]:
 
 async def _decoded(answer: httpx.Response) -> AsyncIterator[Event]:
     """Server-sent events: lines `data: {…}`, the last one `data: [DONE]`."""
-    rest: list[bytes] = []
+    held: list[bytes] = []
     size = 0
     async for piece in answer.aiter_bytes():
-        rest.append(piece)
-        size += len(piece)
-        if b"\n" not in piece:
+        end = piece.rfind(b"\n") + 1
+        held.append(piece[:end] if end else piece)
+        size += len(held[-1])
+        if not end:
             if size > MAX_EVENT_BYTES:
                 why = f"a line is longer than {MAX_EVENT_BYTES} bytes"
                 raise ProtocolError("the stream of the SGLang server", why=why)
             continue
-        *lines, last = b"".join(rest).split(b"\n")
-        rest, size = [last], len(last)
-        for line in lines:
-            if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                continue
-            try:
-                event = _events.decode(line[6:])
-            except msgspec.DecodeError as error:
-                raise ProtocolError("the stream of the SGLang server", why=f"{error}: {line[:200]!r}") from error
+        events = await asyncio.to_thread(_events_of, held) if size > LARGE_BYTES else _events_of(held)
+        held = [piece[end:]]
+        size = len(held[0])
+        for event in events:
             yield event
+
+
+def _events_of(pieces: Sequence[bytes]) -> list[Event]:
+    """Those of whole lines. Nothing in them is copied once more: an event may be of hundreds of megabytes."""
+    events: list[Event] = []
+    for line in _lines(b"".join(pieces)):
+        if line[:6] != b"data: " or line == b"data: [DONE]":
+            continue
+        try:
+            events.append(_events.decode(line[6:]))
+        except msgspec.DecodeError as error:
+            why = f"{error}: {bytes(line[:200])!r}"
+            raise ProtocolError("the stream of the SGLang server", why=why) from error
+    return events
+
+
+def _lines(whole: bytes) -> Iterator[memoryview]:
+    view, at = memoryview(whole), 0
+    while (end := whole.find(b"\n", at)) >= 0:
+        yield view[at:end]
+        at = end + 1

@@ -18,7 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from relax_rt.roles.engines.base import (
     Chunk,
@@ -34,18 +35,11 @@ from relax_rt.roles.engines.base import (
 from relax_rt.roles.engines.sglang import update
 from relax_rt.roles.engines.sglang.asking import RowReader, body_of
 from relax_rt.roles.engines.sglang.client import Event, Limits
+from relax_rt.roles.engines.sglang.loading import Held, Loader, NotShown
 from relax_rt.roles.engines.sglang.members import Batch, Line, Member
 from relax_rt.roles.engines.sglang.options import Device, Option, unlike_the_model
 from relax_rt.roles.engines.sglang.server import Place, Server
-from relax_rt.roles.engines.sglang.weights import (
-    PrivateCopy,
-    Recipe,
-    by_expert,
-    check_layout,
-    checksums,
-    published_tensors,
-    recipes,
-)
+from relax_rt.roles.engines.sglang.weights import Recipe, by_expert, check_layout, published_tensors, recipes
 from relax_rt.roles.sections import EngineSettings, RolloutSettings
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
@@ -61,13 +55,6 @@ ABORT_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 1.0
 
 
-class Held(msgspec.Struct, frozen=True):
-    """A version and the checksums of a server that holds it."""
-
-    version: int
-    expected: dict[str, str]
-
-
 class SglangEngine:
     """Samples through a server of its own.
 
@@ -78,6 +65,7 @@ class SglangEngine:
         kv_tokens: room of its cache, until the server says what it has.
         booting: told how long the start may take, when it begins.
         tell: told how far the start is.
+        attempt: see Loader. not_shown: told of versions that do not go by handles though they were to.
 
     Raises:
         Refused: the server would compute something else than the model says.
@@ -97,14 +85,16 @@ class SglangEngine:
         kv_tokens: int,
         booting: Callable[[float], object] = lambda _: None,
         tell: Callable[[str], object] = lambda _: None,
+        attempt: Path | None = None,
+        not_shown: NotShown = lambda version, why: None,
     ) -> None:
         if why := unlike_the_model(model):
             raise Refused(
                 f"{model.name} in the sglang engine", why=f"its Qwen3-MoE {why}", hint='use engine = "embedded"'
             )
         self.settings, self._table = settings, settings.sglang
-        self._copy = PrivateCopy(weights_folder)
-        self._device, self._booting = device, booting
+        self._loader = Loader(self._table, weights_folder, device, attempt, not_shown)
+        self._booting = booting
         self._rows = RowReader(model) if isinstance(settings, RolloutSettings) and settings.routing else None
         self.routing = self._rows.shape if self._rows is not None else None
         self._folder, self._model = model, published_tensors(model, settings.dtype)
@@ -122,7 +112,6 @@ class SglangEngine:
         self._change, self._fetch = asyncio.Lock(), asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._recipes: dict[str, Recipe] = {}
         self._prepared: Held | None = None
         self._held = Held(0, {})
         self._version = self._tokens = self._swaps = 0
@@ -141,7 +130,7 @@ class SglangEngine:
     @property
     def weights_folder(self) -> Path:
         """Where the copy lies that the server loads."""
-        return self._copy.folder
+        return self._loader.copy.folder
 
     # --- life
 
@@ -161,7 +150,7 @@ class SglangEngine:
             self._limits = await self._server.client.limits(self._table.update_timeout_s)
             held = await update.reported(self._server.client, self._table.update_timeout_s)
             self._held = Held(0, held)
-            self._recipes = await asyncio.to_thread(self._find_recipes, held)
+            self._loader.recipes = await asyncio.to_thread(self._find_recipes, held)
         except BaseException:
             await self._server.stop()
             raise
@@ -202,9 +191,9 @@ class SglangEngine:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._fetch:
                     pass
         finally:
-            await asyncio.to_thread(self._copy.close)
+            await asyncio.to_thread(self._loader.close)
             with suppress(OSError):  # what else lies there is others'
-                self._copy.folder.parent.rmdir()
+                self.weights_folder.parent.rmdir()
 
     def _fail(self, error: BaseException) -> None:
         """The engine is out: it says so once, and does nothing more."""
@@ -319,7 +308,10 @@ class SglangEngine:
         """One call of the server: a segment of each member."""
         try:
             async for event in self._server.client.generate(body_of(batch, seeded=self._table.deterministic)):
-                self._take(batch, event, version)
+                rows = None
+                if self._rows is not None and event.meta_info is not None:
+                    rows = await self._rows.told_by(event.meta_info)
+                self._take(batch, event, version, rows)
         except Unreachable:
             await self._server.end_told()  # its own end is the better reason
             raise
@@ -328,7 +320,7 @@ class SglangEngine:
                 f"{len(batch.running)} segments of the SGLang server", why="the stream ended before they did"
             )
 
-    def _take(self, batch: Batch, event: Event, version: int) -> None:
+    def _take(self, batch: Batch, event: Event, version: int, rows: NDArray[np.int16] | None) -> None:
         if self._failed is not None or event.meta_info is None:
             return
         member = batch.of(event.meta_info)
@@ -337,9 +329,8 @@ class SglangEngine:
             self._heard = member.heard = time.monotonic()
         if (end := event.meta_info.finish_reason) is not None:
             del self._running[member.rid]
-            if self._rows is not None and member.rows is not None:
-                told = event.meta_info.routed_experts
-                member.take_rows(self._rows.read(told) if told else None, batch.rows_from)
+            if member.rows is not None:
+                member.take_rows(rows, batch.rows_from)
             member.end_segment(end)
             if not member.finish:
                 # Interrupted, or ended by a token that ends sequences of the model and not those of this request.
@@ -470,16 +461,11 @@ class SglangEngine:
             if "released" in self._holds:
                 # What is loaded again when the memory comes back lies in the copy.
                 raise Refused(version, why=self._holds["released"], hint="resume_memory first")
-            needed = {part for recipe in self._recipes.values() for part in recipe.parts}
+            needed = {part for recipe in self._loader.recipes.values() for part in recipe.parts}
             check_layout(by_expert(source.manifest.layout), self._model, needed)
-            self._prepared = await asyncio.to_thread(self._fetch_version, source)
+            self._prepared = await asyncio.to_thread(self._loader.fetch, source)
         finally:
             self._fetch.release()
-
-    def _fetch_version(self, source: WeightSource) -> Held:
-        with self._copy.fill(source) as view:
-            layout = by_expert(source.manifest.layout)
-            return Held(source.manifest.version, checksums(self._recipes, layout, view, self._device))
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         """See Engine.commit."""
@@ -490,26 +476,13 @@ class SglangEngine:
                 raise Refused(f"a swap to policy version {record.version}", why=f"prepared last was {have}")
             began, recomputed = time.monotonic(), 0
             async with self._still("weights", f"the weights of version {record.version} are loaded"):
-                await self._load(prepared.version, flush=kv == "recompute")
-                await update.verify(
-                    self._server.client, prepared.expected, prepared.version, self._table.update_timeout_s
-                )
+                await self._loader.load(self._server.client, prepared, flush=kv == "recompute")
                 self._version, self._held = prepared.version, prepared
                 self._prepared = None
                 self._swaps += 1
                 if kv == "recompute":
                     recomputed = sum(member.renew(self._version) for member in self._line)
             return Swap(self._version, time.monotonic() - began, recomputed)
-
-    async def _load(self, version: int, *, flush: bool) -> None:
-        client, limit = self._server.client, self._table.update_timeout_s
-        if self._table.weights == "file":
-            await update.load_file(client, self._copy.folder, version, flush=flush, timeout_s=limit)
-            return
-        layout = self._copy.layout
-        assert layout is not None
-        # Not released here: a thread may still read from it when this is cancelled.
-        await update.load_tensors(client, by_expert(layout), self._copy.view, version, flush=flush, timeout_s=limit)
 
     # --- memory
 
@@ -521,10 +494,11 @@ class SglangEngine:
                 raise Refused(what, why=f"{len(self._running) + len(self._line)} sequences are in flight")
             if "released" in self._holds:
                 return
-            if held and self._copy.version != held:
+            if held and self._loader.copy.version != held:
                 why = f"it could not get version {held} back: its copy was made for another"
                 raise Refused(what, why=why, hint="commit what was prepared, or prepare again, first")
             self._prepared = None
+            self._loader.hide()
             async with self._still("memory", ""):
                 await update.release_memory(self._server.client, self._table.update_timeout_s)
                 self._hold("released", "its memory is released")
@@ -544,10 +518,11 @@ class SglangEngine:
         client, limit = self._server.client, self._table.update_timeout_s
         if await update.reported(client, limit) == held.expected:
             return
+        if held.version and self._loader.copy.version == held.version:
+            await self._loader.load(client, held, flush=True)
+            return
         if not held.version:
             await update.load_file(client, self._folder, 0, flush=True, timeout_s=limit)
-        elif self._copy.version == held.version:
-            await self._load(held.version, flush=True)
         await update.verify(client, held.expected, held.version, limit)
 
     def load(self) -> EngineLoad:

@@ -11,9 +11,11 @@ Standard library only: it starts in a fraction of a second and is small beside t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import selectors
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -28,10 +30,15 @@ TRACKERS_S = 5.0
 LOOK_EVERY_S = 3.0
 LOOK_AFTER_OUTPUT_S = 0.5
 """A server that says something may just have made shared memory; it may die of itself soon after."""
+LOOK_APART_S = 0.2
+"""Others on the machine make shared memory, too: looks for that reason are no closer than this."""
 SHARED = Path("/dev/shm")
 THEIRS = ("sem.mp-", "psm_", "torch_", "sglang")
 """Beginnings of names that multiprocessing, torch and SGLang give; others are nobody's business here."""
 PIECE = 1 << 16
+IN_CREATE, IN_MOVED_TO = 0x100, 0x80
+EVENT = struct.Struct("iIII")
+"""Of inotify: watch, what, cookie, length of the name behind it."""
 
 
 class RotatingLog:
@@ -126,6 +133,30 @@ def end_all(shared: set[Segment]) -> None:
     remove(shared)
 
 
+def told_of_new() -> int:
+    """A descriptor that is readable once something is made in shared memory; -1 where the kernel gives none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    if descriptor >= 0 and libc.inotify_add_watch(descriptor, os.fsencode(SHARED), IN_CREATE | IN_MOVED_TO) < 0:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def new_one(descriptor: int) -> bool:
+    """Whether something was made that may be the server's: whoever makes a semaphore has it mapped by then."""
+    found, at = False, 0
+    with suppress(BlockingIOError):
+        events = os.read(descriptor, PIECE)
+        while at < len(events):
+            length = EVENT.unpack_from(events, at)[3]
+            at += EVENT.size + length
+            # torch's names come and go by the thousand where anybody loads data, and last no longer than who has them.
+            name = os.fsdecode(events[at - length : at].rstrip(b"\0"))
+            found = found or (name.startswith(THEIRS) and not name.startswith("torch_"))
+    return found
+
+
 def remove(shared: set[Segment]) -> None:
     """Remove what is left of these under names that are the server's to give."""
     for path in SHARED.iterdir():
@@ -165,19 +196,24 @@ def _die_with_guard() -> None:
 
 def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shared: set[Segment]) -> int:
     """Pump the log until the server has ended or the role wants it to; the exit status."""
-    next_look = time.monotonic() + LOOK_EVERY_S
+    last_look = time.monotonic()
+    next_look = last_look + LOOK_EVERY_S
     assert server.stdout is not None
     output = server.stdout.fileno()
-    ended = os.pidfd_open(server.pid)
+    ended, news = os.pidfd_open(server.pid), told_of_new()
     with selectors.DefaultSelector() as selector:
-        for descriptor in (output, ended, lifeline):
-            os.set_blocking(descriptor, False)
-            selector.register(descriptor, selectors.EVENT_READ)
+        for descriptor in (output, ended, lifeline, news):
+            if descriptor >= 0:
+                os.set_blocking(descriptor, False)
+                selector.register(descriptor, selectors.EVENT_READ)
         while True:
             ready = {key.fd for key, _ in selector.select(max(0.0, next_look - time.monotonic()))}
+            if news in ready and new_one(news):
+                next_look = min(next_look, last_look + LOOK_APART_S)
             if time.monotonic() >= next_look:
                 look(shared)
-                next_look = time.monotonic() + LOOK_EVERY_S
+                last_look = time.monotonic()
+                next_look = last_look + LOOK_EVERY_S
             if output in ready:
                 if _pump(output, log):
                     next_look = min(next_look, time.monotonic() + LOOK_AFTER_OUTPUT_S)

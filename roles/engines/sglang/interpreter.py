@@ -38,6 +38,9 @@ def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             user_options(table.sglang.arguments)
         except Refused as error:
             yield Problem((*path, "arguments"), f"{error.what}: {error.why}", error.hint)
+        if table.sglang.weights != "file" and importlib.util.find_spec("torch") is None:
+            message = f'weights = "{table.sglang.weights}" needs torch in the role\'s own interpreter, and it has none'
+            yield Problem((*path, "weights"), message, 'pip install torch, or set weights = "file"')
         start = table.start_timeout_s or config.supervision.start_timeout_s
         if table.sglang.boot_timeout_s >= start:
             message = (

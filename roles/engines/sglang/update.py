@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from relax_rt.roles.engines.sglang.client import Client
+from relax_rt.roles.engines.sglang.client import Client, ServerRefused
 from relax_rt.roles.engines.sglang.weights import compare
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, RelaxError
 from relax_rt.transport.weights.manifest import Layout
 
 BUCKET_BYTES = 64 << 20
@@ -57,14 +58,38 @@ async def load_tensors(
     Args:
         flush: drop the prefix cache.
     """
-    await client.call("/begin_weight_update", {}, timeout_s=timeout_s)
-    buckets = list(_buckets(layout))
-    for number, bucket in enumerate(buckets, 1):
-        last = number == len(buckets)
-        rest: dict[str, Any] = {"flush_cache": flush and last} | ({"weight_version": str(version)} if last else {})
-        # On a thread: the copies of a large bucket take longer than the event loop may be silent.
-        body = await asyncio.to_thread(_message, bucket, data, rest)
+    async with _session(client, timeout_s):
+        buckets = list(_buckets(layout))
+        for number, bucket in enumerate(buckets, 1):
+            last = number == len(buckets)
+            rest: dict[str, Any] = {"flush_cache": flush and last} | ({"weight_version": str(version)} if last else {})
+            # On a thread: the copies of a large bucket take longer than the event loop may be silent.
+            body = await asyncio.to_thread(_message, bucket, data, rest)
+            await client.call("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+
+async def load_handles(client: Client, message: str, version: int, *, flush: bool, timeout_s: float) -> None:
+    """Have the server open tensors where they lie, and copy them, within one update session.
+
+    Args:
+        message: of handles.Shown; it must live until then.
+        flush: drop the prefix cache.
+    """
+    body = {"serialized_named_tensors": [message], "flush_cache": flush, "weight_version": str(version)}
+    async with _session(client, timeout_s):
         await client.call("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def _session(client: Client, timeout_s: float) -> AsyncIterator[None]:
+    """The server takes tensors in here alone. A session that it refuses something in is ended as well."""
+    await client.call("/begin_weight_update", {}, timeout_s=timeout_s)
+    try:
+        yield
+    except ServerRefused:
+        with suppress(RelaxError):
+            await client.call("/end_weight_update", {}, timeout_s=timeout_s)
+        raise
     await client.call("/end_weight_update", {}, timeout_s=timeout_s)
 
 

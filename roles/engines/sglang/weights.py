@@ -186,11 +186,12 @@ class PrivateCopy:
 
     Attributes:
         version: which is whole in it; 0: none.
+        path: of the file. start: where the layout begins in it, a multiple of its alignment.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.version = 0
+        self.folder, self.path = folder, folder / "model.safetensors"
+        self.version = self.start = 0
         self.layout: Layout | None = None
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
@@ -227,14 +228,13 @@ class PrivateCopy:
         self._unmap()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         header = safetensors_header(by_expert(layout))
-        path = self.folder / "model.safetensors"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, len(header) + layout.nbytes)
             os.pwrite(descriptor, header, 0)
             self._map = mmap.mmap(descriptor, len(header) + layout.nbytes)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise OutOfSpace(
                 f"{layout.nbytes >> 20} MiB for an engine's weights in {self.folder}",
                 why=str(error),
@@ -243,7 +243,7 @@ class PrivateCopy:
         finally:
             os.close(descriptor)
         self._view = memoryview(self._map)[len(header) :]
-        self.layout, self.version = layout, 0
+        self.layout, self.version, self.start = layout, 0, len(header)
 
     def close(self) -> None:
         """Unmap, and remove the folder."""

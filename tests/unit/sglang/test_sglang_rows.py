@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from relax_rt.roles.engines.base import GroupRequest, Partial
+from relax_rt.roles.engines.sglang import asking
 from relax_rt.roles.engines.sglang.asking import RowReader, body_of
+from relax_rt.roles.engines.sglang.client import Meta
 from relax_rt.roles.engines.sglang.members import Batch, Member
 from relax_rt.roles.engines.sglang.options import Boot, server_options
 from relax_rt.roles.sections import EngineSettings, RolloutSettings
@@ -37,11 +41,30 @@ def request(**rest: Any) -> GroupRequest:
 
 def test_what_the_server_tells_is_read(tmp_path: Path) -> None:
     experts = np.array([[[5, 2], [0, 0], [1, 7]], [[3, 6], [0, 0], [4, 0]]], np.int32)
-    read = reader(tmp_path).read(base64.b64encode(experts.tobytes()).decode())
+    read = reader(tmp_path).read(memoryview(base64.b64encode(experts.tobytes())))
     assert read.tolist() == [[[2, 5], [-1, -1], [1, 7]], [[3, 6], [-1, -1], [0, 4]]]
-    for odd in (base64.b64encode(experts.tobytes()[:-4]).decode(), "no base64!", "AAA="):
+    for odd in (base64.b64encode(experts.tobytes()[:-4]), b"no base64!", b"AAA="):
         with pytest.raises(ProtocolError, match="not of 3 layers and 2 experts"):
-            reader(tmp_path).read(odd)
+            reader(tmp_path).read(memoryview(odd))
+
+
+async def test_rows_of_many_tokens_are_read_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rows in pieces as at once; padding within them is refused, and what has none has none."""
+    monkeypatch.setattr(asking, "PIECE", 8)
+    experts = np.arange(60, dtype=np.int32).reshape(-1, 3, 2) % 8
+    text = base64.b64encode(experts.tobytes())
+    rows, threads = reader(tmp_path), []
+    read = rows.read
+    monkeypatch.setattr(rows, "read", lambda text: threads.append(threading.get_ident()) or read(text))
+    for limit, here in ((len(text), True), (len(text) - 1, False)):
+        monkeypatch.setattr(asking, "LARGE_BYTES", limit)
+        told = await rows.told_by(Meta("s", routed_experts=msgspec.Raw(b'"' + text + b'"')))
+        assert told is not None and (told[:, 0] == np.sort(experts[:, 0])).all()
+        assert (threads[-1] == threading.get_ident()) is here
+    with pytest.raises(ProtocolError, match="padded before its end"):
+        read(memoryview(b"AAAAAAA=" + text))
+    for none in (b"", b"null", b'""'):
+        assert await rows.told_by(Meta("s", routed_experts=msgspec.Raw(none))) is None
 
 
 def test_a_model_without_them_is_refused_before_its_server_is_started(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import subprocess
@@ -181,11 +182,13 @@ async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     said: list[str] = []
     monkeypatch.setattr("relax_rt.roles.engines.sglang.server.TELL_EVERY_S", 0.05)
     server = stand_in(tmp_path, "sleep 600", tell=said.append)
-    with pytest.raises(DeadlineExceeded):
-        await server.start(1.2)
-    assert said[0] == "starting its SGLang server, 0 s of 1.2 s"
+    start = asyncio.create_task(server.start(600.0))
+    await until(lambda: len(said) > 2)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert said[0] == "starting its SGLang server, 0 s of 600 s"
     told = len(said)
-    assert told > 1
     await asyncio.sleep(0.2)
     assert len(said) == told, "no word of a start that is over"
 
@@ -270,13 +273,22 @@ os._exit(3)
 """
 
 
-def test_a_semaphore_of_a_server_that_ends_by_itself_is_removed_and_no_other(tmp_path: Path) -> None:
+PROMPT = """
+import sys
+from relax_rt.roles.engines.sglang import guard
+guard.LOOK_EVERY_S = guard.LOOK_AFTER_OUTPUT_S = 3600.0
+sys.exit(guard.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("guard", [GUARD, [sys.executable, "-c", PROMPT]], ids=["by_the_clock", "as_it_is_made"])
+def test_a_semaphore_of_a_server_that_ends_by_itself_is_removed_and_no_other(tmp_path: Path, guard: list[str]) -> None:
     """It kills multiprocessing's tracker, which alone knows of it, as SGLang does when it gives up."""
     theirs = Path("/dev/shm") / f"sem.mp-relax-test-{os.getpid()}"
     theirs.write_bytes(bytes(32))
     reading, writing = os.pipe()
     log = tmp_path / "log"
-    command = [*GUARD, "--lifeline", str(reading), "--log", str(log), "--log-mib", "1", "--"]
+    command = [*guard, "--lifeline", str(reading), "--log", str(log), "--log-mib", "1", "--"]
     try:
         done = subprocess.run([*command, sys.executable, "-c", SEMAPHORE, "1.5"], pass_fds=(reading,), check=False)
         assert done.returncode == 3
@@ -375,6 +387,17 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
     assert found.path == ("roles", "rollout", "tensor_parallel") and "cannot be verified" in found.message
     # A real one answers the question that is put to it.
     assert ask(sys.executable) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
+
+
+def test_weights_in_requests_need_torch_in_the_roles_own_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, python = importlib.util.find_spec, with_sglang(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    assert not problems(python, device="cpu")
+    for weights in ("tensor", "handles"):
+        (found,) = problems(python, device="cpu", weights=weights)
+        assert found.path[-1] == "weights" and "needs torch" in found.message
 
 
 def test_an_interpreters_path_starts_from_the_config(tmp_path: Path) -> None:

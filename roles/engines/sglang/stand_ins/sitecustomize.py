@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -29,7 +30,19 @@ def _nothing_to_replace(module: Any) -> None:
     module.enable_batch_invariant_mode = lambda *_, **__: None
 
 
+def _opened_by_name(module: Any) -> None:
+    """Shared memory is fetched from the process that made it, with a key that only its own children have. The engine,
+    which is no kin, names a file (handles.py)."""
+    fetched = module.DupFd.detach
+
+    def detach(self: Any) -> int:
+        return os.open(self._id, os.O_RDWR) if isinstance(self._id, str) else fetched(self)
+
+    module.DupFd.detach = detach
+
+
 CHANGED: dict[str, Callable[[Any], None]] = {
+    "multiprocessing.resource_sharer": _opened_by_name,
     "sglang.srt.mem_cache.pool_host.common": _no_pinning,
     "sglang.srt.arg_groups.choices": _cpu_attention_repeats,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _nothing_to_replace,
