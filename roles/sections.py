@@ -391,6 +391,9 @@ class TrainerSettings(TrainedSettings):
     lora: LoraTable | None = None
     """Train adapters and leave the model's own weights as they are: { rank = 16, alpha = 32 } (torch). The weights that
     are published have the adapters merged."""
+    mismatch: Literal["trained", "all"] = "trained"
+    """What a step's comparison of the trained policy with the sampled one is over: tokens whose gradients are computed,
+    or all of the batch, for a forward pass over samples without advantages (docs/metrics.md)."""
     hang_after_s: Seconds = 300.0
 
 
