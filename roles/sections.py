@@ -157,8 +157,8 @@ class PublicationTable(Table):
     delta: bool = False
     """Put what changed since the version before beside each version where it is less than half of it."""
     adapters: bool = False
-    """With roles.trainer.lora: put the adapters alone beside each version, for receivers that have the model's own
-    weights; they add them as the trainer does, and have the same bits. Saves bytes between nodes, costs computing."""
+    """With roles.trainer.lora: put the adapters alone beside each version, for other nodes, which have the model's own
+    weights and add them as the trainer does: the same bits. Saves bytes between nodes, costs computing."""
     carrier: Literal["auto", "shared_memory", "stream", "directory", "collective", "cuda_ipc"] = "auto"
     """How engines get weights. auto: shared memory on the trainer's node, a stream to other nodes, and `directory` if
     that is set and the other fails. collective: a broadcast to the engines on the trainer's node, behind each commit.
@@ -259,7 +259,8 @@ class SglangTable(Table):
     """The SGLang server of a slot, where its role has engine = "sglang"."""
 
     python: str | None = None
-    """Interpreter that has sglang; relative to the config file. Unset: the role's own."""
+    """Interpreter that has sglang; relative to the config file. Unset: what RELAX_SGLANG_PYTHON names, else that of the
+    nearest `.venv-sglang` in the config's folder or above, else the role's own."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cpu: for tests and for trying a config out, no faster than embedded. auto: cuda where the machine has a GPU."""
     arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -271,8 +272,9 @@ class SglangTable(Table):
     weights: Literal["file", "tensor", "handles"] = "file"
     """How new weights reach the server: a safetensors file in shared memory; in the requests themselves; or handles of
     where they lie, which the server opens: on a GPU a copy in its memory beside the server's own (CUDA IPC)."""
-    boot_timeout_s: Seconds = 150.0
-    """From the server's start to its first token; less than the role's start_timeout_s."""
+    boot_timeout_s: Seconds = 500.0
+    """From the server's start to its first token. The role's own start_timeout_s, unless it is set, is a minute more; or
+    that of [supervision], where it is longer."""
     update_timeout_s: Seconds = 120.0
     """For each step of a weight update; a server that takes longer is given up."""
     stall_timeout_s: Seconds = 90.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import AdapterBackend, TrainerBackend
 from relax_rt.transport.errors import Corrupt, Gone, Refused
+from relax_rt.transport.versions import ROOT
 from relax_rt.transport.weights.manifest import Layout, Manifest
 from relax_rt.transport.weights.payloads import Lora, encode_lora
 from relax_rt.transport.weights.source import add_adapters
@@ -49,10 +50,14 @@ class AdaptedVersions:
         """As the config says; None: versions are exported whole."""
         return cls(backend, stage, dtype) if table.adapters else None
 
-    def base(self, layout: Layout) -> Manifest:
+    def base(self, layout: Layout, committed: int = ROOT) -> Manifest:
         """The model's own weights on the stage; put there by the first call, and again where they are gone.
 
-        An incarnation trusts no other one's: the model's folder may be another by now.
+        An incarnation trusts no other one's: the model's folder may be another by now. What lies there is held against
+        the model, and stays if it is the same.
+
+        Args:
+            committed: the version whose buffer nothing may be written to.
 
         Raises:
             OutOfSpace: there is no room for them.
@@ -62,8 +67,12 @@ class AdaptedVersions:
                 return self._base
         except (Gone, Corrupt):
             pass
-        self._base = self._stage.seal_base(layout, lambda view: self._backend.export_base(view, self._dtype))
+        same = None if self._base is not None else self._stage.same_base(layout, self._export, committed)
+        self._base = same or self._stage.seal_base(layout, self._export)
         return self._base
+
+    def _export(self, into: memoryview) -> None:
+        self._backend.export_base(into, self._dtype)
 
     def take(self, base: Manifest) -> Adapters:
         """Copy the adapters as they are."""

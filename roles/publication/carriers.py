@@ -138,9 +138,10 @@ def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
     def source(record: VersionRecord, holds: VersionRecord | None) -> WeightSource:
         before = mirror.bytes_in
         found = mirror.source(record, timeout_s)
-        found.carrier = "stream"
-        if nbytes := mirror.bytes_in - before:
-            found.payload, found.nbytes = mirror.payload, nbytes
+        found.carrier, found.nbytes = "stream", mirror.bytes_in - before
+        # None where another engine of the node has fetched it.
+        if nbytes := found.nbytes:
+            found.payload = mirror.payload
             why = {"not_adapted": mirror.not_adapted} if mirror.not_adapted else {}
             ctx.event(
                 "weights_streamed",
@@ -202,8 +203,8 @@ class FallbackSource:
         try:
             self._source.copy_into(into)
         except self._fell as error:
-            # A delta rests on what lies in `into`, which is spoilt by now; of adapters the stage has the whole as well.
-            if self._fallen or self.payload != "full":
+            # A delta rests on what lies in `into`, which is spoilt by now.
+            if self._fallen or self.manifest.payload != "full":
                 raise
             self._fall(error)
             self._source.copy_into(into)

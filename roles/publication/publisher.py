@@ -232,7 +232,7 @@ class Publisher:
             # Where only memory is short nothing is taken from anybody.
             why = "readers hold every buffer longer than engines have time"
             self._ctx.event("weights_evicted", version=version, buffer=evicted, why=why)
-        base = self._adapted.base(layout) if self._adapted is not None else None
+        base = self._adapted.base(layout, self._committed) if self._adapted is not None else None
         with self._stage.writing(layout, self._committed) as (file, view):
             adapters: Adapters | None = None
             if self._adapted is not None and base is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from relax_rt.transport.errors import Corrupt, Refused
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, Manifest, Sent, TensorEntry
 from relax_rt.transport.weights.safetensors_header import (
@@ -111,7 +112,7 @@ def decode_lora(blob: memoryview) -> Lora:
     return Lora(rank, alpha, base, facts.get("base_digest", ""), adapters)
 
 
-def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0) -> None:
+def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0, until: float = math.inf) -> None:
     """Add adapters to the base that `into` holds. The same input gives the same bits everywhere.
 
     W + (alpha / rank) B A, Hu et al. 2021 (arXiv 2106.09685), section 4.1. A and B are rounded to whole numbers of so
@@ -121,10 +122,12 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
 
     Args:
         workers: threads that share the work; 0: one for every four cores, four at most.
+        until: when it is given up, by time.monotonic(); looked at between blocks of a matrix.
 
     Raises:
         Refused: an adapter has no weight in the layout, or one of another shape, or values that are not finite; it is
             named and nothing is changed.
+        DeadlineExceeded: it was not done in time; `into` holds part of the sums.
     """
     import torch
 
@@ -140,13 +143,17 @@ def merge_lora(lora: Lora, layout: Layout, into: memoryview, *, workers: int = 0
         for rows in (max(1, _BLOCK_ELEMENTS // max(1, exact.a.shape[1])),)
         for at in range(0, exact.b.shape[0], rows)
     )
+    late = threading.Event()
+    timed = _in_time(blocks, until, late)
     if workers == 1:
-        _add_products(blocks)
-        return
-    shared = _taken_in_turn(blocks)
-    with ThreadPoolExecutor(workers, thread_name_prefix="relax-merge") as pool:
-        for done in [pool.submit(_add_products, shared) for _ in range(workers)]:
-            done.result()
+        _add_products(timed)
+    else:
+        shared = _taken_in_turn(timed)
+        with ThreadPoolExecutor(workers, thread_name_prefix="relax-merge") as pool:
+            for done in [pool.submit(_add_products, shared) for _ in range(workers)]:
+                done.result()
+    if late.is_set():
+        raise DeadlineExceeded("adapters were not added in time", why="the computation was given up")
 
 
 class _Exact(NamedTuple):
@@ -177,6 +184,15 @@ def _whole_numbers(module: str, values: torch.Tensor, bits: int) -> tuple[torch.
         raise Refused(f"adapter of {module}", why="it has values that are not finite")
     power = math.frexp(largest)[1] - bits
     return values.double().mul_(math.ldexp(1.0, -power)).round_(), power
+
+
+def _in_time(blocks: Iterator[_Block], until: float, late: threading.Event) -> Iterator[_Block]:
+    """The blocks until the time is over, which is noted."""
+    for block in blocks:
+        if time.monotonic() > until:
+            late.set()
+            return
+        yield block
 
 
 def _taken_in_turn(blocks: Iterator[_Block]) -> Iterator[_Block]:

@@ -17,8 +17,8 @@ from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Manifest, Sent
-from relax_rt.transport.weights.payloads import decode_lora, merge_lora
-from relax_rt.transport.weights.stage import adapters_of, copy_verified, pinned, read_manifest, verify
+from relax_rt.transport.weights.payloads import Lora, decode_lora, merge_lora
+from relax_rt.transport.weights.stage import copy_verified, pinned, read_manifest, verify
 
 
 class WeightSource(Protocol):
@@ -131,41 +131,6 @@ class DeltaSource:
         raise Refused(f"mapping a delta to policy version {self.record.version}", why="it is not the whole version")
 
 
-class AdapterSource:
-    """A version on the stage of this node, made of its adapters and of what they are added to, which lies there too.
-
-    The receiver's buffer need hold nothing: the manifest is that of the whole version.
-
-    Raises:
-        Gone: it is not there, or has no adapters beside it. Corrupt: as for StageSource.
-    """
-
-    payload: Sent = "adapters"
-
-    def __init__(self, folder: Path, record: VersionRecord) -> None:
-        self.record, self.carrier, self._folder = record, "shared_memory", folder
-        self.manifest = read_manifest(folder, record.version)
-        check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
-        if not self.manifest.adapter_bytes:
-            raise Gone(f"adapters of policy version {record.version}", why="it is not staged so")
-        self.nbytes = self.manifest.adapter_bytes
-
-    def copy_into(self, into: memoryview) -> None:
-        """See WeightSource. It computes for as long as `merge_lora` does.
-
-        Raises:
-            Gone: adapters or base were retired meanwhile. Refused: they are for another base.
-            Corrupt: they are damaged, or the base is.
-        """
-        with adapters_of(self._folder, self.manifest) as blob:
-            add_adapters(blob, self._folder, base_of(self._folder, self.manifest), into)
-        verify(self.manifest, into)
-
-    def mapped(self) -> AbstractContextManager[memoryview]:
-        """See WeightSource."""
-        raise Refused(f"mapping adapters of policy version {self.record.version}", why="they are not the whole version")
-
-
 def add_adapters(blob: memoryview, folder: Path, base: Manifest, into: memoryview) -> None:
     """Fill `into` with a base on this stage and add adapters to it; a receiver has to verify the result.
 
@@ -173,12 +138,22 @@ def add_adapters(blob: memoryview, folder: Path, base: Manifest, into: memoryvie
         Gone: the base is not here any more. Corrupt: it is damaged, or the adapters are.
         Refused: they are for another base, or do not fit the model.
     """
-    lora = decode_lora(blob)
-    if (lora.base, lora.base_digest) != (base.version, base.digest):
-        raise _other_base("adapters", lora.base_digest, base.digest)
+    lora = lora_for(blob, base)
     with pinned(folder, base) as view:
         copy_verified(base, view, into)
     merge_lora(lora, base.layout, into)
+
+
+def lora_for(blob: memoryview, base: Manifest) -> Lora:
+    """Adapters that are to be added to a base.
+
+    Raises:
+        Corrupt: they are damaged. Refused: they are for another base.
+    """
+    lora = decode_lora(blob)
+    if (lora.base, lora.base_digest) != (base.version, base.digest):
+        raise _other_base("adapters", lora.base_digest, base.digest)
+    return lora
 
 
 def base_of(folder: Path, manifest: Manifest) -> Manifest:
@@ -204,8 +179,8 @@ def _other_base(what: str, wanted: str, here: str) -> Refused:
 
 
 def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | None = None) -> WeightSource:
-    """A version on this node's stage, in full; for a receiver that has a version as what has to be added to another:
-    a delta to what its buffer holds if there is one, or adapters.
+    """A version on this node's stage, in full; for a receiver that has a version, as a delta to it where there is one.
+    Adapters are for other nodes (StageMirror): on this one the copy is faster than what makes the same of them.
 
     Raises:
         Gone, Corrupt: as for StageSource.
@@ -213,6 +188,4 @@ def stage_source(folder: Path, record: VersionRecord, holds: VersionRecord | Non
     if holds is not None and holds.version:
         with suppress(Gone, Refused):
             return DeltaSource(folder, record, holds)
-        with suppress(Gone):
-            return AdapterSource(folder, record)
     return StageSource(folder, record)

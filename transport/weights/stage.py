@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace
-from relax_rt.transport.versions import ROOT
+from relax_rt.transport.versions import ROOT, VersionRecord
+from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import encode
 from relax_rt.transport.weights.fence import fence
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
@@ -140,12 +141,15 @@ class WeightStage:
         wire: bytes = b"",
         adapters: bytes = b"",
         base_digest: str = "",
+        *,
+        buckets: tuple[str, ...] = (),
     ) -> Manifest:
         """Digest the written buffer and put its manifest on the stage (call it inside `writing`).
 
         Args:
             wire: the same version in fewer bits, see payloads.wire_version; it is put beside it.
             adapters: see payloads.encode_lora; they are put beside it. base_digest: of what they are added to.
+            buckets: the digests of `data`, from who has just held it against them; unless given, they are taken here.
 
         Raises:
             OutOfSpace: there is no room for the manifest; the buffer is as it was, and may be sealed again.
@@ -155,7 +159,7 @@ class WeightStage:
             self._put_beside(wire_file(version), wire, f"policy version {version} in fewer bits")
         if adapters:
             self._put_beside(adapters_file(version), adapters, f"adapters of policy version {version}")
-        manifest = _sealed(version, self.epoch, layout, file, data)
+        manifest = _sealed(version, self.epoch, layout, file, data, buckets)
         manifest = msgspec.structs.replace(
             manifest, wire_bytes=len(wire), adapter_bytes=len(adapters), base_digest=base_digest if adapters else ""
         )
@@ -208,6 +212,27 @@ class WeightStage:
         self._put(_manifest_path(self.folder, ROOT), manifest)
         return manifest
 
+    def same_base(self, layout: Layout, fill: Callable[[memoryview], None], keep: int) -> Manifest | None:
+        """The model's own weights that lie here from a time before; None: they are not what `fill` writes, or damaged.
+
+        They are compared in a buffer of versions, so that no room is needed for them a second time. Version `keep` is
+        left alone; None as well where no other buffer is free.
+        """
+        try:
+            found = read_manifest(self.folder, ROOT)
+            check_manifest(found, VersionRecord(ROOT, ROOT, 0), f"the model's own weights in {self.folder}")
+            if found.layout != layout:
+                return None
+            with pinned(self.folder, found) as held, self.writing(layout, keep) as (_, view):
+                fill(view)
+                verify(found, view)
+                verify(found, held)
+        except (Gone, Corrupt, OutOfSpace):
+            return None
+        # Of an incarnation that died while it wrote them.
+        (self.folder / f"{BASE_FILE}.tmp").unlink(missing_ok=True)
+        return found
+
     def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest | None:
         """Put what changed since version `base` beside the sealed version (call it inside `writing`).
 
@@ -254,9 +279,15 @@ class WeightStage:
         reused. The model's own weights stay."""
         beside = [*self.folder.glob("[xa]*.bin"), *self._deltas()]
         for path in [*self.folder.glob("v*.json"), *beside]:
-            # One that is kept has to be found by its name still.
-            if ROOT < _number(path) < committed and (path.suffix != ".bin" or self._is_free(path.name)):
+            if not ROOT < _number(path) < committed:
+                continue
+            if path.suffix != ".bin":
                 path.unlink(missing_ok=True)
+                continue
+            # One that is kept has to be found by its name still; and who comes to keep it meanwhile, to find it gone.
+            with _alone(path) as free:
+                if free:
+                    path.unlink(missing_ok=True)
 
     def _put(self, path: Path, manifest: Manifest) -> None:
         temporary = path.with_suffix(".tmp")
@@ -285,17 +316,8 @@ class WeightStage:
 
     def _is_free(self, name: str) -> bool:
         """Whether nobody is at a buffer; one that is not there can be made."""
-        try:
-            descriptor = os.open(self.folder / name, os.O_RDWR)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
+        with _alone(self.folder / name) as free:
+            return free
 
     def _unmap(self, name: str) -> None:
         mapping = self._maps.pop(name, None)
@@ -356,8 +378,10 @@ class WeightStage:
         return mapping
 
 
-def _sealed(version: int, epoch: int, layout: Layout, file: str, data: memoryview) -> Manifest:
-    buckets = tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
+def _sealed(
+    version: int, epoch: int, layout: Layout, file: str, data: memoryview, buckets: tuple[str, ...] = ()
+) -> Manifest:
+    buckets = buckets or tuple(bucket_digest(data[part]) for part in bucket_slices(layout.nbytes))
     return Manifest(version, epoch, file, layout, buckets, total_digest(buckets))
 
 
@@ -398,6 +422,25 @@ def pinned(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
             with suppress(BufferError):
                 view.release()
                 mapping.close()
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Whether nobody is at a file; then nobody gets at it before the block ends. One that is not there is nobody's."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except BlockingIOError:
+            free = False
+        yield free
     finally:
         os.close(descriptor)
 

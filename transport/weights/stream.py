@@ -39,6 +39,7 @@ from relax_rt.transport.queue.api import Extent
 from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, bucket_slices
+from relax_rt.transport.weights.payloads import decode_wire, merge_lora
 from relax_rt.transport.weights.served import (
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
@@ -48,8 +49,8 @@ from relax_rt.transport.weights.served import (
     weights_name,
     wire_name,
 )
-from relax_rt.transport.weights.source import StageSource, add_adapters, base_of
-from relax_rt.transport.weights.stage import WeightStage, pinned, verify
+from relax_rt.transport.weights.source import StageSource, base_of, lora_for
+from relax_rt.transport.weights.stage import WeightStage, copy_verified, pinned
 from relax_rt.transport.zmq_keys import CurveKeys
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
@@ -60,6 +61,10 @@ _LOCK_RETRY_S = 0.02
 _ROOM_RETRY_S = 0.1
 _FRESH_S = 1.0
 """Bytes that came so lately show that the far end is there and slow."""
+MERGE_PART = 0.5
+"""Of the time that is left: for adding adapters, before the version is fetched in full in what is left then."""
+SLOW_VERSIONS = 16
+"""That are fetched in full, at once, after adapters were not added in time."""
 _VERSION = re.compile(r"v(\d{8,18})\.json")
 
 Locate = Callable[[], str]
@@ -107,6 +112,8 @@ class StageMirror:
         self.payload: Sent = "full"
         """As what the version came that was fetched last; `not_adapted` says why not as adapters, where it has any."""
         self.not_adapted = ""
+        self._in_full = 0
+        """Versions for which adapters are not tried."""
         self._locate, self._keys, self._told_to, self._told = locate, keys, on_wait, ""
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
@@ -183,13 +190,9 @@ class StageMirror:
             try:
                 with stage.writing(manifest.layout, keep) as (file, view):
                     try:
-                        self.payload, self.not_adapted = "full", ""
-                        if manifest.wire_bytes:
-                            _widen(reader, manifest, view)
-                        if manifest.adapter_bytes:
-                            self._adapt(reader, stage, manifest, view)
-                        reader.weights(manifest, view)
-                        stage.seal(manifest.version, manifest.layout, file, view)
+                        self._make(reader, stage, manifest, view, until)
+                        # Each of these was held against its bytes a moment ago; who uses the version does it again.
+                        stage.seal(manifest.version, manifest.layout, file, view, buckets=manifest.buckets)
                     finally:
                         view.release()
                 return
@@ -200,34 +203,61 @@ class StageMirror:
                 self._on_wait(str(error))
                 time.sleep(_ROOM_RETRY_S)
 
-    def _adapt(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> None:
-        """Make the version of its adapters and the base, which is fetched once, where most of it is not there yet.
+    def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
+        """Fill `into` with the version, of adapters or fewer bits where it has them and most of it is not there yet.
         What is not right afterwards is fetched as it is."""
-        if _missing_bytes(manifest, into) <= manifest.adapter_bytes:
+        self.payload, self.not_adapted = "full", ""
+        small = manifest.wire_bytes or manifest.adapter_bytes
+        if small and _lacks_more(manifest, into, small):
+            if manifest.wire_bytes:
+                _widen(reader, manifest, into)
+            else:
+                self._adapt(reader, stage, manifest, into, until)
+        wrong = _missing(manifest, into)
+        if self.payload == "adapters" and wrong:
+            self.payload = "full"
+            nbytes = sum(part.stop - part.start for part in wrong.values())
+            self.not_adapted = f"{nbytes} bytes of the result do not match their digests"
+        reader.weights(manifest, into, wrong)
+
+    def _adapt(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
+        """Fill `into` with the base, which is fetched once, and add the version's adapters; `payload` says whether that
+        was done."""
+        if self._in_full:
+            self._in_full -= 1
+            self.not_adapted = "adapters of a version before were not added in time"
             return
         blob = bytearray(manifest.adapter_bytes)
         try:
-            base = self._base(reader, stage, manifest)
+            base = self._base(reader, stage, manifest, into)
             reader.whole(adapters_name(manifest.version, manifest.digest), memoryview(blob))
-            add_adapters(memoryview(blob), self.folder, base, into)
+            lora = lora_for(memoryview(blob), base)
+            left_s = until - time.monotonic()
+            try:
+                merge_lora(lora, base.layout, into, until=until - (1 - MERGE_PART) * left_s)
+            except DeadlineExceeded as error:
+                self._in_full = SLOW_VERSIONS
+                self.not_adapted = f"{error} in {MERGE_PART * left_s:.1f} s"
+                return
+            self.payload = "adapters"
         except (Gone, Corrupt, Refused, OutOfSpace) as error:
             self.not_adapted = str(error)
             reader.start_over()
-            return
-        wrong = _missing_bytes(manifest, into)
-        self.payload = "full" if wrong else "adapters"
-        self.not_adapted = f"{wrong} bytes of the result do not match their digests" if wrong else ""
 
-    def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest) -> Manifest:
-        """What a version's adapters are added to, on this node's stage; fetched if it is not there, or not whole. An
-        attempt that broke is gone on with."""
+    def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
+        """Copy what the version's adapters are added to from this node's stage; fetched if it is not there, or not
+        whole. An attempt that broke is gone on with."""
         with contextlib.suppress(Gone, Corrupt, Refused):
-            found = base_of(self.folder, manifest)
-            with pinned(self.folder, found) as view:
-                verify(found, view)
-            return found
+            return self._copy_base(manifest, into)
         base = _read_manifest(reader, VersionRecord(ROOT, ROOT, 0, manifest.base_digest))
-        return stage.seal_base(base.layout, lambda view: reader.weights(base, view))
+        stage.seal_base(base.layout, lambda view: reader.weights(base, view, _missing(base, view)))
+        return self._copy_base(manifest, into)
+
+    def _copy_base(self, manifest: Manifest, into: memoryview) -> Manifest:
+        base = base_of(self.folder, manifest)
+        with pinned(self.folder, base) as view:
+            copy_verified(base, view, into)
+        return base
 
 
 class _Reader:
@@ -277,12 +307,11 @@ class _Reader:
         self._hang_up()
         self._arrived.clear()
 
-    def weights(self, manifest: Manifest, into: memoryview) -> None:
-        """Fill `into` with a version, bucket by bucket; those that lie there already are left."""
+    def weights(self, manifest: Manifest, into: memoryview, missing: dict[int, slice]) -> None:
+        """Fill `into` with the buckets of a version that are missing there, by where they begin."""
         name, what = weights_name(manifest.version, manifest.digest), f"weights of policy version {manifest.version}"
         parts = bucket_slices(manifest.layout.nbytes)
         expected = {part.start: digest for part, digest in zip(parts, manifest.buckets, strict=True)}
-        missing = {p.start: p for p in parts if bucket_digest(into[p]) != expected[p.start]}
         for attempt in range(2):
             wrong: dict[int, slice] = {}
             places = {(p.start, p.stop - p.start): into[p] for p in missing.values()}
@@ -403,12 +432,7 @@ class _Reader:
 
 
 def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
-    """Fill `into` from the version in fewer bits, where most of it is not there yet. What is not right afterwards is
-    fetched as it is."""
-    if _missing_bytes(manifest, into) <= manifest.wire_bytes:
-        return
-    from relax_rt.transport.weights.payloads import decode_wire  # imports torch
-
+    """Fill `into` from the version in fewer bits, as far as that can be done."""
     narrow = bytearray(manifest.wire_bytes)
     try:
         reader.whole(wire_name(manifest.version, manifest.digest), memoryview(narrow))
@@ -417,10 +441,21 @@ def _widen(reader: _Reader, manifest: Manifest, into: memoryview) -> None:
         reader.start_over()
 
 
-def _missing_bytes(manifest: Manifest, into: memoryview) -> int:
-    """Of the buckets that are not there yet."""
+def _wrong(manifest: Manifest, data: memoryview) -> Iterator[slice]:
+    """The buckets that are not a version's, as they are looked at."""
     parts = zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True)
-    return sum(part.stop - part.start for part, digest in parts if bucket_digest(into[part]) != digest)
+    return (part for part, digest in parts if bucket_digest(data[part]) != digest)
+
+
+def _missing(manifest: Manifest, data: memoryview) -> dict[int, slice]:
+    """All of them, by where they begin."""
+    return {part.start: part for part in _wrong(manifest, data)}
+
+
+def _lacks_more(manifest: Manifest, data: memoryview, nbytes: int) -> bool:
+    """Whether more than so many bytes are missing; no more is looked at than that takes."""
+    missing = itertools.accumulate(part.stop - part.start for part in _wrong(manifest, data))
+    return any(sofar > nbytes for sofar in missing)
 
 
 def _read_manifest(reader: _Reader, record: VersionRecord) -> Manifest:

@@ -29,8 +29,8 @@ from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import Refused, RelaxError  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights.manifest import bucket_digest, bucket_slices, total_digest  # noqa: E402
-from relax_rt.transport.weights.source import AdapterSource  # noqa: E402
-from relax_rt.transport.weights.stage import WeightStage  # noqa: E402
+from relax_rt.transport.weights.source import add_adapters, base_of  # noqa: E402
+from relax_rt.transport.weights.stage import WeightStage, adapters_of, read_manifest, verify  # noqa: E402
 
 LORA = LoraTable(rank=4, alpha=8.0)
 
@@ -189,7 +189,10 @@ def test_receivers_make_of_the_adapters_what_the_trainer_publishes(dtype: str, m
         trainer.step(SAMPLES, number)
     record, base = version(trainer, stage, 1, dtype)
     into = bytearray(trainer.layout(dtype).nbytes)
-    AdapterSource(stage, record).copy_into(memoryview(into))
+    manifest = read_manifest(stage, record.version)
+    with adapters_of(stage, manifest) as blob:
+        add_adapters(blob, stage, base_of(stage, manifest), memoryview(into))
+    verify(manifest, memoryview(into))
     flat = torch.frombuffer(into, dtype=torch.uint8)
     for entry in trainer.layout(dtype).entries:
         made = flat[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, dtype)).view(entry.shape)

@@ -9,8 +9,8 @@ import torch
 from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.manifest import layout_of
 from relax_rt.transport.weights.payloads import Adapter, Lora, encode_lora
-from relax_rt.transport.weights.source import add_adapters
-from relax_rt.transport.weights.stage import WeightStage
+from relax_rt.transport.weights.source import add_adapters, base_of
+from relax_rt.transport.weights.stage import WeightStage, adapters_of, read_manifest, verify
 
 MODULE, RANK = "layers.0.up_proj", 3
 ROWS, COLUMNS = 640, 512
@@ -45,6 +45,16 @@ def publish(folder: Path, version: int, *, epoch: int = 1, seed: int = 0) -> Ver
     finally:
         stage.close()
     return VersionRecord(version, version - 1, version, manifest.digest)
+
+
+def made(folder: Path, record: VersionRecord) -> bytes:
+    """A version on the stage as receivers elsewhere make it of what lies there, verified."""
+    manifest = read_manifest(folder, record.version)
+    into = bytearray(b"\x55" * LAYOUT.nbytes)
+    with adapters_of(folder, manifest) as blob:
+        add_adapters(blob, folder, base_of(folder, manifest), memoryview(into))
+    verify(manifest, memoryview(into))
+    return bytes(into)
 
 
 def whole(version: int, seed: int = 0) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from adapted import LAYOUT, fill_base, lora  # noqa: E402
+from adapted import LAYOUT, fill_base, lora, made, publish  # noqa: E402
 from test_publisher import SOON_S, Backend, world_of  # noqa: E402
 
 from relax_rt.roles.publication.adapters import AdaptedVersions  # noqa: E402
@@ -21,7 +21,7 @@ from relax_rt.transport.errors import Corrupt, Refused  # noqa: E402
 from relax_rt.transport.versions import ROOT  # noqa: E402
 from relax_rt.transport.weights.manifest import Layout  # noqa: E402
 from relax_rt.transport.weights.payloads import Lora  # noqa: E402
-from relax_rt.transport.weights.source import AdapterSource, StageSource  # noqa: E402
+from relax_rt.transport.weights.source import StageSource  # noqa: E402
 from relax_rt.transport.weights.stage import BASE_FILE, WeightStage, adapters_file, read_manifest  # noqa: E402
 
 
@@ -49,10 +49,14 @@ class Adapted(Backend):
         return lora(self.value, "", self.rank)
 
 
-def copied(source: StageSource | AdapterSource) -> bytes:
+def copied(source: StageSource) -> bytes:
     into = bytearray(LAYOUT.nbytes)
     source.copy_into(memoryview(into))
     return bytes(into)
+
+
+def bases(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("base*")]
 
 
 async def test_what_is_published_in_full_is_what_receivers_make(tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ async def test_what_is_published_in_full_is_what_receivers_make(tmp_path: Path) 
             await world.publish(version)
             await asyncio.wait_for(world.publisher.through(), SOON_S)
         record = world.ctx.registry.committed[-1]
-        assert copied(AdapterSource(tmp_path, record)) == copied(StageSource(tmp_path, record))
+        assert made(tmp_path, record) == copied(StageSource(tmp_path, record))
         assert cast(Adapted, world.backend).bases == 1
         (_, published) = [told for kind, told in world.ctx.events if kind == "published"]
         assert 0 < published["adapter_bytes"] < LAYOUT.nbytes / 50 and published["bytes"] == LAYOUT.nbytes
@@ -123,7 +127,59 @@ async def test_a_base_that_was_harmed_ends_the_trainer_before_anything_is_made_o
     async with world_of(tmp_path, Adapted(), adapters=True) as world:
         await world.publish(1)
         await asyncio.wait_for(world.publisher.through(), SOON_S)
-        assert copied(AdapterSource(tmp_path, world.ctx.registry.committed[-1]))
+        assert made(tmp_path, world.ctx.registry.committed[-1])
+        assert cast(Adapted, world.backend).bases == 2, "compared, and written"
+
+
+async def test_a_successor_keeps_the_base_that_lies_there_if_it_is_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And needs no room for a second one."""
+    async with world_of(tmp_path, Adapted(), adapters=True) as world:
+        await world.publish(1)
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+    (tmp_path / f"{BASE_FILE}.tmp").write_bytes(b"half of it")
+    before = (tmp_path / BASE_FILE).stat().st_ino
+    monkeypatch.setattr(WeightStage, "seal_base", None)
+    async with world_of(tmp_path, Adapted(), adapters=True) as world:
+        await world.publish(2)
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        assert made(tmp_path, world.ctx.registry.committed[-1])
+    assert (tmp_path / BASE_FILE).stat().st_ino == before
+    assert bases(tmp_path) == [BASE_FILE]
+
+
+class Other(Adapted):
+    """Another model under the same names."""
+
+    def export_base(self, into: memoryview | None, dtype: str) -> None:
+        super().export_base(into, dtype)
+        assert into is not None
+        fill_base(into, seed=9)
+
+
+async def test_the_base_of_another_model_takes_its_place(tmp_path: Path) -> None:
+    digests = set()
+    for backend in (Adapted(), Other(), Other()):
+        async with world_of(tmp_path, backend, adapters=True) as world:
+            await world.publish(1)
+            await asyncio.wait_for(world.publisher.through(), SOON_S)
+            assert made(tmp_path, world.ctx.registry.committed[-1])
+        digests.add(read_manifest(tmp_path, ROOT).digest)
+    assert len(digests) == 2
+
+
+def test_the_committed_version_is_left_alone_while_the_base_is_compared(tmp_path: Path) -> None:
+    record = publish(tmp_path, 1)
+    stage, before = WeightStage(tmp_path, 2), copied(StageSource(tmp_path, record))
+    assert stage.same_base(LAYOUT, fill_base, record.version) == read_manifest(tmp_path, ROOT)
+    assert copied(StageSource(tmp_path, record)) == before
+    assert stage.same_base(LAYOUT, lambda view: fill_base(view, seed=9), record.version) is None
+    path = tmp_path / "v00000000.json"
+    for false in (b"{", path.read_bytes().replace(b'"buckets":["', b'"buckets":["00","')):
+        path.write_bytes(false)
+        assert stage.same_base(LAYOUT, fill_base, record.version) is None
+    stage.close()
 
 
 def test_a_backend_without_adapters_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import xxhash
 
 torch = pytest.importorskip("torch")
 
@@ -24,6 +25,7 @@ from relax_rt.role import RoleContext  # noqa: E402
 from relax_rt.roles.publication.carriers import source_for  # noqa: E402
 from relax_rt.transport.errors import OutOfSpace, Unreachable  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
+from relax_rt.transport.weights import manifest, stream  # noqa: E402
 from relax_rt.transport.weights.served import stage_server  # noqa: E402
 from relax_rt.transport.weights.source import StageSource  # noqa: E402
 from relax_rt.transport.weights.stage import BASE_FILE, WeightStage, adapters_file  # noqa: E402
@@ -133,6 +135,60 @@ def test_without_room_for_the_base_versions_come_in_full(tmp_path: Path, monkeyp
         assert mirror.payload == "full" and "No space left" in mirror.not_adapted
 
 
+def test_what_is_not_added_in_time_is_fetched_and_then_tried_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    monkeypatch.setattr(stream, "SLOW_VERSIONS", 2)
+    with serving(home) as address:
+        mirror = mirror_of(away, lambda: address)
+        content(home, mirror, publish(home, 1))
+        with monkeypatch.context() as patched:
+            patched.setattr(stream, "MERGE_PART", 0.0)
+            same, crossed = content(home, mirror, publish(home, 2))
+        assert same and crossed > LAYOUT.nbytes and mirror.payload == "full"
+        assert "adapters were not added in time" in mirror.not_adapted and "in 0.0 s" in mirror.not_adapted
+        for version in (3, 4):
+            same, crossed = content(home, mirror, publish(home, version))
+            assert same and LAYOUT.nbytes < crossed < LAYOUT.nbytes + 8000, "not even the adapters"
+            assert mirror.payload == "full" and "of a version before" in mirror.not_adapted
+        same, crossed = content(home, mirror, publish(home, 5))
+        assert same and crossed < SMALL and (mirror.payload, mirror.not_adapted) == ("adapters", "")
+
+
+def test_few_bytes_are_digested_more_than_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base as it is copied, and what is made of it; whoever uses the version does it once more."""
+    home, away = tmp_path / "home", tmp_path / "away"
+    hashed = [0]
+
+    def digested(data: memoryview | bytes) -> str:
+        hashed[0] += len(data)
+        return str(digest(data))
+
+    class Hasher:
+        def __init__(self) -> None:
+            self._one = hasher()
+
+        def update(self, data: memoryview) -> None:
+            hashed[0] += len(data)
+            self._one.update(data)
+
+        def hexdigest(self) -> str:
+            return str(self._one.hexdigest())
+
+    # Of many buckets, so that one look at the first of them is no pass.
+    monkeypatch.setattr(manifest, "BUCKET_BYTES", 1 << 14)
+    digest, hasher = xxhash.xxh3_128_hexdigest, xxhash.xxh3_128
+    with serving(home) as address:
+        mirror = mirror_of(away, lambda: address)
+        mirror.source(publish(home, 1), 20.0)
+        record = publish(home, 2)
+        monkeypatch.setattr(xxhash, "xxh3_128_hexdigest", digested)
+        monkeypatch.setattr(xxhash, "xxh3_128", Hasher)
+        mirror.source(record, 20.0)
+    assert mirror.payload == "adapters" and 2 * LAYOUT.nbytes <= hashed[0] < 2.2 * LAYOUT.nbytes
+
+
 @pytest.mark.long
 def test_a_server_that_dies_while_the_base_crosses_is_found_again(tmp_path: Path) -> None:
     home, away = tmp_path / "home", tmp_path / "away"
@@ -180,7 +236,9 @@ async def test_the_event_says_as_what_a_version_crossed(tmp_path: Path, monkeypa
         source = await asyncio.to_thread(make, record, None)
         assert (source.carrier, source.payload) == ("stream", "adapters") and source.nbytes < SMALL
         again = await asyncio.to_thread(make, record, None)
-        assert (again.carrier, again.payload, again.nbytes) == ("stream", "full", LAYOUT.nbytes), "already here"
+        other = await asyncio.to_thread(source_for(cast(RoleContext, ctx)), record, None)
+        for one in (again, other):
+            assert (one.carrier, one.payload, one.nbytes) == ("stream", "full", 0), "nothing crossed: it was here"
         third = publish(home, 3)
         (home / adapters_file(3)).unlink()
         await asyncio.to_thread(make, third, None)

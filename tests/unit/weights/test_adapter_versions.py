@@ -1,4 +1,4 @@
-"""A version as adapters and what they are added to: the same bits as in full; or a named error, and then in full."""
+"""A version as adapters and what they are added to: the same bits as in full, or a named error."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from adapted import LAYOUT, fill_base, lora, publish, whole  # noqa: E402
+from adapted import LAYOUT, fill_base, lora, made, publish, whole  # noqa: E402
 from test_follower import Context  # noqa: E402
 
 from relax_rt.role import RoleContext  # noqa: E402
 from relax_rt.roles.engines.base import Engine, EngineLoad, KvPolicy, Swap  # noqa: E402
-from relax_rt.roles.engines.sglang.weights import PrivateCopy  # noqa: E402
 from relax_rt.roles.publication import WeightFollower, stage_folder  # noqa: E402
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, Refused, RelaxError  # noqa: E402
 from relax_rt.transport.versions import ROOT, VersionRecord  # noqa: E402
 from relax_rt.transport.weights.manifest import Manifest  # noqa: E402
 from relax_rt.transport.weights.payloads import encode_lora  # noqa: E402
-from relax_rt.transport.weights.source import AdapterSource, StageSource, WeightSource, stage_source  # noqa: E402
+from relax_rt.transport.weights.source import StageSource, WeightSource, stage_source  # noqa: E402
 from relax_rt.transport.weights.stage import BASE_FILE, WeightStage, adapters_file, read_manifest  # noqa: E402
 
 
@@ -40,19 +39,13 @@ def damage(path: Path, at: int = -1) -> None:
 
 
 def test_adapters_and_base_make_the_version_that_lies_there_in_full(tmp_path: Path) -> None:
-    first, second = publish(tmp_path, 1), publish(tmp_path, 2)
-    source = stage_source(tmp_path, second, first)
-    assert isinstance(source, AdapterSource)
-    assert (source.payload, source.carrier, source.manifest.payload) == ("adapters", "shared_memory", "full")
-    assert source.nbytes == (tmp_path / adapters_file(2)).stat().st_size < LAYOUT.nbytes / 50
-    full = stage_source(tmp_path, second)
-    assert isinstance(full, StageSource) and (full.payload, full.nbytes) == ("full", LAYOUT.nbytes)
-    made = copied(source)
-    assert made == copied(full)
+    publish(tmp_path, 1)
+    record = publish(tmp_path, 2)
+    assert 0 < (tmp_path / adapters_file(2)).stat().st_size < LAYOUT.nbytes / 50
+    found = made(tmp_path, record)
+    assert found == copied(StageSource(tmp_path, record))
     exact = torch.frombuffer(bytearray(whole(2)), dtype=torch.float32)
-    torch.testing.assert_close(torch.frombuffer(bytearray(made), dtype=torch.float32), exact, atol=2e-5, rtol=1e-5)
-    with pytest.raises(Refused, match="not the whole version"):
-        source.mapped()
+    torch.testing.assert_close(torch.frombuffer(bytearray(found), dtype=torch.float32), exact, atol=2e-5, rtol=1e-5)
 
 
 def test_the_stage_keeps_the_base_and_the_newest_adapters(tmp_path: Path) -> None:
@@ -62,17 +55,6 @@ def test_the_stage_keeps_the_base_and_the_newest_adapters(tmp_path: Path) -> Non
     assert names == {"epoch", "v00000000.json", "v00000003.json", adapters_file(3)}
     assert {path.name for path in tmp_path.glob("*.buf*")} == {BASE_FILE, "w0.buf", "w1.buf"}
     assert read_manifest(tmp_path, ROOT).file == BASE_FILE
-
-
-def test_a_version_without_adapters_is_taken_in_full(tmp_path: Path) -> None:
-    first = publish(tmp_path, 1)
-    stage = WeightStage(tmp_path, 1)
-    with stage.writing(LAYOUT, 1) as (file, view):
-        manifest = stage.seal(2, LAYOUT, file, view)
-    record = VersionRecord(2, 1, 2, manifest.digest)
-    assert isinstance(stage_source(tmp_path, record, first), StageSource)
-    with pytest.raises(Gone, match="adapters of policy version 2: it is not staged so"):
-        AdapterSource(tmp_path, record)
 
 
 def put(folder: Path, content: bytes) -> None:
@@ -113,10 +95,8 @@ class MemoryEngine:
 
     def __init__(self) -> None:
         self.active, self.standby, self.version = bytearray(LAYOUT.nbytes), bytearray(LAYOUT.nbytes), 0
-        self.tried: list[str] = []
 
     async def prepare(self, source: WeightSource) -> None:
-        self.tried.append(source.payload)
         await asyncio.to_thread(source.copy_into, memoryview(self.standby))
 
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
@@ -128,54 +108,26 @@ class MemoryEngine:
 
 
 @pytest.mark.parametrize(("what", "harm", "error", "says"), DAMAGES, ids=[case[0] for case in DAMAGES])
-async def test_what_is_wrong_is_named_and_the_version_taken_in_full(
-    what: str, harm: Any, error: type[RelaxError], says: str, tmp_path: Path
-) -> None:
-    ctx, engine = Context(tmp_path, timeout_s=20.0), MemoryEngine()
-    folder = stage_folder(cast(RoleContext, ctx))
-    follower = WeightFollower(cast(RoleContext, ctx), cast(Engine, engine))
-    first = publish(folder, 1)
-    assert await follower.follow(first)
-    second = publish(folder, 2)
-    harm(folder)
+def test_what_is_wrong_is_named(what: str, harm: Any, error: type[RelaxError], says: str, tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    record = publish(tmp_path, 2)
+    harm(tmp_path)
     with pytest.raises(error, match=says):
-        copied(AdapterSource(folder, second))
-    assert await follower.follow(second)
-    assert engine.tried == ["full", "adapters", "full"] and ctx.ready_at == [1, 2]
-    assert bytes(engine.active) == copied(StageSource(folder, second))
-    assert ctx.kinds() == ["weights_swapped", "weights_not_prepared", "weights_swapped"]
-    third = publish(folder, 3)  # whoever publishes mends what it finds
-    assert await follower.follow(third)
-    assert [(e["payload"], e["bytes"]) for kind, e in ctx.events if kind == "weights_swapped"] == [
-        ("full", LAYOUT.nbytes),
-        ("full", LAYOUT.nbytes),
-        ("adapters", (folder / adapters_file(3)).stat().st_size),
-    ]
-    assert bytes(engine.active) == copied(StageSource(folder, third))
+        made(tmp_path, record)
+    third = publish(tmp_path, 3)  # whoever publishes mends what it finds
+    assert made(tmp_path, third) == copied(StageSource(tmp_path, third))
 
 
-async def test_an_engine_that_begins_or_has_let_go_of_its_weights_takes_the_whole(tmp_path: Path) -> None:
+async def test_engines_beside_the_trainer_copy_the_version_which_is_faster_than_to_make_it(tmp_path: Path) -> None:
     ctx, engine = Context(tmp_path, timeout_s=20.0), MemoryEngine()
     folder = stage_folder(cast(RoleContext, ctx))
     follower = WeightFollower(cast(RoleContext, ctx), cast(Engine, engine))
-    for version, again in ((1, False), (2, False), (3, True), (4, False)):
+    for version, again in ((1, False), (2, False), (3, True)):
         record = publish(folder, version)
         assert await (follower.again(record) if again else follower.follow(record))
-    assert engine.tried == ["full", "adapters", "full", "adapters"]
-
-
-def test_the_copy_that_a_server_loads_is_made_of_them_too(tmp_path: Path) -> None:
-    first, second = publish(tmp_path / "stage", 1), publish(tmp_path / "stage", 2)
-    copy = PrivateCopy(tmp_path / "copy")
-    try:
-        with copy.fill(AdapterSource(tmp_path / "stage", second)) as view:
-            assert bytes(view) == copied(stage_source(tmp_path / "stage", second)) and first.digest != second.digest
-        (tmp_path / "stage" / adapters_file(2)).unlink()
-        with pytest.raises(Gone):
-            copy.fill(AdapterSource(tmp_path / "stage", second))
-        assert copy.version == 0, "nothing is whole in it"
-    finally:
-        copy.close()
+        assert bytes(engine.active) == made(folder, record)
+    told = [(e["payload"], e["bytes"]) for kind, e in ctx.events if kind == "weights_swapped"]
+    assert told == [("full", LAYOUT.nbytes)] * 3
 
 
 def test_adapters_larger_than_the_version_are_no_true_manifest(tmp_path: Path) -> None:

@@ -291,6 +291,24 @@ def test_what_neither_carrier_has_is_the_error_of_the_first(tmp_path: Path) -> N
     assert "and the other way" in caught.value.__notes__[0] and not told
 
 
+def test_the_folder_steps_in_for_a_version_that_was_made_of_adapters(tmp_path: Path) -> None:
+    """What crossed were adapters; what lies on the node's stage, and is damaged, is the whole."""
+    data = fill(LAYOUT)
+    ctx = Context(tmp_path)
+    record = stage(ctx, data)
+    manifest, folder = version_of(data)[1], stage_folder(cast(RoleContext, ctx))
+    WeightDirectory(tmp_path / "files", 1).write(record, manifest, memoryview(data), 10.0)
+    (folder / "w0.buf").write_bytes(bytes(LAYOUT.nbytes))
+
+    def first() -> StageSource:
+        found = StageSource(folder, record)
+        found.payload = "adapters"
+        return found
+
+    source = FallbackSource(first, lambda: DirectorySource(tmp_path / "files", record), lambda *_: None)
+    assert source.payload == "adapters" and copied(source) == data and source.carrier == "directory"
+
+
 def test_a_folder_that_is_damaged_too_is_told(tmp_path: Path) -> None:
     data = fill(LAYOUT)
     record, manifest = version_of(data)

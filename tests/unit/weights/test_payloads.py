@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from weight_versions import version_of  # noqa: E402
 
-from relax_rt.transport.errors import Corrupt, Refused, RelaxError  # noqa: E402
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused, RelaxError  # noqa: E402
 from relax_rt.transport.weights import payloads  # noqa: E402
 from relax_rt.transport.weights.manifest import Layout, layout_of  # noqa: E402
 from relax_rt.transport.weights.payloads import (  # noqa: E402
@@ -124,6 +125,19 @@ def test_a_merge_has_the_same_bits_however_it_is_cut_and_on_any_number_of_thread
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
         assert len(results) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_merge_that_is_not_done_in_time_is_given_up(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "_BLOCK_ELEMENTS", 1)
+    layout, lora = model_layout("float32"), lora_of()
+    data = flat_of(layout)
+    before = bytes(data)
+    with pytest.raises(DeadlineExceeded, match="adapters were not added in time"):
+        merge_lora(lora, layout, memoryview(data), workers=workers, until=time.monotonic() - 1)
+    assert bytes(data) == before
+    merge_lora(lora, layout, memoryview(data), workers=workers, until=time.monotonic() + 60)
+    assert bytes(data) != before
 
 
 def test_adapters_that_do_not_fit_are_named_and_change_nothing() -> None:

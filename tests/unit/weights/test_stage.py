@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, layout_of
-from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, fetch, read_manifest
+from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, fetch, kept, read_manifest, wire_file
 
 LAYOUT = layout_of([("a", "float32", (3,), 12), ("b", "bfloat16", (5, 2), 20)])
 
@@ -115,6 +116,43 @@ def test_retiring_removes_older_manifests_only(tmp_path: Path) -> None:
     assert read_manifest(tmp_path, 2).version == 2
     with pytest.raises(Gone, match="policy version 1"):
         read_manifest(tmp_path, 1)
+
+
+def test_who_comes_to_keep_a_file_while_it_is_retired_finds_it_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not a file that has no name any more when it is opened by it."""
+    stage, path, found = WeightStage(tmp_path, 1), tmp_path / wire_file(1), list[bool | str]()
+    for version in (1, 2):
+        with stage.writing(LAYOUT, version - 1) as (file, view):
+            stage.seal(version, LAYOUT, file, view, b"narrow")
+    entered, unlinked, unlink = threading.Event(), threading.Event(), Path.unlink
+
+    def keep() -> None:
+        try:
+            with kept(path):
+                entered.set()
+                assert unlinked.wait(10)
+                found.append(path.exists())
+        except Gone as error:
+            found.append(str(error))
+
+    reader = threading.Thread(target=keep)
+
+    def slow(self: Path, missing_ok: bool = False) -> None:
+        if self == path:
+            reader.start()
+            entered.wait(0.2)  # it is not to get in
+        unlink(self, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    stage.retire(2)
+    unlinked.set()
+    reader.join(10)
+    assert found == [f"{path.name}: retired from the stage {tmp_path}"]
+    with kept(tmp_path / wire_file(2)):
+        stage.retire(3)
+        assert (tmp_path / wire_file(2)).exists(), "who has come before is not disturbed"
 
 
 FULL = """
