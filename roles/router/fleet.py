@@ -25,6 +25,8 @@ State = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 
 REMEMBERED = 64
 """Versions, the newest, that are looked at when it is asked which ones are allowed."""
+KNOWN = 8 * REMEMBERED
+"""Versions, the newest, whose distances are known for certain; up to twice as many are kept."""
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -125,6 +127,8 @@ class Fleet:
         self.committed = VersionRecord(ROOT, ROOT, 0)
         self._records: dict[int, VersionRecord] = {}
         self._versions = VersionTree()
+        self._forgotten = ROOT
+        """The newest version that is known no more."""
 
     # --- events
 
@@ -148,12 +152,18 @@ class Fleet:
 
     def commit(self, records: Sequence[VersionRecord]) -> None:
         """Committed versions; those that are known may be left out, those that are not yet known may follow later."""
-        new = sorted((r for r in records if r.version not in self._records), key=lambda r: r.version)
+        news = (r for r in records if r.version > self._forgotten and r.version not in self._records)
+        new = sorted(news, key=lambda r: r.version)
         if not new:
             return
-        in_order = new[0].version > self.committed.version
+        afresh = new[0].version < self.committed.version
         self._records.update((r.version, r) for r in new)
-        if not in_order:
+        if len(self._records) > 2 * KNOWN:
+            afresh = True
+            for version in sorted(self._records)[:-KNOWN]:
+                del self._records[version]
+                self._forgotten = version
+        if afresh:
             self._versions, new = VersionTree(), [self._records[v] for v in sorted(self._records)]
         for record in new:
             if record.parent not in self._versions:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relax_rt.roles.router.fleet import EngineNews, Fleet, Patience, Sign
+from relax_rt.roles.router.fleet import KNOWN, EngineNews, Fleet, Patience, Sign
 from relax_rt.transport.versions import VersionRecord
 
 SLOT = "rollout/0"
@@ -62,6 +64,29 @@ def test_lag_is_the_distance_on_the_tree_however_the_versions_became_known(
         assert fleet.allowed(lag)[-1] == newest
     assert fleet.lag(newest + 1) == 0, "it knows of a newer commit than we"
     assert fleet.lag(0) == float("inf"), "without weights"
+
+
+@pytest.mark.parametrize("all_each_time", [False, True])
+def test_of_a_long_run_only_the_newest_versions_are_remembered(all_each_time: bool) -> None:
+    """And their distances are what they are, roll-backs among them, though the registry tells all there ever were."""
+    fleet, dice, sizes = Fleet(), random.Random(5), list[int]()
+    records: list[VersionRecord] = []
+    for number in range(1, 6 * KNOWN + 1):
+        back = number > 40 and dice.random() < 0.05
+        parent = number - dice.randint(2, 30) if back else number - 1
+        records.append(VersionRecord(number, parent, number, changed=not back))
+        if not all_each_time:
+            fleet.commit(records[-1:])
+        elif number % 100 == 0:
+            fleet.commit(records)
+        if number in (2 * KNOWN, 6 * KNOWN):
+            sizes.append(len(pickle.dumps(fleet)))
+    fleet.commit(records)
+    assert sizes[1] < 1.1 * sizes[0]
+    by_number = {r.version: r for r in records}
+    for record in records[-KNOWN // 2 :]:
+        assert fleet.lag(record.version) == walked(by_number, record.version, records[-1].version)
+    assert fleet.lag(3) == float("inf") and fleet.committed == records[-1]
 
 
 class FleetMachine(RuleBasedStateMachine):
