@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import pathlib
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
+from weights_pause import Compared, compare, mean_gap
 
 from relax_rt.roles.engines.base import Chunk, GroupRequest
 from relax_rt.roles.engines.embedded import EmbeddedEngine
@@ -23,22 +22,27 @@ from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
 
 SEQUENCES, POSITIONS = 4, 8192
-CALM_S = 3.0
-"""Of undisturbed generation between two updates: what is usual is measured in it."""
+CALM_S, SETTLE_S = 2.5, 0.5
+"""Of undisturbed generation between two updates: what is usual is measured in it. Before it, tokens go by."""
+GAPS = 4
+"""Behind the order to swap that are looked at: in one of the first is the swap, and new weights are in no cache."""
 FIRST_TOKENS_S = 120.0
 
 
 @dataclass
 class Updates:
-    """What was seen, seconds and tokens a second."""
+    """What was seen, in seconds.
+
+    Attributes:
+        transfer_s, pause_s: of each update, until the version was verified, and by the engine's own word at the swap.
+        swap: from the order to swap on. whole: from the beginning of the transfer on.
+    """
 
     parameters: int = 0
     transfer_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
-    gap_s: list[float] = field(default_factory=list)
-    usual_gap_s: float = 0.0
-    during: float = 0.0
-    without: float = 0.0
+    swap: Compared = field(default_factory=Compared)
+    whole: Compared = field(default_factory=Compared)
 
 
 def random_model(folder: pathlib.Path) -> pathlib.Path:
@@ -76,36 +80,40 @@ async def updates(model: pathlib.Path, stage_folder: pathlib.Path, swaps: int) -
 
     failures: list[BaseException] = []
     await engine.start(arrive, failures.append)
+    times: list[tuple[float, float]] = []
+    calm: list[tuple[float, float]] = []
     try:
         engine.submit([_endless()])
         await asyncio.wait_for(first.wait(), FIRST_TOKENS_S)
-        during: list[tuple[float, int]] = []
-        calm: list[tuple[float, int]] = []
         for version in range(1, swaps + 2):
             record = await asyncio.to_thread(_stage, stage, layout, weights, version)
-            calm.append(await _tokens(engine, asyncio.sleep(CALM_S)))
+            calm.append(await _undisturbed())
             began = time.perf_counter()
-            moved = await _tokens(engine, engine.prepare(StageSource(stage_folder, record)))
-            committed = time.perf_counter()
+            await engine.prepare(StageSource(stage_folder, record))
+            fetched = time.perf_counter()
             swap = await engine.commit(record, "keep")
-            await asyncio.sleep(0.5)
-            if version == 1:
-                continue  # its memory was not there before
-            during.append(moved)
-            found.transfer_s.append(committed - began)
+            times.append((began, fetched))
+            found.transfer_s.append(fetched - began)
             found.pause_s.append(swap.pause_s)
-            usual = statistics.median(_gaps(arrivals, committed - CALM_S, began))
-            # The gap in which the swap fell, and the one behind it: new weights are not in any cache.
-            found.gap_s.append(max(0.0, max(_gaps(arrivals, committed - usual, committed + 2 * usual)) - usual))
-            found.usual_gap_s = usual
-        found.during = sum(n for _, n in during) / sum(s for s, _ in during)
-        found.without = sum(n for _, n in calm) / sum(s for s, _ in calm)
+            await asyncio.sleep(SETTLE_S)
+        calm.append(await _undisturbed())
         if failures:
             raise failures[0]
     finally:
         await engine.close(10.0)
         stage.close()
+    # At the first one the engine's memory was not there before.
+    del times[0], calm[0], found.transfer_s[0], found.pause_s[0]
+    behind_s = GAPS * mean_gap(arrivals, calm)
+    found.swap = compare(arrivals, [(fetched, fetched + behind_s) for _, fetched in times], calm)
+    found.whole = compare(arrivals, [(began, fetched + behind_s) for began, fetched in times], calm)
     return found
+
+
+async def _undisturbed() -> tuple[float, float]:
+    began = time.perf_counter()
+    await asyncio.sleep(CALM_S)
+    return began, time.perf_counter()
 
 
 def _endless() -> GroupRequest:
@@ -130,16 +138,3 @@ def _stage(stage: WeightStage, layout: Layout, model: torch.nn.Module, version: 
         del flat, raw
     stage.retire(version)
     return record
-
-
-async def _tokens(engine: EmbeddedEngine, work: object) -> tuple[float, int]:
-    """Seconds that it took, and tokens sampled meanwhile."""
-    before, began = engine.load().tokens_generated, time.perf_counter()
-    await work  # type: ignore[misc]
-    return time.perf_counter() - began, engine.load().tokens_generated - before
-
-
-def _gaps(arrivals: Sequence[float], begin: float, end: float) -> list[float]:
-    """Times between tokens that overlap a span of time."""
-    pairs = itertools.pairwise(arrivals)
-    return [after - before for before, after in pairs if after > begin and before < end] or [0.0]
