@@ -26,7 +26,7 @@ from relax_rt.roles.models.vocabulary import check_vocabulary
 from relax_rt.roles.planning.division import divides_model
 from relax_rt.roles.publication_checks import preflight_publication
 from relax_rt.roles.reference.checks import check_reference
-from relax_rt.roles.rewards.checks import look_at_boxes
+from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.sections import RLConfig, ShardedSettings
 from relax_rt.roles.trainers.torch.checks import check_adapters
@@ -46,10 +46,9 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    warning, problems = asyncio.run(look_at_boxes(config))
-    if warning:
-        say(f"warning: {warning}")
-    problems += [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
+    if told := asyncio.run(told_of_boxes(config)):
+        say(told)
+    problems = [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
     folder, tokenizer = _model(config, config_dir, problems)
     if (env := env_settings(config)) is not None:
         problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)

@@ -77,6 +77,8 @@ class RewardRole(Role):
             await asyncio.to_thread(self._load)
         finally:
             await starting
+        if (boxes := self.rewards.boxes) is not None:
+            self.ctx.event("sandbox", level=boxes.level, what=str(boxes))
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import RoleSettings, Seconds
+from relax_rt.roles.rewards.tables import ComponentTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.sections import RLConfig
@@ -20,9 +21,13 @@ class EnvSettings(RoleSettings):
 
     environment: str
     """Your class or function, `file.py:Name` (relative to the config file) or `package.module:Name`; or an adapter:
-    `textarena:GuessTheNumber-v0`, `gymnasium:FrozenLake-v1`, `reasoning_gym:chain_sum`."""
+    `textarena:GuessTheNumber-v0`, `gymnasium:FrozenLake-v1`, `reasoning_gym:chain_sum`; or a program that speaks to the
+    gateway: `program:python agent.py` (docs/programs.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class or function, or options of the adapter."""
+    """Arguments of the class or function, or options of the adapter or program."""
+    rewards: list[ComponentTable] = Field(default_factory=list)
+    """Added to what the environment gives, when the episode is over: [{ name = "length", weight = 0.1, most = 400 }],
+    as reward.components; [reward] has the limits of their workers."""
     tasks: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     """Tasks to train on, told apart by their seeds; held-out ones have others. Unset: the items of [data]."""
     max_turns: Annotated[int, Field(ge=1, le=10_000)] = 16
@@ -38,6 +43,14 @@ class EnvSettings(RoleSettings):
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
     """Processes for the environments of a slot. Unset: 1 where the methods are not async, else 0: they run in the
     slot's own process."""
+    worker_processes: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    """Processes that a worker may have with all that it starts; one that has more is killed."""
+    worker_memory_mib: Annotated[int, Field(ge=64)] | None = None
+    """Memory of a worker with all that it starts; one that takes more is killed. Unset: no bound."""
+    unfinished: Literal["keep", "drop"] = "keep"
+    """Replies of an episode that is played again, because its process was killed, a call of its environment was stuck,
+    or the env role died: keep gives them once more as long as the environment says what it said before, and goes on
+    from there; drop samples all of it anew."""
     drift: Literal["realign", "fork", "drop"] = "fork"
     """What becomes of an episode whose history was changed where the policy had spoken: fork (a branch of its own),
     realign, or drop."""

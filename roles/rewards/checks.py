@@ -18,31 +18,25 @@ def check_reward(config: RLConfig) -> Iterator[Problem]:
 
     table = config.reward
     if env_settings(config) is not None:
-        if table.components:
-            message = "the environment gives the rewards: [reward] has no effect"
-            yield Problem(("reward",), message, "leave it out; reward in the environment's step", at="key")
-        return
+        return  # see roles/agentic
     yield from (one for one in read_components(table) if isinstance(one, Problem))
     if takes_groups(table) and config.algorithm.group_size < 2:
         message = "a reward that compares the completions of a prompt, and algorithm.group_size is 1"
         yield Problem(("reward",), message, "raise algorithm.group_size", at="key")
 
 
-async def look_at_boxes(config: RLConfig) -> tuple[str, list[Problem]]:
-    """How code would be run here: a warning if that is less well closed in than it could be, and why it cannot be."""
+async def told_of_boxes(config: RLConfig) -> str:
+    """How the programs of rewards are closed in on this machine; empty where none are run. Whether that is enough is
+    for the dry run to say."""
+    from relax_rt.roles.agentic.rewards import reward_table
     from relax_rt.roles.rewards.box.run import BoxFailed, mode_here
+    from relax_rt.roles.rewards.compose import Component, read_components
 
-    if not runs_code(config):
-        return "", []
+    table = reward_table(config) or config.reward
+    found = [one for one in read_components(table) if isinstance(one, Component)]
+    if all(one.box is None for one in found):
+        return ""
     try:
-        mode = await mode_here()
+        return str(await mode_here())
     except BoxFailed as error:
-        hint = "let this user have namespaces, or an interpreter that everybody may run"
-        return "", [Problem(("reward",), f"no code can be run here: {error.why}", hint)]
-    return ("" if mode.level == "namespaces" else str(mode)), []
-
-
-def runs_code(config: RLConfig) -> bool:
-    """Whether a component runs programs in boxes."""
-    named = {config.reward.function, *(one.name for one in config.reward.components)}
-    return not named.isdisjoint({"code", "unit_tests"})
+        return f"no program can be run here: {error.why}"

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_rt.config.problems import KeyPath, Problem, dotted
+from relax_rt.roles.rewards.box.run import BoxFailed, Level, Mode, closed_in
+from relax_rt.roles.rewards.library.code import BoxOptions
 from relax_rt.roles.rewards.loader import RewardFunction
 from relax_rt.roles.rewards.registry import Place, bind, names, rewards
 from relax_rt.roles.rewards.scoring import CONCURRENT_CALLS, Caller, Failed, Request, Score, Scorer
@@ -30,6 +32,7 @@ class Component:
 
     Attributes:
         place: inline or worker; a user's function is always a worker's.
+        box: the least that closes in the programs that it runs; None: it runs none.
         forgive: whether a failure counts 0. forgive_excess: whether one does that took too much time or memory: in a
             reward that is known, that is the completion's doing.
     """
@@ -40,30 +43,37 @@ class Component:
     place: Place
     forgive: bool
     forgive_excess: bool
+    box: Level | None = None
 
 
-def read_components(table: RewardTable, place: KeyPath = REWARD) -> list[Component] | list[Problem]:
-    """What a table names, or everything that is wrong with it. No user code is loaded."""
+def read_components(
+    table: RewardTable, place: KeyPath = REWARD, key: str = "components"
+) -> list[Component] | list[Problem]:
+    """What a table names, or everything that is wrong with it. No user code is loaded.
+
+    Args:
+        place: of the table in the config. key: of its components there.
+    """
     problems: list[Problem] = []
     if bool(table.function) == bool(table.components):
         both = bool(table.function)
         message = "function and components are both set" if both else "neither function nor components is set"
         hint = 'give one: function = "reward.py:score", or components = [{ name = "math" }]'
-        return [Problem((*place, "components") if both else place, message, hint, at="key")]
+        return [Problem((*place, key) if both else place, message, hint, at="key")]
     found: list[Component] = []
-    for at, one in _tables(table, place):
+    for at, one in _tables(table, place, key):
         read = _read(table, one, at, alone=not table.components)
         if isinstance(read, Component):
             found.append(read)
         else:
             problems += read
-    problems += _across(found, table, place)
+    problems += _across(found, table, place, key)
     return problems or found
 
 
-def _tables(table: RewardTable, place: KeyPath) -> list[tuple[KeyPath, ComponentTable]]:
+def _tables(table: RewardTable, place: KeyPath, key: str) -> list[tuple[KeyPath, ComponentTable]]:
     if table.components:
-        return [((*place, "components", index), one) for index, one in enumerate(table.components)]
+        return [((*place, key, index), one) for index, one in enumerate(table.components)]
     function = str(table.function)
     if ":" in function or (function not in names() and function.endswith(".py")):
         return [(place, ComponentTable(function=function, group=table.group))]
@@ -96,34 +106,35 @@ def _read(table: RewardTable, one: ComponentTable, at: KeyPath, *, alone: bool) 
         message = f"'{name}' scores each completion by itself"
         return [Problem((*at, "group"), message, "group = true is for functions of yours", at="key")]
     part = Part(name, one.options, dotted((*at, "function" if alone else "name")))
-    return Component(one.label or name, one.weight, part, rewards()[name].place, forgive, True)
+    box = options.box if isinstance(options, BoxOptions) else None
+    return Component(one.label or name, one.weight, part, rewards()[name].place, forgive, True, box)
 
 
-def _across(found: Sequence[Component], table: RewardTable, place: KeyPath) -> list[Problem]:
+def _across(found: Sequence[Component], table: RewardTable, place: KeyPath, key: str) -> list[Problem]:
     problems = []
     if found and not any(one.weight for one in found):
         message = "all weights are 0: every reward would be the same"
-        problems.append(Problem((*place, "components"), message, "give at least one component a weight"))
+        problems.append(Problem((*place, key), message, "give at least one component a weight"))
     for label, times in Counter(one.label for one in found).items():
         if times > 1:
             message = f"{times} components are called '{label}'"
-            problems.append(Problem((*place, "components"), message, 'tell them apart: label = "…"'))
+            problems.append(Problem((*place, key), message, 'tell them apart: label = "…"'))
     if table.components and table.group:
         message = "group belongs to reward.function; components say it for themselves"
         problems.append(Problem((*place, "group"), message, "[[reward.components]] group = true", at="key"))
     return problems
 
 
-def components_of(table: RewardTable) -> list[Component]:
-    """What a table names, once it was checked.
+def components_of(table: RewardTable, place: KeyPath = REWARD, key: str = "components") -> list[Component]:
+    """What a table names, once it was checked; see `read_components`.
 
     Raises:
         RelaxError: something is wrong with it.
     """
-    found = read_components(table)
+    found = read_components(table, place, key)
     wrong = [one for one in found if isinstance(one, Problem)]
     if wrong:
-        raise RelaxError("[reward]", why="; ".join(one.message for one in wrong), hint=wrong[0].hint)
+        raise RelaxError(f"[{dotted(place)}]", why="; ".join(one.message for one in wrong), hint=wrong[0].hint)
     return [one for one in found if isinstance(one, Component)]
 
 
@@ -158,6 +169,7 @@ class Rewards:
         config_dir: what relative files of functions are relative to.
         task: the reasoning-gym task of the prompts, for functions that take its verdict.
         say: told of each worker that was lost, in words.
+        place, key: of the components in the config, for what is wrong with them.
     """
 
     def __init__(
@@ -166,10 +178,15 @@ class Rewards:
         config_dir: Path,
         task: TaskSpec | None = None,
         say: Callable[[str], None] = lambda why: None,
+        *,
+        place: KeyPath = REWARD,
+        key: str = "components",
     ) -> None:
         self._table, self._config_dir, self._task, self._say = table, config_dir, task, say
-        self.components = components_of(table)
+        self.components = components_of(table, place, key)
         self.groups = any(one.part.group for one in self.components)
+        self.boxes: Mode | None = None
+        """How programs are closed in, once it is started; None: none are run."""
         self._scores: list[_Scores] = []
         self._pool: Pool | None = None
         self._threads: list[Scorer] = []
@@ -189,10 +206,11 @@ class Rewards:
         """Load all functions, in the processes where they run.
 
         Raises:
-            RelaxError: one cannot be loaded, or no process started for it.
+            RelaxError: one cannot be loaded, no process started for it, or programs cannot be closed in as it asks.
         """
         table, theirs = self._table, [one.part for one in self.components if one.place == "worker"]
         try:
+            await self._look_at_boxes()
             if theirs and table.workers:
                 setup = Setup(theirs, str(self._config_dir), table.timeout_s, self._task)
                 limits = WorkerLimits(processes=table.processes, total_mib=table.memory_mib)
@@ -203,6 +221,16 @@ class Rewards:
         except BaseException:
             await self.close()
             raise
+
+    async def _look_at_boxes(self) -> None:
+        for one in self.components:
+            if one.box is None:
+                continue
+            try:
+                self.boxes = await closed_in(one.box)
+            except BoxFailed as error:
+                what = f"{one.part.setting} = {one.part.target!r}"
+                raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
 
     async def _place(self, one: Component, theirs: list[Part]) -> _Scores:
         if one.place == "worker" and self._pool is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from relax_rt.config.problems import Problem
-from relax_rt.roles.data.items import PromptItem
-from relax_rt.roles.rewards.compose import Rewards, components_of
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.rewards.compose import REWARD, Rewards
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.rewards.workers.messages import TaskSpec
@@ -19,7 +19,7 @@ from relax_rt.transport.errors import RelaxError
 
 KEY = ("reward", "function")
 ITEMS = 4
-SETTING = re.compile(r"reward\.components\[(\d+)\]\.(\w+)")
+SETTING = re.compile(r"(reward\.components|roles\.env\.rewards)\[(\d+)\](?:\.(\w+))?")
 Verifier = Callable[[str, dict[str, Any]], float]
 
 
@@ -33,6 +33,21 @@ def offered(question: str, metadata: dict[str, Any], verify: Verifier | None, **
     if verify is not None:
         info["score"] = lambda text: verify(text, metadata)
     return info
+
+
+class Item(Protocol):
+    """What a completion is about; a prompt, or an episode's task."""
+
+    @property
+    def item(self) -> str: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def question(self) -> str: ...
+    @property
+    def answer(self) -> str: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
 
 
 class TaskData(Protocol):
@@ -51,19 +66,34 @@ def task_of(data: TaskData) -> TaskSpec | None:
     return None if data.task is None else TaskSpec(data.task, data.options, data.size)
 
 
-def dry_run(table: RewardTable, config_dir: Path, items: Sequence[PromptItem], task: TaskSpec | None) -> list[Problem]:
+def dry_run(
+    table: RewardTable,
+    config_dir: Path,
+    items: Sequence[Item],
+    task: TaskSpec | None,
+    place: KeyPath = REWARD,
+    key: str = "components",
+    also: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Problem]:
     """Load the reward and call it on a few items with right, wrapped, empty and junk completions.
+
+    Args:
+        place, key: of the components in the config.
+        also: what functions may ask for besides.
 
     Returns:
         One problem at most: what went wrong first, on which completion, at which line.
     """
     try:
-        return asyncio.run(_first_failure(table, config_dir, task, requests_for(table, items)))
+        rewards = Rewards(table, config_dir, task, place=place, key=key)
+        return asyncio.run(_first_failure(rewards, requests_for(table, items, also), table, (*place, key)))
     except RelaxError as error:
         return [Problem(_place(error.what), error.why or str(error), error.hint)]
 
 
-def requests_for(table: RewardTable, items: Sequence[PromptItem]) -> list[Request]:
+def requests_for(
+    table: RewardTable, items: Sequence[Item], also: Mapping[str, Any] = MappingProxyType({})
+) -> list[Request]:
     """What a dry run asks: four completions of each item."""
     requests = []
     for group, item in enumerate(items[:ITEMS]):
@@ -76,15 +106,15 @@ def requests_for(table: RewardTable, items: Sequence[PromptItem]) -> list[Reques
                 "tokens": max(1, len(text)),
                 "turns": [],
                 **({"verdict": 0.5} if table.judge is not None else {}),
+                **also,
             }
             requests.append(Request(text, item.answer, offered(item.question, item.metadata, None, **about), group))
     return requests
 
 
 async def _first_failure(
-    table: RewardTable, config_dir: Path, task: TaskSpec | None, requests: Sequence[Request]
+    rewards: Rewards, requests: Sequence[Request], table: RewardTable, place: KeyPath
 ) -> list[Problem]:
-    rewards = Rewards(table, config_dir, task)
     try:
         await rewards.start()
         # One at a time, or one group: after a call that does not return there is no point in the others.
@@ -92,22 +122,24 @@ async def _first_failure(
             asked = list(members)
             for request, result in zip(asked, await rewards.score(asked), strict=True):
                 if isinstance(result, Failed):
-                    return [_failure(table, request, result.reason)]
+                    return [_failure(rewards, request, result.reason, table, place)]
     finally:
         await rewards.close()
     return []
 
 
-def _failure(table: RewardTable, request: Request, reason: str) -> Problem:
+def _failure(rewards: Rewards, request: Request, reason: str, table: RewardTable, place: KeyPath) -> Problem:
     called = f"on completion {request.completion!r:.60}, answer {request.answer!r:.40}"
     if table.function is not None:
         return Problem(KEY, f"reward.function failed in a dry run: {reason}, {called}")
-    labels = [one.label for one in components_of(table)]
+    labels = [one.label for one in rewards.components]
     index = next((i for i, label in enumerate(labels) if reason.startswith(f"{label}: ")), 0)
-    return Problem(("reward", "components", index), f"a reward failed in a dry run: {reason}, {called}")
+    return Problem((*place, index), f"a reward failed in a dry run: {reason}, {called}")
 
 
 def _place(what: str) -> tuple[str | int, ...]:
     """The key of a component that an error names."""
     named = SETTING.match(what)
-    return ("reward", "components", int(named[1]), named[2]) if named else KEY
+    if named is None:
+        return KEY
+    return (*named[1].split("."), int(named[2]), *([named[3]] if named[3] else []))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import importlib.metadata
 import platform
 import shutil
@@ -25,6 +27,7 @@ EXTRAS = {
     "megatron-core": "Megatron-Core trainers; pip install relax-rt[megatron]",
     "cupy": "broadcast of weights between GPUs; pip install relax-rt[gpu]",
 }
+BOXES = "relax_rt.roles.rewards.box.run"
 DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 
 
@@ -57,6 +60,17 @@ def check_software(gpus: list[Gpu], version: Callable[[str], str | None] | None 
     ray = version("ray")
     found.append(ok("software", "ray", f"{ray}; not used" if ray else "not installed; not needed"))
     return found
+
+
+def check_boxes() -> Finding:
+    """What rewards that run programs can have those closed in by here, by trying."""
+    # By its name: the command line knows nothing of rewards.
+    boxes = importlib.import_module(BOXES)
+    try:
+        mode = asyncio.run(boxes.probe())
+    except boxes.BoxFailed as error:
+        return judged("software", "sandbox", f"no program can be run: {error.why}", warn=error.hint or boxes.OPT_IN)
+    return judged("software", "sandbox", str(mode), warn="" if mode.level == "namespaces" else boxes.OPT_IN)
 
 
 def check_gpus() -> tuple[list[Finding], list[Gpu]]:

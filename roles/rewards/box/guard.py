@@ -360,7 +360,7 @@ class Watch:
         self.allowance -= len(part)
         self.silenced = len(part) < len(data)
         if self.silenced:
-            part += b"\n[a reward function prints too much: some of it is left out]\n"
+            part += b"\n[a worker prints too much: some of it is left out]\n"
         try:
             os.write(2, part)
         except OSError:

@@ -62,10 +62,13 @@ class Mode(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.level == "namespaces":
-            return "code has processes, files and a network of its own, the last without any connection"
+            return (
+                "programs are closed in: time, memory, disk, processes and output are limited; processes, files, users "
+                "and a network without any connection are their own"
+            )
         return (
-            f"code runs under resource limits only, with this user's view of files and network: {self.why}; "
-            "allow namespaces of users, processes, mounts and networks to close it better"
+            "programs are not closed in: time, memory, disk, processes and output are limited, and they see the files, "
+            f"the network and the processes that are here (no namespaces: {self.why})"
         )
 
 
@@ -221,6 +224,10 @@ async def probe() -> Mode:
 
 
 _found: list[Mode] = []
+OPT_IN = (
+    "permit namespaces of users, processes, mounts and networks (docker run --privileged, or a seccomp profile with "
+    'unshare and mount); or say box = "limits" if you would run these programs yourself'
+)
 
 
 async def mode_here() -> Mode:
@@ -232,6 +239,18 @@ async def mode_here() -> Mode:
     if not _found:
         _found.append(await probe())
     return _found[0]
+
+
+async def closed_in(least: Level) -> Mode:
+    """How well boxes are closed here, where that is no less than asked for.
+
+    Raises:
+        BoxFailed: it is less, or nothing can be run at all.
+    """
+    mode = await mode_here()
+    if least == "namespaces" and mode.level != least:
+        raise BoxFailed('a program in a box of level "namespaces"', why=str(mode), hint=OPT_IN)
+    return mode
 
 
 async def _try(level: Level) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from pydantic import Field
 
 from relax_rt.config.schema import Seconds, Table
-from relax_rt.roles.rewards.box.run import Box, Limits, Ran, mode_here
+from relax_rt.roles.rewards.box.run import Box, Level, Limits, Ran, closed_in
 from relax_rt.roles.rewards.library.forms import unfenced
 from relax_rt.roles.rewards.registry import reward
 
@@ -42,6 +42,9 @@ class BoxOptions(Table):
     """Processes and threads at the same time."""
     output_kib: Annotated[int, Field(ge=1, le=16384)] = 256
     """What it may print."""
+    box: Level = "namespaces"
+    """The least that closes it in. `limits`: where namespaces are not permitted it runs all the same, and sees the
+    files, the network and the processes that the role sees."""
 
 
 class CodeOptions(BoxOptions):
@@ -74,13 +77,17 @@ class Runner:
     """Runs programs in boxes, as many at a time as there are cores."""
 
     def __init__(self, options: BoxOptions) -> None:
-        self._limits = box_of(options)
+        self._limits, self._least = box_of(options), options.box
         self._room = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
 
     async def run(self, argv: list[str], files: Mapping[str, str], stdin: str) -> Ran:
-        """Run one; see Box.run."""
+        """Run one; see Box.run.
+
+        Raises:
+            BoxFailed: also where it could not be closed in as `box` asks.
+        """
         async with self._room:
-            return await Box(self._limits, await mode_here()).run(argv, files, stdin)
+            return await Box(self._limits, await closed_in(self._least)).run(argv, files, stdin)
 
 
 def share(passed: list[bool], options: BoxOptions) -> float:

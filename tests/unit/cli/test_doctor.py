@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import socket
 import stat
@@ -12,9 +13,10 @@ import pytest
 
 from relax_rt.cli.doctor import fit, machine
 from relax_rt.cli.doctor.finding import Finding, judged, size
-from relax_rt.cli.doctor.software import Gpu, check_gpus, check_software, judge_gpus, parse_gpus
+from relax_rt.cli.doctor.software import Gpu, check_boxes, check_gpus, check_software, judge_gpus, parse_gpus
 from relax_rt.cli.main import main
 from relax_rt.config.loader import load_config
+from relax_rt.roles.rewards.box import run
 
 SMI = "0, NVIDIA H200, 143771, 512, 580.65, 9.0\n1, NVIDIA H200, 143771, 90000, 580.65, 9.0\nbroken line\n"
 CONFIG = '[run]\nname = "a"\n[model]\npath = "m"\n[data]\ntask = "chain_sum"\n[reward]\nfunction = "a:b"\n'
@@ -118,6 +120,27 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {f.name: f for f in check_software([], have.get)}["torch"].level == "ok"
 
 
+@pytest.mark.parametrize(
+    ("mode", "level", "value", "advice"),
+    [
+        (run.Mode("namespaces"), "ok", "a network without any connection are their own", ""),
+        (run.Mode("limits", "unshare: no"), "warn", "not closed in.*unshare: no", "permit namespaces.*box = "),
+        (run.BoxFailed("a box", why="no interpreter"), "warn", "no program can be run: no interpreter", "permit"),
+    ],
+)
+def test_what_programs_of_rewards_are_closed_in_by(
+    monkeypatch: pytest.MonkeyPatch, mode: run.Mode | run.BoxFailed, level: str, value: str, advice: str
+) -> None:
+    async def probe() -> run.Mode:
+        if isinstance(mode, run.BoxFailed):
+            raise mode
+        return mode
+
+    monkeypatch.setattr(run, "probe", probe)
+    found = check_boxes()
+    assert found.level == level and re.search(value, found.value) and re.search(advice, found.advice)
+
+
 def test_a_run_that_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "roles.toml"
     tables = "[queue]\ncapacity_mib = 1048576\n[roles.rollout]\ncount = 64\ngpus = 2\n[run2]\n"
@@ -151,6 +174,7 @@ def test_both_forms_and_exit_codes(
     lines = json.loads(capsys.readouterr().out)
     assert code == int(any(line["level"] == "fail" for line in lines))
     assert {"machine", "limits", "gpu", "software"} == {line["section"] for line in lines}
+    assert "sandbox" in {line["name"] for line in lines}
     (tmp_path / "roles.toml").write_text(CONFIG + "[queue]\ncapacity_mib = 1048576\n")
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out

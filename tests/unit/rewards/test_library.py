@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 
+from relax_rt.roles.rewards.box import run as box
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.dry_run import dry_run
 from relax_rt.roles.rewards.library.code import cases, same_text
 from relax_rt.roles.rewards.library.forms import unfenced
 from relax_rt.roles.rewards.registry import made, rewards
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score
+from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.transport.errors import RelaxError
 
 DOCS = Path(__file__).parents[3] / "docs" / "rewards.md"
@@ -160,6 +164,7 @@ def test_math_in_a_box_alone_and_with_an_answer_that_is_none() -> None:
 
 async def run(name: str, completion: str, given: Any, **options: Any) -> float | str:
     entry = {"entry_point": options.pop("entry")} if "entry" in options else {}
+    options = {"box": "limits", **options}
     results: list[Score | Failed] = []
     caller = Caller(made(name, options), None)
     await caller.together(
@@ -183,6 +188,20 @@ async def test_a_program_prints_what_it_should() -> None:
     )
     assert await run("code", "while True: pass", tests, timeout_s=0.3) == 0
     assert await run("code", "echo 4", tests[:1], command=["bash"]) == 1
+
+
+async def test_a_program_is_not_run_where_it_cannot_be_closed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box, "_found", [box.Mode("limits", "unshare: not permitted")])
+    tests = [{"input": "2", "output": "4"}]
+    said = str(await run("code", "import os; os.write(1, b'4')", tests, box="namespaces"))
+    assert re.search(r"see the files.*unshare: not permitted.*box = \"limits\"", said, re.DOTALL)
+    table = {"components": [{"name": "exact"}, {"name": "code"}]}
+    (problem,) = await asyncio.to_thread(dry_run, RewardTable.model_validate(table), Path(), [], None)
+    assert problem.path == ("reward", "components", 1, "name") and 'box = "limits"' in problem.hint
+    rewards_of = Rewards(RewardTable.model_validate({"components": [{"name": "code", "box": "limits"}]}), Path())
+    await rewards_of.start()
+    assert rewards_of.boxes == box.Mode("limits", "unshare: not permitted")
+    await rewards_of.close()
 
 
 async def test_functions_pass_their_tests() -> None:

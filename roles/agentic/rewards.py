@@ -1,0 +1,121 @@
+"""Rewards beside an environment's own: components that score an episode once it is over. See docs/agentic.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
+
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.episode import Played
+    from relax_rt.roles.agentic.interface import Task
+    from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.scoring import Failed, Request, Score
+    from relax_rt.roles.sections import RLConfig
+
+PLACE: KeyPath = ("roles", "env")
+KEY = "rewards"
+OWN = "environment"
+"""What the environment's own reward is called beside the others."""
+JUDGED = "genrm"
+WHERE = "the rewards of roles.env.rewards"
+
+
+def reward_table(config: RLConfig) -> RewardTable | None:
+    """What is added to the environment's reward, within the limits of [reward]; None: nothing."""
+    table = env_settings(config)
+    if table is None or not table.rewards:
+        return None
+    return config.reward.model_copy(
+        update={"function": None, "components": table.rewards, "group": False, "judge": None}
+    )
+
+
+def check_rewards(config: RLConfig) -> Iterator[Problem]:
+    """What shows without user code."""
+    from relax_rt.roles.rewards.compose import read_components
+
+    table = reward_table(config)
+    if table is None:
+        return
+    for one in read_components(table, PLACE, KEY):
+        if isinstance(one, Problem):
+            yield one
+    for index, given in enumerate(table.components):
+        if given.group:
+            message = "group: an episode is scored when it is over, and the others of its group are played still"
+            yield Problem((*PLACE, KEY, index, "group"), message, "leave it out", at="key")
+        if given.name == JUDGED:
+            message = f"'{JUDGED}' is the verdict of a judge, who is not asked about episodes"
+            yield Problem((*PLACE, KEY, index, "name"), message, "have the environment ask a model of its own")
+
+
+def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
+    """What a reward function gets of an episode: its last reply, or what its program printed, as the completion; and
+    all turns."""
+    from relax_rt.roles.rewards.dry_run import offered
+    from relax_rt.roles.rewards.scoring import Request
+
+    turns, texts = [], {}
+    for branch in played.episode.branches:
+        for turn in branch.turns:
+            text = tokenizer.decode(branch.tokens[turn.start : turn.end])
+            turns.append({"role": turn.role, "text": text})
+            texts[turn.response] = text
+    info = offered(
+        task.question,
+        task.metadata,
+        None,
+        item=task.item,
+        split=task.split,
+        finish_reason="length" if played.truncated else "stop",
+        truncated=bool(played.truncated),
+        tokens=sum(sum(branch.loss_mask) for branch in played.episode.branches),
+        turns=turns,
+        reward=played.reward,
+    )
+    last = next(reversed(played.rewards), "")
+    return Request(texts.get(last, "") if played.output is None else played.output, task.answer, info)
+
+
+def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played:
+    """An episode with what the components give it: to its turns where they say so, else to its last reply.
+
+    Args:
+        labels: of the components.
+
+    Raises:
+        Broken: they failed, or have rewards for another number of turns.
+    """
+    from relax_rt.roles.agentic.episode import checked
+    from relax_rt.roles.agentic.pool import Broken
+    from relax_rt.roles.rewards.scoring import Failed
+
+    if isinstance(score, Failed):
+        raise Broken(WHERE, why=score.reason)
+    rewards = dict(played.rewards)
+    if not rewards:
+        raise Broken(WHERE, why="the policy had said nothing")
+    if score.turns and len(score.turns) != len(rewards):
+        raise Broken(WHERE, why=f"{len(score.turns)} turn_rewards for {len(rewards)} replies")
+    for reply, value in zip(rewards, score.turns, strict=False):
+        rewards[reply] += value
+    rewards[next(reversed(rewards))] += score.total - math.fsum(score.turns)
+    try:
+        total = checked(math.fsum(rewards.values()))
+    except ValueError as error:
+        raise Broken(WHERE, why=str(error)) from error
+    # A single component of weight 1 is told by its own parts.
+    parts = {labels[0]: score.total} if len(labels) == 1 else score.components
+    return msgspec.structs.replace(played, rewards=rewards, parts={"episode": total, OWN: played.reward, **parts})
+
+
+def labels_of(tables: Sequence[ComponentTable]) -> list[str]:
+    """Names of components in records."""
+    return [one.label or one.name or str(one.function).rpartition(":")[2] for one in tables]
