@@ -1,23 +1,46 @@
-"""Worker processes of a slot: environments whose methods block, killed when one is late."""
+"""Worker processes of a slot: environments whose methods block, killed with all that they started when one is late.
+
+Each is under a guard of its own, as reward functions are, and has other limits: environments keep programs, browsers
+and much memory for as long as they play.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
 import sys
 from asyncio.subprocess import Process
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import msgspec
 
 from relax_rt.roles.agentic.frames import LENGTH, MOST_BYTES, Answer, Call, Op, Spec, frame
 from relax_rt.roles.agentic.interface import Observation, Reply, Step, Task
+from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.rewards.box.run import Level, guard, read_report
 from relax_rt.transport.errors import RelaxError
 
 START_S = 120.0
 """A worker that has not loaded the environment by then is given up."""
 CLOSE_S = 5.0
+MODULE = "relax_rt.roles.agentic.worker"
+OVER = {
+    "processes": "it had more than {processes} processes (roles.env.worker_processes)",
+    "memory": "it took more than {total_mib} MiB (roles.env.worker_memory_mib)",
+}
+
+
+class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker may have with all that it starts: processes, and memory of their own; None: no bound."""
+
+    processes: int = 1024
+    total_mib: int | None = None
+
+
+class NotGuarded(RelaxError):
+    """A worker's process did not even begin."""
 
 
 class Stuck(RelaxError):
@@ -35,50 +58,61 @@ class Lost(RelaxError):
 class Worker:
     """One process, with calls done one after the other."""
 
-    def __init__(self, spec: Spec) -> None:
-        self._spec = spec
+    def __init__(self, spec: Spec, limits: WorkerLimits, level: Level) -> None:
+        self._spec, self._limits, self._level = spec, limits, level
         self.episodes: set[int] = set()
         self._turn = asyncio.Lock()
         self._numbers = itertools.count(1)
-        self._process: Process
+        self._stack = AsyncExitStack()
+        self._guard: Process
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self.ended = ""
         """Why it is no more."""
 
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
-
     async def start(self) -> None:
         """Start the process and have it load the environment.
 
         Raises:
-            RelaxError: it cannot.
+            NotGuarded: its guard could not begin. RelaxError: it cannot.
         """
+        what = f"a worker of {self._spec.target}"
         ours, theirs = socket.socketpair()
-        command = (sys.executable, "-m", "relax_rt.roles.agentic.worker", str(theirs.fileno()))
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                msgspec.json.encode(self._spec).decode(),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            order = self._order(theirs.fileno())
+            self._guard = await self._stack.enter_async_context(guard(order, fds=[theirs.fileno()], talk=True))
         try:
             async with asyncio.timeout(START_S):
+                said = await read_report(self._guard)
+                if "started" not in said:
+                    raise NotGuarded(what, why=str(said.get("refused") or "its guard was killed"))
                 answer = await self._answer()
+            if answer is None or answer.error:
+                why = (
+                    answer.error
+                    if answer
+                    else f"its process ended while it loaded the environment: {await self._how()}"
+                )
+                raise RelaxError(what, why=why, hint="see the log")
         except TimeoutError:
             await self.kill("it did not load the environment in time")
-            raise RelaxError(
-                f"a worker of {self._spec.target}", why=f"it did not load within {START_S:g} s", hint="see the log"
-            ) from None
-        if answer is None or answer.error:
+            raise RelaxError(what, why=f"it did not load within {START_S:g} s", hint="see the log") from None
+        except BaseException:
             await self.kill("it could not load the environment")
-            why = answer.error if answer else "its process ended while it loaded the environment"
-            raise RelaxError(f"a worker of {self._spec.target}", why=why, hint="see the log")
+            raise
+
+    def _order(self, fd: int) -> dict[str, object]:
+        return {
+            "kind": "worker",
+            "level": self._level,
+            # Without the current folder on its path: nothing there may shadow a module.
+            "argv": [sys.executable, "-P", "-m", MODULE, str(fd), msgspec.json.encode(self._spec).decode()],
+            "env": dict(os.environ),
+            "folder": os.getcwd(),  # noqa: PTH109 the plain text is wanted
+            "fds": [fd],
+            "limits": msgspec.to_builtins(self._limits),
+        }
 
     async def call(self, episode: int, op: Op, data: bytes, timeout_s: float, where: str) -> bytes:
         """Have an episode's environment do something; the deadline runs from the moment it is its turn.
@@ -105,12 +139,13 @@ class Worker:
                     answer = await self._answer()
             except TimeoutError:
                 await self.kill(f"another episode of its process was stuck {where}")
-                raise Stuck(where, why=f"it did not return within {timeout_s:g} s; process {self.pid}") from None
+                raise Stuck(where, why=f"it did not return within {timeout_s:g} s: its process was killed") from None
             except ConnectionError:
                 answer = None
             if answer is None:
-                code = await self.kill(f"its process ended {where}")
-                raise Broken(where, why=f"the process ended with {_how(code)}")
+                how = await self._how()
+                await self.kill(f"its process ended {where}: {how}")
+                raise Broken(where, why=f"the process ended: {how}")
             if answer.error:
                 raise Broken(where, why=answer.error)
             return answer.data
@@ -124,16 +159,24 @@ class Worker:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
-    async def kill(self, why: str) -> int | None:
-        """End it; answers with its exit code."""
-        self.ended = self.ended or why
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        self._writer.close()
+    async def _how(self) -> str:
+        """How the process ended, as its guard says."""
+        said: dict[str, object] = {}
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                return await self._process.wait()
-        return None
+                said = await read_report(self._guard)
+        reason, code = str(said.get("ended", "")), said.get("code")
+        if reason in OVER:
+            return OVER[reason].format(**msgspec.to_builtins(self._limits))
+        if not isinstance(code, int):
+            return "nobody says how"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def kill(self, why: str) -> None:
+        """End it, and all that it started."""
+        self.ended = self.ended or why
+        self._writer.close()
+        await self._stack.aclose()
 
 
 class RemoteEnvironment:
@@ -172,8 +215,11 @@ class Pool:
         timeout_s: of each call.
     """
 
-    def __init__(self, spec: Spec, size: int, timeout_s: float) -> None:
+    def __init__(self, spec: Spec, size: int, timeout_s: float, limits: WorkerLimits | None = None) -> None:
         self._spec, self._size, self._timeout_s = spec, size, timeout_s
+        self._limits = limits or WorkerLimits()
+        self.level: Level = "namespaces"
+        """How workers are guarded: where namespaces are not permitted, with limits only."""
         self._workers: list[Worker] = []
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
@@ -204,12 +250,27 @@ class Pool:
             there = [worker for worker in self._workers if not worker.ended]
             self.killed += len(self._workers) - len(there)
             self._workers = there
-            new = [Worker(self._spec) for _ in range(self._size - len(there))]
-            await asyncio.gather(*(worker.start() for worker in new))
-            self._workers += new
+            found = await asyncio.gather(
+                *(self._started() for _ in range(self._size - len(there))), return_exceptions=True
+            )
+            self._workers += [one for one in found if isinstance(one, Worker)]
+            for one in found:
+                if isinstance(one, BaseException):
+                    raise one
+
+    async def _started(self) -> Worker:
+        level = self.level
+        worker = Worker(self._spec, self._limits, level)
+        try:
+            await worker.start()
+        except NotGuarded:
+            if level == "limits":
+                raise
+            self.level = "limits"
+            return await self._started()
+        return worker
 
 
-def _how(code: int | None) -> str:
-    if code is None:
-        return "no exit code"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def limits_of(settings: EnvSettings) -> WorkerLimits:
+    """What [roles.env] gives a worker."""
+    return WorkerLimits(processes=settings.worker_processes, total_mib=settings.worker_memory_mib)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +13,15 @@ from agentic_parts import Engine, factory, limits, talk
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 from relax_rt.roles.agentic.episode import play
 from relax_rt.roles.agentic.frames import Spec
-from relax_rt.roles.agentic.pool import Broken, Lost, Pool, Stuck
+from relax_rt.roles.agentic.pool import Broken, Lost, Pool, Stuck, WorkerLimits
 from relax_rt.transport.errors import RelaxError
 
 GAME = '''
-import os, time
+import os, subprocess, time
+from pathlib import Path
 from relax_rt.roles.agentic import Observation, Step
+
+HERE = str(Path(__file__).parent)
 
 class Game:
     """Does what its task's question says."""
@@ -39,6 +41,13 @@ class Game:
             time.sleep(600)
         if self.question == "die":
             os._exit(3)
+        if self.question in ("hide", "fork"):
+            for _ in range(1 if self.question == "hide" else 40):
+                subprocess.Popen(["sleep", "600"], start_new_session=True, env={"HIDDEN": HERE})
+            time.sleep(600 if self.question == "fork" else 0)
+        if self.question == "eat":
+            held = bytearray(b"x") * (400 << 20)
+            time.sleep(600)
         if self.question == "exit":
             raise SystemExit("stop it all")
         return Step(reward=1.0 + self.bonus, done=True)
@@ -51,18 +60,27 @@ def task(question: str) -> Task:
 
 
 @asynccontextmanager
-async def pool_of(folder: Path, size: int = 1, timeout_s: float = 20.0, name: str = "Game") -> AsyncIterator[Pool]:
+async def pool_of(
+    folder: Path, size: int = 1, timeout_s: float = 20.0, name: str = "Game", **limits: int
+) -> AsyncIterator[Pool]:
     (folder / "game.py").write_text(GAME)
-    async with Pool(Spec(f"game.py:{name}", {"bonus": 0.5}, str(folder)), size, timeout_s) as pool:
+    spec = Spec(f"game.py:{name}", {"bonus": 0.5}, str(folder))
+    async with Pool(spec, size, timeout_s, WorkerLimits(**limits)) as pool:
         yield pool
 
 
-def alive(pid: int) -> bool:
+def living(folder: Path) -> list[int]:
+    """Processes that have the folder of a pool's game in their command line or environment."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _names(path, str(folder))]
+
+
+def _names(process: Path, folder: str) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        texts = [(process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ")]
+    except OSError:
         return False
-    return True
+    words = [word for text in texts for word in text if not word.startswith(b"PYTEST_")]
+    return any(folder.encode() in word for word in words)
 
 
 async def test_episodes_of_one_process_and_their_errors_do_not_touch_each_other(tmp_path: Path) -> None:
@@ -70,27 +88,25 @@ async def test_episodes_of_one_process_and_their_errors_do_not_touch_each_other(
         good, bad = await pool.environment("1.0"), await pool.environment("1.1")
         seen = await good.reset(task("play"))
         assert isinstance(seen, Observation) and isinstance(seen.messages, list)
-        pid = int(seen.messages[0]["content"])
-        assert pid != os.getpid()
+        assert len(living(tmp_path)) == 1
         await bad.reset(task("exit"))
         with pytest.raises(Broken, match=r"in step 1 of 1.1.*SystemExit: stop it all at .*game.py:\d+"):
             await bad.step(REPLY)
         assert await good.step(REPLY) == Step(reward=1.5, done=True)
         await good.close()
-    assert not alive(pid)
+    assert not living(tmp_path)
 
 
 async def test_one_that_hangs_is_killed_and_named_and_its_neighbours_are_lost(tmp_path: Path) -> None:
     async with pool_of(tmp_path, timeout_s=1.0) as pool:
         stuck, neighbour = await pool.environment("1.0"), await pool.environment("1.1")
-        seen = await stuck.reset(task("hang"))
-        assert isinstance(seen, Observation)
+        await stuck.reset(task("hang"))
         await neighbour.reset(task("play"))
         found = await asyncio.gather(stuck.step(REPLY), neighbour.step(REPLY), return_exceptions=True)
         assert isinstance(found[0], Stuck) and "in step 1 of 1.0" in str(found[0])
         # It waited for its turn: the time was not its own.
         assert isinstance(found[1], Lost) and "in step 1 of 1.0" in str(found[1])
-        assert not alive(int(seen.messages[0]["content"]))  # type: ignore[index]
+        assert not living(tmp_path)
         again = await pool.environment("1.1")
         await again.reset(task("play"))
         assert (await again.step(REPLY)).reward == 1.5 and pool.killed == 1
@@ -100,9 +116,36 @@ async def test_one_that_ends_its_process_is_blamed_for_it(tmp_path: Path) -> Non
     async with pool_of(tmp_path) as pool:
         dying = await pool.environment("2.0")
         await dying.reset(task("die"))
-        with pytest.raises(Broken, match="the process ended with exit code 3"):
+        with pytest.raises(Broken, match="the process ended: exit code 3"):
             await dying.step(REPLY)
         await dying.close()
+
+
+async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        playing = await pool.environment("1.0")
+        await playing.reset(task("hide"))
+        await playing.step(REPLY)
+        assert len(living(tmp_path)) == 2
+    assert not living(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("fork", r"more than 16 processes \(roles.env.worker_processes"),
+        ("eat", "more than 256 MiB .*worker_memory_mib"),
+    ],
+)
+async def test_a_worker_that_takes_too_much_is_killed_with_all_that_it_started(
+    tmp_path: Path, question: str, words: str
+) -> None:
+    async with pool_of(tmp_path, processes=16, total_mib=256) as pool:
+        greedy = await pool.environment("3.0")
+        await greedy.reset(task(question))
+        with pytest.raises(Broken, match=f"in step 1 of 3.0.*{words}"):
+            await greedy.step(REPLY)
+        assert not living(tmp_path)
 
 
 async def test_an_environment_that_cannot_be_loaded_is_told_at_once(tmp_path: Path) -> None:
