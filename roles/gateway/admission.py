@@ -7,6 +7,9 @@ too often, or whose caller has seen tokens, is not shed.
 
 Whose turn it is: of the group that has the fewest at work; among equals of the one that had its turn longest ago. What
 comes when the line is full takes the place of the youngest of the group that waits with most, or is sent away itself.
+
+Work is counted in sequences, as engines count it: a call has as many as it wants answers. One that wants more than the
+cap is let in when nothing else is at work; nobody is let in past one whose turn it is.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds, and where the cap changes.
 
     Attributes:
-        first, least, most: calls at work: at the start, always allowed, never exceeded.
+        first, least, most: sequences at work: at the start, always allowed, never exceeded (but by one call alone).
         waiting: calls that may wait.
-        wait_s: the longest that one waits.
+        wait_s: the longest that one waits, from when it came, or from when it was shed.
         high, low: share of the engines' KV caches in use above which calls are shed, and below which the cap grows.
         slack: share of those at work that may lie at the router without an engine: they are there when room comes.
         shrink: share of what is at work that the cap comes down to.
@@ -62,7 +65,7 @@ class Load(msgspec.Struct, frozen=True):
 
     Attributes:
         room: sequences that they would take besides.
-        stalled: of our calls, those that no engine has.
+        stalled: of our sequences, those that no engine has.
         kv_used: of the fullest KV cache, 0 to 1.
     """
 
@@ -97,8 +100,9 @@ Action = Admit | Shed | Refuse
 class _Place:
     """A call that waits or is at work."""
 
-    def __init__(self, number: int, group: str, now: float) -> None:
-        self.number, self.group, self.came_at = number, group, now
+    def __init__(self, number: int, group: str, sequences: int, now: float) -> None:
+        self.number, self.group, self.sequences = number, group, sequences
+        self.waits_since = now
         self.sheds = 0
         self.held = False
         """Its caller has seen tokens."""
@@ -117,7 +121,9 @@ class Admission:
         self._lines: dict[str, OrderedDict[int, _Place]] = {}
         self._where: dict[int, _Place] = {}
         """Those that wait."""
+        self._sequences = 0
         self._at_work: Counter[str] = Counter()
+        """Sequences of each group."""
         self._turn: dict[str, int] = {}
         self._turns = 0
         self._ranks: list[tuple[int, int, str]] = []
@@ -129,8 +135,8 @@ class Admission:
 
     @property
     def at_work(self) -> int:
-        """Calls that were let in."""
-        return len(self._working)
+        """Sequences that were let in."""
+        return self._sequences
 
     @property
     def waiting(self) -> int:
@@ -139,18 +145,18 @@ class Admission:
 
     # --- events
 
-    def arrive(self, now: float, number: int, group: str) -> list[Action]:
-        """A call comes; its number was not there before."""
+    def arrive(self, now: float, number: int, group: str, sequences: int = 1) -> list[Action]:
+        """A call comes, with at least one sequence; its number was not there before."""
         self.counts["arrived"] += 1
         actions: list[Action] = []
-        if self.waiting >= self.marks.waiting and not (not self.waiting and self._room() > 0):
+        if self.waiting >= self.marks.waiting and not (not self.waiting and self._fits(sequences)):
             # With a line of no length calls come in as long as there is room.
             victim = self._victim(group)
             if victim is None:
                 return [self._refuse(number, f"{self.waiting} calls wait already, the bound", now)]
             self._unqueue(victim)
             actions.append(self._refuse(victim.number, "others, who had fewer calls waiting, came", now))
-        self._queue(_Place(number, group, now), first=False)
+        self._queue(_Place(number, group, sequences, now), first=False)
         return actions + self._let_in()
 
     def leave(self, now: float, number: int) -> list[Action]:
@@ -159,7 +165,7 @@ class Admission:
             self._unqueue(place)
             self.counts["gave_up"] += 1
         elif (place := self._working.pop(number, None)) is not None:
-            self._worked_less(place.group)
+            self._worked_less(place)
             self.counts["ended"] += 1
             self._note_end(now)
         return self._let_in()
@@ -172,7 +178,7 @@ class Admission:
 
     def tick(self, now: float, load: Load) -> list[Action]:
         """Time has passed, and the engines say how they do."""
-        late = [place for place in self._where.values() if now - place.came_at >= self.marks.wait_s]
+        late = [place for place in self._where.values() if now - place.waits_since >= self.marks.wait_s]
         actions: list[Action] = []
         for place in late:
             self._unqueue(place)
@@ -192,11 +198,12 @@ class Admission:
             cap = min(fits, int(working * marks.shrink)) if load.kv_used >= marks.high else fits
             self.trend = "shed"
             self._set(now, min(self.cap, max(marks.least, cap)))
-            return self._shed(working - self.cap)
+            return self._shed(now, working - self.cap)
         self.trend = "hold"
-        if load.kv_used < marks.low and not load.stalled and load.room > 0 and working >= self.cap < marks.most:
+        full = working >= self.cap or self.waiting > 0
+        if load.kv_used < marks.low and not load.stalled and load.room > 0 and full and self.cap < marks.most:
             self.trend = "grow"
-            by = max(1, int(self.cap * marks.grow), min(load.room, self.waiting))
+            by = max(1, int(self.cap * marks.grow), min(load.room, self._wanted()))
             self._set(now, min(marks.most, self.cap + by))
         return []
 
@@ -204,35 +211,43 @@ class Admission:
         if cap != self.cap:
             self.cap, self._changed_at = cap, now
 
-    def _shed(self, excess: int) -> list[Action]:
-        """The youngest that may be shed go back to the head of their lines."""
+    def _shed(self, now: float, excess: int) -> list[Action]:
+        """The youngest that may be shed go back to the head of their lines, and wait anew; the oldest goes on."""
         found: list[_Place] = []
         for place in reversed(self._working.values()):
-            if len(found) >= excess:
+            if sum(one.sequences for one in found) >= excess or len(found) + 1 == len(self._working):
                 break
             if not place.held and place.sheds < self.marks.sheds:
                 found.append(place)
         for place in found:
             del self._working[place.number]
-            self._worked_less(place.group)
+            self._worked_less(place)
             place.sheds += 1
+            place.waits_since = now
             self.counts["shed"] += 1
             self._queue(place, first=True)
         return [Shed(place.number) for place in found]
 
-    def _room(self) -> int:
-        return self.cap - self.at_work
+    def _fits(self, sequences: int) -> bool:
+        return self.at_work + sequences <= self.cap or not self.at_work
+
+    def _wanted(self) -> int:
+        """Sequences of those that wait."""
+        return sum(place.sequences for place in self._where.values())
 
     def _let_in(self) -> list[Action]:
         actions: list[Action] = []
-        while self._where and self._room() > 0:
+        while self._where:
             group = self._next_group()
             place = next(iter(self._lines[group].values()))
+            if not self._fits(place.sequences):
+                break
             self._unqueue(place)
             self._turns += 1
             self._turn[group] = self._turns
             self._working[place.number] = place
-            self._at_work[group] += 1
+            self._sequences += place.sequences
+            self._at_work[group] += place.sequences
             self._rank(group)
             self.counts["admitted"] += 1
             actions.append(Admit(place.number))
@@ -271,8 +286,10 @@ class Admission:
             del self._lines[place.group]
             self._forget(place.group)
 
-    def _worked_less(self, group: str) -> None:
-        self._at_work[group] -= 1
+    def _worked_less(self, place: _Place) -> None:
+        group = place.group
+        self._sequences -= place.sequences
+        self._at_work[group] -= place.sequences
         if not self._at_work[group]:
             del self._at_work[group]
             self._forget(group)

@@ -15,7 +15,6 @@ from relax_rt.roles.gateway.calls import (
     Choice,
     Head,
     Message,
-    TokenLogprob,
     Unsupported,
     decode,
     event,
@@ -52,7 +51,8 @@ class Messages:
     def parse(self, body: bytes) -> Call:
         """See Dialect."""
         asked = decode(body, MessagesRequest)
-        kind = (asked.tool_choice or {}).get("type", "auto")
+        choice = asked.tool_choice or {}
+        kind = choice.get("type", "auto")
         found: list[Message] = []
         if system := content(asked.system, "system"):
             found.append({"role": "system", "content": system})
@@ -66,7 +66,7 @@ class Messages:
             temperature=sampling.temperature(asked.temperature),
             stop=stops(asked.stop_sequences, "stop_sequences"),
             stream=bool(asked.stream),
-            unsupported=tuple(_unsupported(asked, kind)),
+            unsupported=tuple(_unsupported(asked, kind, parallel=not choice.get("disable_parallel_tool_use"))),
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class MessagesWriter:
         """See Writer."""
         return _event("message_start", message=_message(self._head, [], _usage(self._head, 0)))
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+    def text(self, index: int, text: str) -> bytes:
         """See Writer."""
         if not text:
             return b""
@@ -107,7 +107,7 @@ class MessagesWriter:
         blocks, out = _blocks(choice), b""
         for block in blocks:
             if block["type"] == "text":
-                out += self.text(0, block["text"][self._written :], ())
+                out += self.text(0, block["text"][self._written :])
                 out += self._end() if self._open else b""
                 self._open = False
             elif block["type"] == "thinking":
@@ -257,9 +257,10 @@ def _tools(given: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _unsupported(asked: MessagesRequest, choice: str) -> list[Unsupported]:
+def _unsupported(asked: MessagesRequest, choice: str, *, parallel: bool) -> list[Unsupported]:
     return [
         *sampling.unneutral({"top_p": asked.top_p, "top_k": asked.top_k}),
         *sampling.forced_tool(choice),
+        *sampling.one_call_at_a_time(parallel, bool(asked.tools)),
         *sampling.formatted((asked.output_config or {}).get("format"), "output_config.format"),
     ]

@@ -16,13 +16,14 @@ from starlette.routing import Route
 
 from relax_rt.roles.gateway.anthropic_messages import Messages
 from relax_rt.roles.gateway.body import Gone, Memory, Receive, Scope, Send, header, linger, read_body
-from relax_rt.roles.gateway.calls import Dialect, Head
+from relax_rt.roles.gateway.calls import Call, Dialect, Head
 from relax_rt.roles.gateway.errors import CallError, Family
-from relax_rt.roles.gateway.keys import Keys
+from relax_rt.roles.gateway.keys import Caller, Keys
 from relax_rt.roles.gateway.openai_chat import Chat
 from relax_rt.roles.gateway.openai_completions import Completions
 from relax_rt.roles.gateway.openai_responses import Responses
 from relax_rt.roles.gateway.outbox import Outbox
+from relax_rt.roles.gateway.server import arrived
 from relax_rt.roles.gateway.service import Made, Service, new_id
 from relax_rt.roles.gateway.sessions import Session, Sessions
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
 SLICE = 64 << 10
+STRANGERS_BYTES = 64 << 10
+"""Of a body that are taken, and thrown away, from somebody without a key, so that he sees why he is refused."""
 ROUTES: Mapping[str, tuple[str, Dialect]] = {
     "/v1/chat/completions": ("chatcmpl-", Chat()),
     "/v1/completions": ("cmpl-", Completions()),
@@ -47,12 +50,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         body_bytes: of one body. held_bytes: of the bodies of all calls at hand.
-        body_s: until a body must be there, seconds.
+        body_s: until a body must be there, seconds. send_s: until a caller must have taken the end of an answer.
     """
 
     body_bytes: int = 16 << 20
     held_bytes: int = 256 << 20
     body_s: float = 30.0
+    send_s: float = 60.0
 
 
 class Gateway:
@@ -98,16 +102,16 @@ class Gateway:
         """
         caller = self.admitted(scope)
         asked = header(scope, b"x-session-id")
-        if caller:
-            if asked not in ("", caller):
+        if caller.session:
+            if asked not in ("", caller.session):
                 raise CallError(401, f"this key is not of session {asked!r}", code="wrong_key")
-            return self.sessions.of_key(caller)
+            return self.sessions.of_key(caller.session, caller.nonce)
         if len(asked) > 200 or not asked.isascii():
             raise CallError(400, "X-Session-Id is to be of at most 200 ASCII characters", param="X-Session-Id")
         return self.sessions.of_run(asked, previous())
 
-    def admitted(self, scope: Scope) -> str:
-        """The session whose key was shown; empty: the run's token was.
+    def admitted(self, scope: Scope) -> Caller:
+        """Whose key was shown.
 
         Raises:
             CallError: 401 neither was.
@@ -118,7 +122,7 @@ class Gateway:
             what = "the API key is wrong" if key else "there is no API key"
             hint = "use the run's token (gateway.token in the run's folder) or a session's key"
             raise CallError(401, f"{what}: {hint}", code="invalid_api_key")
-        return caller.session
+        return caller
 
     async def _models(self, request: Request) -> Response:
         self.admitted(request.scope)
@@ -185,18 +189,29 @@ class _Endpoint:
             if call.store and not session.trained:
                 gateway.sessions.remember(request, session)
             gateway.worked()
-            if gone.done():
-                gateway.service.undelivered(made, session)
-            elif box is None:
-                headers = _headers(session, made.answer.head, made.versions)
-                await out.whole(200, msgspec.json.encode(self._dialect.render(call, made.answer)), headers)
-            else:
-                assert box.writer is not None
-                await out.more(box.take() + box.writer.end(made.answer), last=True)
+            # One turn of the loop: that the caller hung up meanwhile may not have been read yet.
+            await asyncio.sleep(0)
+            delivered = False
+            try:
+                if not gone.done():
+                    await self._send_end(call, made, session, box, out)
+                    delivered = await arrived(scope, bounds.send_s)
+            finally:
+                if not delivered:
+                    gateway.service.undelivered(made, session)
         finally:
             for task in (gone, work):
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _send_end(self, call: Call, made: Made, session: Session, box: Outbox | None, out: _Sender) -> None:
+        """All of an answer, or what is left of its stream."""
+        if box is None:
+            headers = _headers(session, made.answer.head, made.versions)
+            await out.whole(200, msgspec.json.encode(self._dialect.render(call, made.answer)), headers)
+        else:
+            assert box.writer is not None
+            await out.more(box.take() + box.writer.end(made.answer), last=True)
 
     async def _stream(
         self, box: Outbox, work: asyncio.Future[Made], gone: asyncio.Future[None], out: _Sender, session: Session
@@ -240,7 +255,7 @@ class _Endpoint:
         await out.start(error.status, [JSON, *_length(body), *headers, *([CLOSE] if early else [])])
         await out.more(body)
         if early and error.status != 408:
-            await linger(receive)
+            await linger(receive, *([STRANGERS_BYTES] if error.status == 401 else []))
         await out.more(b"", last=True)
 
 

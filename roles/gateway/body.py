@@ -16,6 +16,7 @@ Scope = MutableMapping[str, Any]
 
 LINGER_S = 2.0
 LINGER_BYTES = 256 << 20
+"""Of somebody with a key; they are not kept."""
 
 
 class Gone(Exception):
@@ -97,13 +98,13 @@ def too_large(nbytes: int, most: int) -> CallError:
     return CallError(413, message, code="body_too_large")
 
 
-async def linger(receive: Receive) -> None:
-    """Take and forget what still comes, for a while: a connection that is closed while its caller writes is reset, and
-    he would not see the answer."""
+async def linger(receive: Receive, most: int = LINGER_BYTES) -> None:
+    """Take and forget what still comes, for a while and `most` bytes: a connection that is closed while its caller
+    writes is reset, and he would not see the answer."""
     count = 0
     try:
         async with asyncio.timeout(LINGER_S):
-            while count < LINGER_BYTES:
+            while count < most:
                 event = await receive()
                 count += len(event.get("body", b""))
                 if event["type"] == "http.disconnect" or not event.get("more_body", False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -156,8 +155,8 @@ class Writer(Protocol):
     def begin(self) -> bytes:
         """The head of it."""
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """More of the text of a choice, and the tokens since the last time."""
+    def text(self, index: int, text: str) -> bytes:
+        """More of the text of a choice; its log-probabilities come with its end."""
 
     def choice(self, choice: Choice) -> bytes:
         """A choice has ended: what of it has not been written."""

@@ -50,16 +50,21 @@ class Gate:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
 
-    async def pass_through(self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]]) -> T:
+    async def pass_through(
+        self, group: str, work: Callable[[Callable[[], bool]], Awaitable[T]], *, sequences: int = 1
+    ) -> T:
         """Wait for a turn and do the work, from its beginning again if it is shed meanwhile. What it is given is to be
         called before it does what must not be done twice; False: it was shed, and is about to be cancelled.
+
+        Args:
+            sequences: that the work has made.
 
         Raises:
             CallError: 429: too many wait, or it waited for too long.
         """
         number, turn = next(self._numbers), _Turn()
         self._turns[number] = turn
-        self._do(self.core.arrive(self._now(), number, group))
+        self._do(self.core.arrive(self._now(), number, group, sequences))
         try:
             while True:
                 await turn.let_in

@@ -21,21 +21,24 @@ LONGEST = 512
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who has shown a key: of one session, or of the run as a whole (then `session` is empty)."""
+    """Who has shown a key: of one session, and which of that name, or of the run as a whole (`session` is empty)."""
 
     session: str = ""
+    nonce: str = ""
 
 
 class Keys:
-    """Makes and checks keys. A session's key is its name and a code of it under the run's token (HMAC-SHA256, RFC
-    2104): a gateway that was started again knows its keys, and nothing is looked up before a key has been checked."""
+    """Makes and checks keys. A session's key is its name, its nonce, and a code of both under the run's token
+    (HMAC-SHA256, RFC 2104): a gateway that was started again knows its keys, and nothing is looked up before a key has
+    been checked."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-    def of_session(self, name: str) -> str:
+    def of_session(self, name: str, nonce: str = "") -> str:
         """The key of a session."""
-        return f"{PREFIX}{base64.urlsafe_b64encode(name.encode()).decode().rstrip('=')}.{self._code(name)}"
+        encoded = base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
+        return f"{PREFIX}{encoded}.{nonce}.{self._code(name, nonce)}"
 
     def check(self, key: str) -> Caller | None:
         """Whose key it is; None: nobody's. It takes as long for a key that is nearly right as for any other."""
@@ -43,16 +46,18 @@ class Keys:
             return None
         if hmac.compare_digest(key.encode(), self._token):
             return Caller()
-        name, _, code = key.removeprefix(PREFIX).partition(".")
+        name, _, rest = key.removeprefix(PREFIX).partition(".")
+        nonce, _, code = rest.partition(".")
         try:
             session = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
         except (binascii.Error, ValueError):
             return None
-        right = hmac.compare_digest(code.encode(), self._code(session).encode())
-        return Caller(session) if right and session and key.startswith(PREFIX) else None
+        right = hmac.compare_digest(code.encode(), self._code(session, nonce).encode())
+        return Caller(session, nonce) if right and session and key.startswith(PREFIX) else None
 
-    def _code(self, name: str) -> str:
-        return hmac.new(self._token, name.encode(), hashlib.sha256).hexdigest()
+    def _code(self, name: str, nonce: str) -> str:
+        # No nonce has a line end.
+        return hmac.new(self._token, f"{nonce}\n{name}".encode(), hashlib.sha256).hexdigest()
 
 
 def run_token(run_dir: Path) -> str:

@@ -39,6 +39,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     n: int | None = None
@@ -114,25 +115,23 @@ class Chat:
 
 
 class ChatWriter:
-    """See Writer. Its chunks have all of an answer's tool calls at the end of their choice."""
+    """See Writer. A choice's tool calls and log-probabilities all come at its end."""
 
     def __init__(self, call: Call, head: Head) -> None:
         self._call, self._head = call, head
         self._written: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
 
     def begin(self) -> bytes:
         """See Writer."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, delta) for index in range(self._call.n))
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+    def text(self, index: int, text: str) -> bytes:
         """See Writer."""
-        if not text and not logprobs:
+        if not text:
             return b""
         self._written[index] = self._written.get(index, 0) + len(text)
-        self._tokens[index] = self._tokens.get(index, 0) + len(logprobs)
-        return self._chunk(index, {"content": text}, logprobs=logprobs)
+        return self._chunk(index, {"content": text})
 
     def choice(self, choice: Choice) -> bytes:
         """See Writer."""
@@ -140,9 +139,8 @@ class ChatWriter:
         if reasoning := said.get("reasoning_content"):
             out += self._chunk(index, {"reasoning_content": reasoning})
         rest = (said.get("content") or "")[self._written.get(index, 0) :]
-        tokens = choice.logprobs[self._tokens.get(index, 0) :]
-        if rest or (tokens and self._call.logprobs):
-            out += self._chunk(index, {"content": rest}, logprobs=tokens)
+        if rest or (choice.logprobs and self._call.logprobs):
+            out += self._chunk(index, {"content": rest}, logprobs=choice.logprobs)
         for number, call in enumerate(said.get("tool_calls") or []):
             out += self._chunk(index, {"tool_calls": [{"index": number, **call}]})
         return out + self._chunk(index, {}, finish_reason=choice.finish_reason)
@@ -195,5 +193,6 @@ def _unsupported(asked: ChatRequest) -> list[Unsupported]:
     return [
         *sampling.unneutral(options),
         *sampling.forced_tool(asked.tool_choice),
+        *sampling.one_call_at_a_time(asked.parallel_tool_calls, bool(asked.tools)),
         *sampling.formatted(asked.response_format, "response_format"),
     ]

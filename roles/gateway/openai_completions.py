@@ -100,21 +100,19 @@ class CompletionWriter:
     def __init__(self, call: Call, head: Head) -> None:
         self._call, self._head = call, head
         self._written: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
 
     def begin(self) -> bytes:
         """See Writer."""
         return b""
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+    def text(self, index: int, text: str) -> bytes:
         """See Writer."""
-        return self._chunk(index, text, logprobs) if text or logprobs else b""
+        return self._chunk(index, text, ()) if text else b""
 
     def choice(self, choice: Choice) -> bytes:
         """See Writer."""
         rest = choice.text[self._written.get(choice.index, 0) :]
-        tokens = choice.logprobs[self._tokens.get(choice.index, 0) :]
-        return self._chunk(choice.index, rest, tokens, choice.finish_reason)
+        return self._chunk(choice.index, rest, choice.logprobs, choice.finish_reason)
 
     def end(self, answer: Answer) -> bytes:
         """See Writer."""
@@ -128,8 +126,7 @@ class CompletionWriter:
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenLogprob], finish: str | None = None) -> bytes:
         at = self._written.get(index, 0)
         self._written[index] = at + len(text)
-        self._tokens[index] = self._tokens.get(index, 0) + len(tokens)
-        logprobs = _logprobs(tokens, at) if self._call.logprobs and tokens else None
+        logprobs = _logprobs(tokens, 0) if self._call.logprobs and tokens else None
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return event({**_head(self._head), "choices": [choice]})
 

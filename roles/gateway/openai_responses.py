@@ -226,6 +226,7 @@ def _unsupported(asked: ResponsesRequest) -> list[Unsupported]:
     return [
         *sampling.unneutral({"top_p": asked.top_p}),
         *sampling.forced_tool(asked.tool_choice),
+        *sampling.one_call_at_a_time(asked.parallel_tool_calls, bool(asked.tools)),
         *sampling.formatted(asked.text.get("format") if isinstance(asked.text, Mapping) else None, "text.format"),
     ]
 

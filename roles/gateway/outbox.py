@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from relax_rt.roles.gateway.calls import Call, Choice, Dialect, Head, TokenLogprob, Writer
+from relax_rt.roles.gateway.calls import Call, Choice, Dialect, Head, Writer
 
 
 class Outbox:
@@ -18,7 +17,7 @@ class Outbox:
         self.head: Head | None = None
         self.news = asyncio.Event()
         self._started = False
-        self._texts: dict[int, tuple[str, list[TokenLogprob]]] = {}
+        self._texts: dict[int, str] = {}
         self._choices: list[Choice] = []
 
     def begin(self, head: Head) -> None:
@@ -26,10 +25,9 @@ class Outbox:
         self.head, self.writer = head, self._dialect.writer(self._call, head)
         self.news.set()
 
-    def text(self, index: int, text: str, tokens: Sequence[TokenLogprob]) -> None:
+    def text(self, index: int, text: str) -> None:
         """See Sink."""
-        before, known = self._texts.get(index, ("", []))
-        self._texts[index] = before + text, [*known, *tokens]
+        self._texts[index] = self._texts.get(index, "") + text
         self.news.set()
 
     def choice(self, choice: Choice) -> None:
@@ -45,5 +43,5 @@ class Outbox:
         self._started = True
         texts, self._texts = self._texts, {}
         choices, self._choices = self._choices, []
-        out += b"".join(self.writer.text(index, text, tokens) for index, (text, tokens) in texts.items())
+        out += b"".join(self.writer.text(index, text) for index, text in texts.items())
         return out + b"".join(self.writer.choice(choice) for choice in choices)

@@ -26,10 +26,11 @@ class ResponsesWriter:
         """See Writer."""
         return self._whole("response.created", "") + self._whole("response.in_progress", "")
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+    def text(self, index: int, text: str) -> bytes:
         """See Writer."""
-        if not text and not logprobs:
-            return b""
+        return self._told(text, ()) if text else b""
+
+    def _told(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         begun = b"" if self._open else self._begin_message()
         self._text += text
         told = [{"token": t.token, "logprob": t.logprob, "bytes": t.bytes, "top_logprobs": []} for t in logprobs]
@@ -45,7 +46,8 @@ class ResponsesWriter:
             out += self._reasoning(choice.reply, reasoning)
         rest = (said.get("content") or "")[len(self._text) :]
         if rest or self._open or not calls:
-            out += self.text(0, rest, choice.logprobs[len(self._logprobs) :])
+            if rest or choice.logprobs:
+                out += self._told(rest, choice.logprobs)
             out += b"" if self._open else self._begin_message()
             out += self._end_message(choice)
         for call in calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
 import resource
@@ -14,18 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.gateway.admission import Load, Marks
-from relax_rt.roles.gateway.api import Access, GatewayApi, Name, SessionLimits
+from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.identity import Incarnation
 
 if TYPE_CHECKING:
     import socket
     from pathlib import Path
 
-    from relax_rt.roles.agentic.tokens import ChatTemplate, Episode, TokenLedger
+    from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
     from relax_rt.roles.gateway.service import Service
     from relax_rt.roles.gateway.sessions import Sessions
     from relax_rt.roles.models.tokenizer import ChatTokenizer
@@ -71,18 +73,28 @@ class GatewayRole(Role):
 
     # --- GatewayApi
 
-    async def open(self, session: Name, limits: SessionLimits) -> Access:
+    async def open(
+        self, session: Name, limits: SessionLimits, nonce: Nonce = "", owner: Incarnation | None = None
+    ) -> Access:
         """See GatewayApi."""
-        self.sessions.open(session, limits)
-        return Access(f"{self.url}/v1", self.keys.of_session(session))
+        self.sessions.open(session, limits, nonce, owner)
+        return Access(f"{self.url}/v1", self.keys.of_session(session, nonce), str(self.ctx.who))
 
-    async def close(self, session: Name) -> Episode:
+    async def renew(self, owner: Incarnation) -> str:
         """See GatewayApi."""
-        return self.sessions.close(session)
+        self.sessions.renew(owner)
+        return str(self.ctx.who)
 
-    async def cancel(self, session: Name) -> None:
+    async def close(self, session: Name, nonce: Nonce = "") -> Closed:
         """See GatewayApi."""
-        self.sessions.cancel(session)
+        found = self.sessions.find(session, nonce)
+        found.end("has been closed")
+        await found.settled()
+        return self.sessions.close(session, nonce)
+
+    async def forget(self, session: Name, nonce: Nonce = "") -> None:
+        """See GatewayApi."""
+        self.sessions.forget(session, nonce)
 
     async def where(self) -> str:
         """See GatewayApi."""
@@ -142,6 +154,7 @@ class GatewayRole(Role):
                 body_bytes=table.body_mib * MIB,
                 held_bytes=table.held_mib * MIB,
                 body_s=table.read_timeout_s,
+                send_s=table.send_timeout_s,
             )
             gateway = Gateway(
                 self.service, self.sessions, self.keys, bounds, health=self._health, worked=self._first_work
@@ -192,7 +205,7 @@ class GatewayRole(Role):
             lag=lag,
             seed=self.config.run.seed,
         )
-        self.service = Service(router, self.tokenizer, gate, terms)
+        self.service = Service(router, self.tokenizer, gate, terms, behind=lambda v: router.core.fleet.lag(v))
 
     def _connections(self) -> int:
         """As many as the process may have files."""
@@ -211,6 +224,12 @@ class GatewayRole(Role):
         token = str(self.ctx.run_dir / FILE)
         self.ctx.event("gateway_listening", slot=self.ctx.who.slot, url=f"{self.url}/v1", token_file=token)
         self.ctx.log.info("listening", url=f"{self.url}/v1", token_file=token)
+        if not is_loopback(self.listening.getsockname()[0]):
+            self.ctx.log.warning(
+                "others than this machine reach the gateway, and keys and texts are not encrypted on the way",
+                host=self.settings.host,
+                hint="put a TLS proxy in front of it, or set roles.gateway.host = '127.0.0.1'",
+            )
         path = self._file()
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps({"url": f"{self.url}/v1", "token_file": token, "models": self.settings.models}))
@@ -271,6 +290,11 @@ class GatewayRole(Role):
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what="a call answered")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address is reached from this machine alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def load_of(router: Router) -> Load:

@@ -35,6 +35,12 @@ def forced_tool(given: Any) -> Iterator[Unsupported]:
         yield Unsupported("tool_choice", CONSTRAINED)
 
 
+def one_call_at_a_time(asked: bool | None, tools: bool) -> Iterator[Unsupported]:
+    """That an answer is not to call several tools."""
+    if asked is False and tools:
+        yield Unsupported("parallel_tool_calls", CONSTRAINED)
+
+
 def formatted(given: Any, name: str) -> Iterator[Unsupported]:
     """A format of the answer other than text."""
     kind = given.get("type", "text") if isinstance(given, Mapping) else "text"

@@ -23,6 +23,11 @@ LOOK_TICKS = 50
 BACKLOG = 2048
 
 
+LINE = "relax.line"
+"""Key of a request's scope: the connection it came by."""
+LOOK_S = 0.01
+
+
 class Protocol(H11Protocol):
     """A connection that must send a request's head within `head_s` and take what it is sent within `send_s`, of which
     there are `most` at once. When there are more, one that has nothing to do makes room; without such a one the new one
@@ -35,6 +40,12 @@ class Protocol(H11Protocol):
     _unread: asyncio.TimerHandle | None = None
     _closing_since: float | None = None
     turned_away = False
+    lost = broken = False
+    """The connection is no more; it ended before all that was sent had been taken."""
+
+    def unsent(self) -> int:
+        """Bytes that the other side has not taken yet."""
+        return 0 if self.lost else self.transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,7 +66,7 @@ class Protocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.send_s, self.transport.abort)
+        self._unread = self.loop.call_later(self.send_s, self._give_up)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -66,9 +77,11 @@ class Protocol(H11Protocol):
         if self.transport.is_closing():
             self._closing_since = self._closing_since or now
             if now - self._closing_since > self.send_s:
-                self.transport.abort()
+                self._give_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        cut = self.cycle is not None and not self.cycle.response_complete
+        self.lost, self.broken = True, self.broken or exc is not None or cut
         self._head_is_there()
         self._taken()
         super().connection_lost(exc)
@@ -104,6 +117,10 @@ class Protocol(H11Protocol):
         self._deadline = None
         if self.idle and not self.transport.is_closing():
             self._answer(CallError(408, f"no request was here in {self.head_s:g} s", code="head_timeout"))
+
+    def _give_up(self) -> None:
+        self.broken = True
+        self.transport.abort()
 
     def _make_room(self) -> bool:
         """Close a connection between two requests: clients open another when they need it."""
@@ -144,12 +161,40 @@ class Server(uvicorn.Server):
         yield
 
 
+async def arrived(scope: Any, limit_s: float) -> bool:
+    """Whether what was sent in answer to a request has left this process while its caller was there. More cannot be
+    known of a caller who goes without a word: what lies in the sockets' buffers may not have been read.
+
+    Args:
+        limit_s: in which he must take it.
+    """
+    line = scope.get(LINE)
+    if line is None:
+        return True
+    deadline = line.loop.time() + limit_s
+    while (unsent := line.unsent()) and line.loop.time() < deadline:  # noqa: ASYNC110 - transports tell nobody
+        await asyncio.sleep(LOOK_S)
+    return not unsent and not line.broken
+
+
+def _with_line(app: Any) -> Any:
+    """The application, told of each request's connection: `send` is a method of what uvicorn has for a request."""
+
+    async def told(scope: Any, receive: Any, send: Any) -> None:
+        transport = getattr(getattr(send, "__self__", None), "transport", None)
+        if isinstance(line := transport and transport.get_protocol(), Protocol):
+            scope[LINE] = line
+        await app(scope, receive, send)
+
+    return told
+
+
 def make_server(app: Any, *, connections: int, head_s: float, send_s: float = 60.0) -> Server:
     """A server of an ASGI application; `serve` it with a socket of `listen`."""
     protocol = type("BoundedProtocol", (Protocol,), {"most": connections, "head_s": head_s, "send_s": send_s})
     return Server(
         uvicorn.Config(
-            app,
+            _with_line(app),
             http=protocol,
             ws="none",
             lifespan="off",

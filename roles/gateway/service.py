@@ -12,9 +12,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled
+from relax_rt.roles.agentic.episode import used_up
+from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.engines.base import extend_spans
-from relax_rt.roles.gateway.calls import Answer, Call, Choice, FinishReason, Head, Message, TokenLogprob
+from relax_rt.roles.gateway.calls import Answer, Call, Choice, FinishReason, Head, Message
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.reading import Reader
@@ -28,6 +29,8 @@ from relax_rt.transport.queue.api import VersionSpan
 ID_BYTES = 12
 CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 8, 32
 """Tokens that an engine makes between two pieces: for a caller who looks at them, and for one who waits for the end."""
+LONG_CHARS = 16_384
+"""Of a conversation: rendering and reading it takes so long that other callers would notice."""
 MAY_OPEN_A_THOUGHT = 64
 """Characters at a prompt's end in which the template may have opened the model's thoughts."""
 
@@ -86,7 +89,7 @@ class Sink(Protocol):
     def begin(self, head: Head) -> None:
         """The first token is there."""
 
-    def text(self, index: int, text: str, tokens: Sequence[TokenLogprob]) -> None:
+    def text(self, index: int, text: str) -> None:
         """More of a choice."""
 
     def choice(self, choice: Choice) -> None:
@@ -122,13 +125,20 @@ class Service:
     Args:
         tokens: makes them. tokenizer: the model's. gate: whose turn it is.
         now: seconds since 1970.
+        behind: publications from a version to the newest.
     """
 
     def __init__(
-        self, tokens: Tokens, tokenizer: Tokenizer, gate: Gate, terms: Terms, now: Callable[[], float] = time.time
+        self,
+        tokens: Tokens,
+        tokenizer: Tokenizer,
+        gate: Gate,
+        terms: Terms,
+        now: Callable[[], float] = time.time,
+        behind: Callable[[int], float] = lambda version: 0,
     ) -> None:
         self.terms, self.gate = terms, gate
-        self._tokens, self._tokenizer, self._now = tokens, tokenizer, now
+        self._tokens, self._tokenizer, self._now, self._behind = tokens, tokenizer, now, behind
         self.answered = self.failed = self.sampled = 0
 
     def check(self, call: Call, session: Session) -> tuple[float, tuple[str, ...]]:
@@ -151,13 +161,14 @@ class Service:
         if call.prompts and session.trained:
             message = "a text prompt has no place in an episode's conversation: use chat completions"
             raise bad(message, "prompt", "unsupported_in_session")
-        temperature = terms.temperature if call.temperature is None else call.temperature
-        if session.trained and temperature != terms.temperature:
+        own = terms.temperature if session.limits.temperature is None else session.limits.temperature
+        temperature = own if call.temperature is None else call.temperature
+        if session.trained and temperature != own:
             if terms.other_temperature == "refuse":
-                why = f"temperature = {temperature:g}: the run samples and trains at {terms.temperature:g}"
+                why = f"temperature = {temperature:g}: the run samples and trains at {own:g}"
                 hint = 'leave it out, or set roles.gateway.temperature = "override"'
                 raise bad(f"{why} ({hint})", "temperature", "unsupported_value")
-            temperature = terms.temperature
+            temperature = own
             ignored.append("temperature")
         return temperature, tuple(ignored)
 
@@ -177,7 +188,7 @@ class Service:
         session.at_work.add(task)
         plans: list[PromptPlan] = []
         try:
-            wanted = self._prepare(call, session, number, plans)
+            wanted = await self._prepare(call, session, number, plans)
             head = Head(
                 id=request,
                 created=int(self._now()),
@@ -187,20 +198,27 @@ class Service:
                 ignored=ignored,
             )
             job = _Job(self, call, session, head, temperature, sink)
-            choices = await self.gate.pass_through(session.group, lambda hold: job.run(wanted, hold))
+            choices = await self.gate.pass_through(
+                session.group, lambda hold: job.run(wanted, hold), sequences=len(wanted)
+            )
             self.answered += 1
+            session.answered += 1
+            session.trouble, session.never = "", False
             self.sampled += sum(choice.tokens for choice in choices)
             answer = Answer(head=head, choices=tuple(choices))
             return Made(answer=answer, versions=job.versions, plans=tuple(plans))
         except BaseException as error:
             self.failed += 1
             for plan in plans:
-                session.ledger.abandon(plan)
+                session.abandon(plan)
             if isinstance(error, asyncio.CancelledError) and session.ended:
                 # By the session's end, not by the caller: he is told.
                 message = f"session {session.name!r} {session.ended}"
                 raise CallError(409, message, code="session_ended") from error
-            if (told := _as_call_error(error)) is error:
+            told = _as_call_error(error)
+            if isinstance(told, CallError) and (told.status == 429 or told.status >= 500):
+                session.trouble, session.never = told.message, _never(error)
+            if told is error:
                 raise
             raise told from error
         finally:
@@ -208,26 +226,28 @@ class Service:
 
     def undelivered(self, made: Made, session: Session) -> None:
         """The caller was gone before he had it: nothing of it is trained on."""
+        session.answered -= 1
         for plan in made.plans:
-            session.ledger.abandon(plan)
+            session.abandon(plan)
 
     # --- inside
 
-    def _prepare(self, call: Call, session: Session, number: int, plans: list[PromptPlan]) -> list[_One]:
+    async def _prepare(self, call: Call, session: Session, number: int, plans: list[PromptPlan]) -> list[_One]:
         """The sequences of a call, each with its prompt and seed; puts the ledger's plan into `plans`."""
         limit = min(call.max_tokens or self.terms.new_tokens, session.limits.new_tokens or self.terms.new_tokens)
         if not call.prompts:
-            plan = self._plan(call, session, limit)
-            plans.append(plan)
-            self._check_room(plan.tokens)
+            async with session.ledger() as ledger:
+                session.check_open()
+                plan = await _rendered(call, lambda: self._plan(call, session, ledger, limit), plans)
+            self._check_room(plan.tokens, session)
             return [
                 _One(index=k, prompt=plan.tokens, plan=plan, seed=self._seed(call, session, number, k))
                 for k in range(call.n)
             ]
         found: list[_One] = []
         for prompt in call.prompts:
-            ids = tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-            self._check_room(ids)
+            ids = await self._encoded(prompt) if isinstance(prompt, str) else prompt
+            self._check_room(ids, session)
             echo = (prompt if isinstance(prompt, str) else self._tokenizer.spell(ids)) if call.echo else ""
             for _ in range(call.n):
                 k = len(found)
@@ -235,28 +255,35 @@ class Service:
                 found.append(_One(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
         return found
 
-    def _plan(self, call: Call, session: Session, limit: int) -> PromptPlan:
+    async def _encoded(self, text: str) -> tuple[int, ...]:
+        encode = self._tokenizer.encode
+        return tuple(encode(text) if len(text) < LONG_CHARS else await asyncio.to_thread(encode, text))
+
+    def _plan(self, call: Call, session: Session, ledger: TokenLedger, limit: int) -> PromptPlan:
         previous = session.reply(call.previous) if call.previous else None
         try:
-            before = session.ledger.conversation(previous) if previous else []
+            before = session.before(ledger, previous) if previous else []
             system: list[Message] = [{"role": "system", "content": call.instructions}] if call.instructions else []
-            messages = [*system, *_without_system(before, system), *session.restore(call.messages)]
-            return session.ledger.prompt(
-                messages, call.tools, previous=None if system else previous, n=call.n, max_new_tokens=limit
-            )
+            messages = [*system, *before, *session.restore(call.messages)]
+            # With other instructions it is another conversation, however it goes on.
+            named = None if system or session.instructed(previous) else previous
+            return ledger.prompt(messages, call.tools, previous=named, n=call.n, max_new_tokens=limit)
         except Refused as error:
+            if used_up(error):
+                raise session.no_tokens(str(error)) from error
             raise bad(str(error), "messages", "conversation_refused") from error
 
-    def _check_room(self, prompt: Collection[int]) -> None:
+    def _check_room(self, prompt: Collection[int], session: Session) -> None:
         if len(prompt) >= self.terms.context:
             message = f"the prompt has {len(prompt)} tokens, the model takes {self.terms.context} with the answer"
-            raise bad(message, "messages", "context_length_exceeded")
+            raise session.no_tokens(message, 400, "context_length_exceeded")
 
     def _seed(self, call: Call, session: Session, number: int, k: int) -> int:
         """Of the caller's seed; in an episode of the call's place too, which can be repeated: a program that always
         asks with one seed would else have all members of a group say the same."""
         if session.trained:
-            what = f"{self.terms.seed if call.seed is None else call.seed}/{session.name}/{number}/{k}"
+            of = session.limits.seed or session.name
+            what = f"{self.terms.seed if call.seed is None else call.seed}/{of}/{number}/{k}"
         elif call.seed is not None:
             what = f"asked {call.seed}/{k}"
         else:
@@ -282,8 +309,7 @@ class Service:
         room = room if one.plan is None else min(room, one.plan.room)
         limit = min(call.max_tokens or terms.new_tokens, session.limits.new_tokens or terms.new_tokens, room)
         if limit < 1:
-            message = f"session {session.name!r} has no tokens left for an answer"
-            raise CallError(409, message, code="session_tokens_used_up")
+            raise session.no_tokens(f"session {session.name!r} has no tokens left for an answer")
         return Wanted(
             prompt=one.prompt,
             seed=one.seed,
@@ -291,11 +317,20 @@ class Service:
             max_new_tokens=limit,
             stop_ids=self._tokenizer.stop_ids,
             timeout_s=terms.timeout_s,
-            lag=terms.lag,
+            lag=self._lag(session),
             session=session.name if session.kept else "",
             prefix=not session.kept,
             chunk_tokens=CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS,
         )
+
+    def _lag(self, session: Session) -> int:
+        """Publications that an engine may be behind: an answer as old as the episode's oldest token makes it no
+        staler."""
+        weights = session.limits.weights
+        if weights == "lag":
+            return self.terms.lag
+        behind = self._behind(session.oldest) if session.oldest and weights == "episode" else 0
+        return int(behind) if behind < float("inf") else 0
 
     async def pieces(self, wanted: Wanted, *, whole: bool) -> AsyncIterator[Deliver]:
         """Tokens as they come, or all at the end."""
@@ -351,28 +386,30 @@ class _Job:
                 self._note(piece.versions)
                 if sink is not None and (text := reader.show()):
                     await self._begin(sink)
-                    sink.text(one.index, (one.echo if reader.shown == text else "") + text, ())
+                    sink.text(one.index, (one.echo if reader.shown == text else "") + text)
                 if reader.stop is not None:
                     break
         finish: FinishReason = "stop" if reader.stop is not None or tokens[-1] in wanted.stop_ids else "length"
         what = Sampled(tuple(tokens), tuple(logprobs), _until(versions, len(tokens)), finish)
         if beside or sink is not None:
             await self._claim()
-        choice = self._ended(one, what, reader)
+        choice = await self._ended(one, what, reader)
         if sink is not None:
             await self._begin(sink)
             sink.choice(choice)
         return choice
 
-    def _ended(self, one: _One, what: Sampled, reader: Reader) -> Choice:
+    async def _ended(self, one: _One, what: Sampled, reader: Reader) -> Choice:
         session, finish = self._session, what.finish_reason
         if one.plan is None:
             reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
         else:
-            reply = session.sampled(one.plan, what)
+            async with session.ledger() as ledger:
+                reply = session.sampled(ledger, one.plan, what)
         message = _told(reply, reader)
         if one.plan is not None:
-            session.remember(self._head.id if one.index == 0 else reply.id, reply, message)
+            known_as = self._head.id if one.index == 0 else reply.id
+            session.remember(known_as, reply, message, instructed=bool(self._call.instructions))
         calls = reply.finish_reason == "tool_calls"
         return Choice(
             index=one.index,
@@ -420,11 +457,26 @@ def _until(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
     return tuple(msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < end)
 
 
-def _without_system(before: Sequence[Message], system: Sequence[Message]) -> list[Message]:
-    """Instructions belong to their call alone: new ones stand in the place of the earlier ones."""
-    if not system:
-        return list(before)
-    return [m for i, m in enumerate(before) if i or m.get("role") != "system"]
+async def _rendered(call: Call, plan: Callable[[], PromptPlan], plans: list[PromptPlan]) -> PromptPlan:
+    """Plan a call and put the plan into `plans`; in a thread where that takes long. Who is cancelled meanwhile hears of
+    it when the thread has ended, since nobody else may use the ledger before."""
+    if sum(len(message.get("content") or "") for message in call.messages) < LONG_CHARS:
+        plans.append(plan())
+        return plans[-1]
+    work = asyncio.ensure_future(asyncio.to_thread(plan))
+    try:
+        plans.append(await asyncio.shield(work))
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        if not work.cancelled() and work.exception() is None:
+            plans.append(work.result())
+        raise
+    return plans[-1]
+
+
+def _never(error: BaseException) -> bool:
+    """Whether the engines would not answer if they were asked again."""
+    return isinstance(error, NotGenerated) and (error.outcome.kind in ("refused", "failed") or error.outcome.slow)
 
 
 def _as_call_error(error: BaseException) -> BaseException:

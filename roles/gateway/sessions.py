@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
-from relax_rt.roles.agentic.tokens import Episode, Message, PromptPlan, Reply, Sampled, TokenLedger
-from relax_rt.roles.gateway.api import SessionLimits
+from relax_rt.roles.agentic.tokens import Message, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
 from relax_rt.roles.gateway.errors import CallError
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, StaleEpoch
+from relax_rt.transport.identity import Incarnation
 
+SETTLE_S = 2.0
+PAUSE_S = 5.0
+"""Of the gateway itself: renewals that came meanwhile are read before anything lapses."""
 MakeLedger = Callable[[str, int], TokenLedger]
 """(name of the session, tokens at most)."""
 
@@ -21,43 +26,108 @@ class Session:
     Args:
         trained: its tokens are trained on, so that they must be sampled as the run says.
         kept: it outlives the call that it was made for.
+        nonce, owner: of whoever opened it.
     """
 
-    def __init__(self, name: str, limits: SessionLimits, ledger: TokenLedger, *, trained: bool, kept: bool) -> None:
-        self.name, self.limits, self.ledger = name, limits, ledger
-        self.trained, self.kept = trained, kept
+    def __init__(
+        self,
+        name: str,
+        limits: SessionLimits,
+        ledger: TokenLedger,
+        *,
+        trained: bool,
+        kept: bool,
+        nonce: str = "",
+        owner: Incarnation | None = None,
+    ) -> None:
+        self.name, self.limits, self._ledger = name, limits, ledger
+        self.trained, self.kept, self.nonce, self.owner = trained, kept, nonce, owner
         self.group = limits.group or name
-        self.calls = 0
+        self.calls = self.answered = 0
+        """Begun, and answered to their end."""
         self.ended = ""
         """Why it takes no more calls."""
+        self.used_up: UsedUp = ""
+        """What a call was refused for."""
+        self.trouble = ""
+        """The error of the runtime's own that the last call ended with."""
+        self.never = False
+        """It would end so again."""
+        self.oldest = 0
+        """Version of the oldest token; 0: there is none."""
         self.used_at = 0.0
         self.at_work: set[asyncio.Task[object]] = set()
+        self.closed: Closed | None = None
+        self._waiting = 0
+        self._alone = asyncio.Lock()
+        self._given_up: list[PromptPlan] = []
+        self._said: dict[str, Said] = {}
         self._replies: dict[str, str] = {}
+        self._instructed: set[str] = set()
         self._cut: dict[tuple[str, str], Message] = {}
+
+    @asynccontextmanager
+    async def ledger(self) -> AsyncIterator[TokenLedger]:
+        """The ledger, for one at a time: a long conversation is rendered in a thread. Nothing waits on the way out, so
+        that who is cancelled has either recorded something or not."""
+        async with self._alone:
+            try:
+                yield self._ledger
+            finally:
+                while self._given_up:
+                    self._ledger.abandon(self._given_up.pop())
+
+    def abandon(self, plan: PromptPlan) -> None:
+        """Nothing that was or will be sampled for this plan is trained."""
+        if self._alone.locked():
+            self._given_up.append(plan)
+        else:
+            self._ledger.abandon(plan)
 
     def begin_call(self) -> int:
         """Number of a new call, from 1.
 
         Raises:
-            CallError: the session has ended or used up its calls.
+            CallError: the session has ended or used up its calls: those that were answered or still may be.
         """
-        if self.ended:
-            raise CallError(409, f"session {self.name!r} {self.ended}", code="session_ended")
-        if self.limits.calls and self.calls >= self.limits.calls:
+        self.check_open()
+        if self.limits.calls and self.answered + len(self.at_work) >= self.limits.calls:
+            self.used_up = self.used_up or "turns"
             message = f"session {self.name!r} has had its {self.limits.calls} calls"
             raise CallError(409, message, code="session_calls_used_up")
         self.calls += 1
         return self.calls
 
-    def sampled(self, plan: PromptPlan, what: Sampled) -> Reply:
-        """Record a completion; a call that ends after its session is not recorded."""
+    def check_open(self) -> None:
+        """Raises: CallError: it has ended."""
         if self.ended:
             raise CallError(409, f"session {self.name!r} {self.ended}", code="session_ended")
-        return self.ledger.sampled(plan, what)
 
-    def remember(self, response: str, reply: Reply, told: Message) -> None:
-        """An answer as its caller knows it: by this id, and with these words."""
+    def no_tokens(self, message: str, status: int = 409, code: str = "session_tokens_used_up") -> CallError:
+        """Why a call cannot be answered: there is no room for its tokens."""
+        self.used_up = self.used_up or "tokens"
+        return CallError(status, message, param="messages", code=code)
+
+    def sampled(self, ledger: TokenLedger, plan: PromptPlan, what: Sampled) -> Reply:
+        """Record a completion; a call that ends after its session is not recorded."""
+        self.check_open()
+        reply = ledger.sampled(plan, what)
+        if what.versions:
+            oldest = min(span.kv_version for span in what.versions)
+            self.oldest = min(self.oldest or oldest, oldest)
+        return reply
+
+    def remember(self, response: str, reply: Reply, told: Message, *, instructed: bool = False) -> None:
+        """An answer as its caller knows it: by this id, and with these words.
+
+        Args:
+            instructed: its conversation begins with instructions that belong to its call alone.
+        """
         self._replies[response] = reply.id
+        if instructed:
+            self._instructed.add(reply.id)
+        if self.trained:
+            self._said[reply.id] = Said(reply.id, dict(told), reply.finish_reason)
         if told.get("content") != reply.message.get("content"):
             # Cut before a stop string, or as it was streamed: coming back it is to be known again.
             self._cut[_key(told)] = reply.message
@@ -79,11 +149,43 @@ class Session:
             raise CallError(404, message, param="previous_response_id", code="previous_response_not_found")
         return found
 
+    def before(self, ledger: TokenLedger, response: str) -> list[Message]:
+        """The conversation up to an answer, without the instructions that were its call's alone."""
+        found = ledger.conversation(response)
+        return found[1:] if response in self._instructed else found
+
+    def instructed(self, response: str | None) -> bool:
+        """Whether an answer's conversation began with instructions of its call's own."""
+        return response in self._instructed
+
     def end(self, why: str) -> None:
         """Take no more calls, and end those at work."""
-        self.ended = why
+        self.ended = self.ended or why
+        self._waiting = self._waiting or len(self.at_work)
         for task in list(self.at_work):
             task.cancel()
+
+    async def settled(self) -> None:
+        """Calls that were ended have let go of their plans."""
+        if self.at_work:
+            await asyncio.wait(self.at_work, timeout=SETTLE_S)
+        async with self.ledger():
+            return
+
+    def close(self) -> Closed:
+        """What it was, once it has ended; the same each time."""
+        if self.closed is None:
+            episode = self._ledger.episode()
+            trained = {turn.response for branch in episode.branches for turn in branch.turns if turn.trained}
+            self.closed = Closed(
+                episode=episode,
+                said=tuple(said for name, said in self._said.items() if name in trained),
+                used_up=self.used_up,
+                waiting=self._waiting,
+                trouble=self.trouble,
+                never=self.never,
+            )
+        return self.closed
 
 
 def _key(message: Message) -> tuple[str, str]:
@@ -96,12 +198,16 @@ class Sessions:
     Args:
         ledger: makes one.
         most: open at once.
-        idle_s: one that nobody has opened by name ends after so long without a call.
+        idle_s: one that nobody renews ends after so long without a call.
     """
 
     def __init__(self, ledger: MakeLedger, *, tokens: int, most: int, idle_s: float, now: Callable[[], float]) -> None:
         self._ledger, self._tokens, self._most, self._idle_s, self._now = ledger, tokens, most, idle_s, now
         self._open: dict[str, Session] = {}
+        """Until they are forgotten: those that have ended, too."""
+        self._owners: dict[str, tuple[int, float]] = {}
+        """Of a slot: the newest epoch, and when it was last heard of."""
+        self._looked_at = now()
         self._passing: OrderedDict[str, Session] = OrderedDict()
         """Those of callers with the run's token, by name; the one used last at the end."""
         self._by_response: OrderedDict[str, Session] = OrderedDict()
@@ -109,39 +215,71 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open) + len(self._passing)
 
-    def open(self, name: str, limits: SessionLimits) -> Session:
+    def open(self, name: str, limits: SessionLimits, nonce: str = "", owner: Incarnation | None = None) -> Session:
         """See GatewayApi.open."""
-        if (found := self._open.get(name)) is not None:
-            if found.limits != limits:
-                raise Refused(f"session {name!r}", why="it is open, with other limits", hint="close it first")
-            return found
+        if owner is not None:
+            self.renew(owner)
+        found = self._open.get(name)
+        if found is not None and found.owner == owner is not None and found.nonce != nonce:
+            # Its forgetting is still on the way here.
+            self._end(found, f"was opened again by {owner}")
+            found = None
+        if found is not None:
+            if (found.limits, found.nonce, found.owner) == (limits, nonce, owner) and not found.ended:
+                return found
+            raise Refused(f"session {name!r}", why="it is open, with other limits or for another", hint="forget it")
         if len(self._open) >= self._most:
             raise Refused(f"session {name!r}", why=f"{self._most} are open, the bound", hint="roles.gateway.sessions")
-        return self._open.setdefault(name, self._new(name, limits, trained=True, kept=True))
+        session = self._new(name, limits, trained=True, kept=True, nonce=nonce, owner=owner)
+        return self._open.setdefault(name, session)
 
-    def close(self, name: str) -> Episode:
-        """See GatewayApi.close."""
-        if (session := self._open.pop(name, None)) is None:
-            raise Refused(f"session {name!r}", why="none of this name is open", hint="the gateway may have restarted")
+    def renew(self, owner: Incarnation) -> None:
+        """See GatewayApi.renew."""
+        newest, _ = self._owners.get(owner.slot, (owner.epoch, 0.0))
+        if owner.epoch < newest:
+            raise StaleEpoch(f"sessions of {owner}", why=f"epoch {newest} holds the slot")
+        self._owners[owner.slot] = (owner.epoch, self._now())
+        if owner.epoch > newest:
+            why = f"was {owner.slot}'s, which was started again"
+            for session in [s for s in self._open.values() if s.owner and s.owner.slot == owner.slot]:
+                self._end(session, why)
+
+    def find(self, name: str, nonce: str) -> Session:
+        """One that was opened, and may have ended.
+
+        Raises:
+            Refused: there is none.
+        """
+        found = self._open.get(name)
+        if found is None or found.nonce != nonce:
+            hint = "the gateway may have restarted, or whoever opened it did not renew it"
+            raise Refused(f"session {name!r}", why="none of this name and nonce is open", hint=hint)
+        return found
+
+    def close(self, name: str, nonce: str = "") -> Closed:
+        """End a session, and say what it was; see GatewayApi.close, which waits in between."""
+        session = self.find(name, nonce)
+        session.used_at = self._now()
         session.end("has been closed")
-        self._forget(session)
-        return session.ledger.episode()
+        return session.close()
 
-    def cancel(self, name: str) -> None:
-        """See GatewayApi.cancel."""
-        if (session := self._open.pop(name, None)) is not None:
-            session.end("was cancelled")
-            self._forget(session)
+    def forget(self, name: str, nonce: str = "") -> None:
+        """See GatewayApi.forget."""
+        session = self._open.get(name)
+        if session is not None and session.nonce == nonce:
+            self._end(session, "was cancelled")
 
-    def of_key(self, name: str) -> Session:
+    def of_key(self, name: str, nonce: str = "") -> Session:
         """The session whose key was shown.
 
         Raises:
             CallError: it is not open.
         """
-        if (found := self._open.get(name)) is None:
+        found = self._open.get(name)
+        if found is None or found.nonce != nonce:
             message = f"session {name!r} is not open: it has ended, or the gateway was started again since"
             raise CallError(409, message, code="session_ended")
+        found.used_at = self._now()
         return found
 
     def of_run(self, name: str, previous: str) -> Session:
@@ -174,18 +312,44 @@ class Sessions:
             self._by_response.popitem(last=False)
 
     def tick(self) -> None:
-        """Forget what nobody has used for long."""
-        old = self._now() - self._idle_s
+        """Forget what nobody has used or renewed for long."""
+        now = self._now()
+        old = now - self._idle_s
+        if now - self._looked_at > PAUSE_S:
+            self._owners = {slot: (epoch, now) for slot, (epoch, _) in self._owners.items()}
+        self._looked_at = now
+        for session in list(self._open.values()):
+            if session.closed is not None and session.used_at < now - LEASE_S:
+                self._end(session, "has been closed")
+            elif session.owner is None and session.used_at < old and not session.at_work:
+                self._end(session, "was not used for long")
+            elif session.owner is not None and self._owners[session.owner.slot][1] < now - LEASE_S:
+                self._end(session, f"was not renewed by {session.owner}")
         for name in [n for n, s in self._passing.items() if s.used_at < old and not s.at_work]:
             self._drop(name)
         for response in [r for r, s in self._by_response.items() if s.used_at < old]:
             del self._by_response[response]
 
-    def _new(self, name: str, limits: SessionLimits, *, trained: bool, kept: bool) -> Session:
+    def _new(
+        self,
+        name: str,
+        limits: SessionLimits,
+        *,
+        trained: bool,
+        kept: bool,
+        nonce: str = "",
+        owner: Incarnation | None = None,
+    ) -> Session:
         ledger = self._ledger(name, limits.tokens or self._tokens)
-        session = Session(name, limits, ledger, trained=trained, kept=kept)
+        session = Session(name, limits, ledger, trained=trained, kept=kept, nonce=nonce, owner=owner)
         session.used_at = self._now()
         return session
+
+    def _end(self, session: Session, why: str) -> None:
+        """End one that was opened, and forget it."""
+        del self._open[session.name]
+        session.end(why)
+        self._forget(session)
 
     def _drop(self, name: str) -> None:
         session = self._passing.pop(name)

@@ -33,7 +33,8 @@ class GatewaySettings(RoleSettings):
     session_tokens: Annotated[int, Field(ge=16, le=1 << 22)] = 32_768
     """Tokens of one episode, all its branches, where who opens it says nothing."""
     session_idle_s: Seconds = 900.0
-    """A session that a caller with the run's token has named is forgotten after so long without a call."""
+    """A session that a caller with the run's token has named, or that has no owner, is forgotten after so long without
+    a call."""
     drift: Literal["realign", "fork", "drop"] = "fork"
     """What becomes of what was sampled when a caller changes the history: a branch of its own (fork), the changed
     history goes on in its place (realign), or it is not trained on (drop)."""
@@ -52,7 +53,8 @@ class GatewaySettings(RoleSettings):
     waiting: Annotated[int, Field(ge=0, le=1 << 20)] = 4096
     """Calls that may wait for their turn."""
     at_work: Annotated[int, Field(ge=1, le=8192)] = 4096
-    """Calls that the engines are given at the same time, at most; below that it follows their load."""
+    """Sequences that the engines are given at the same time, at most; below that it follows their load. A call with
+    n = 8 has eight."""
     connections: Annotated[int, Field(ge=1, le=1 << 17)] = 4096
     """Open at the same time."""
     body_mib: Annotated[int, Field(ge=1, le=1024)] = 16

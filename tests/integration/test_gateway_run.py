@@ -85,7 +85,7 @@ async def test_a_program_talks_to_the_policy_while_it_learns(run: TinyRun) -> No
                 model="policy", messages=[{"role": "user", "content": "1 + 1 ="}], temperature=0, logprobs=True
             )
             assert greedy.choices[0].logprobs and greedy.choices[0].logprobs.content
-        made = await gateway.close("mine")
+        made = (await gateway.close("mine")).episode
         committed = {record.version for record in await discovered.registry.versions()}
     (branch,) = made.branches
     assert made.counts.first == 1 and made.counts.continuation == 3 and made.counts.drift == 0

@@ -30,13 +30,15 @@ class Traffic(RuleBasedStateMachine):
         self.works: dict[int, str] = {}
         self.held: set[int] = set()
         self.sheds: Counter[int] = Counter()
+        self.size: dict[int, int] = {}
 
     def apply(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Admit(number):
                     group = self.waits.pop(number)
-                    at_work = Counter(self.works.values())
+                    at_work = self.sequences()
+                    assert not self.works or at_work.total() + self.size[number] <= self.core.cap, "more than the cap"
                     waiting = set(self.waits.values()) | {group}
                     assert at_work[group] == min(at_work[other] for other in waiting), "another had its turn"
                     assert not any(
@@ -49,15 +51,23 @@ class Traffic(RuleBasedStateMachine):
                     self.sheds[number] += 1
                     assert self.sheds[number] <= MARKS.sheds
                     self.waits[number] = self.works.pop(number)
+                    self.came[number] = self.now
                 case Refuse(number, why, after_s):
                     assert why and 1 <= after_s <= 60
                     del self.waits[number]
 
-    @rule(group=GROUPS)
-    def arrive(self, group: str) -> None:
+    def sequences(self) -> Counter[str]:
+        """Of each group at work."""
+        found: Counter[str] = Counter()
+        for number, group in self.works.items():
+            found[group] += self.size[number]
+        return found
+
+    @rule(group=GROUPS, sequences=st.sampled_from([1, 1, 1, 2, 5, 30]))
+    def arrive(self, group: str, sequences: int) -> None:
         self.numbers += 1
-        self.waits[self.numbers], self.came[self.numbers] = group, self.now
-        self.apply(self.core.arrive(self.now, self.numbers, group))
+        self.waits[self.numbers], self.came[self.numbers], self.size[self.numbers] = group, self.now, sequences
+        self.apply(self.core.arrive(self.now, self.numbers, group, sequences))
 
     @precondition(lambda self: self.works)
     @rule(data=st.data())
@@ -84,7 +94,7 @@ class Traffic(RuleBasedStateMachine):
     def tick(self, s: float, room: int, stalled: int, kv: float) -> None:
         self.now += s
         before, cap = list(self.works), self.core.cap
-        stalled = min(stalled, len(before))
+        stalled = min(stalled, self.sequences().total())
         actions = self.core.tick(self.now, Load(room, stalled, kv))
         shed = {action.number for action in actions if isinstance(action, Shed)}
         left = [n for n in before if n not in shed and n not in self.held and self.sheds[n] < MARKS.sheds]
@@ -94,17 +104,22 @@ class Traffic(RuleBasedStateMachine):
             assert all(order[a] > order[b] for a in shed for b in left), "an older one was shed before a younger one"
         if MARKS.low <= kv < MARKS.high and not stalled:
             assert self.core.cap == cap and self.core.trend in ("hold", self.core.trend)
+        assert not before or len(shed) < len(before), "nothing is left at work"
         self.apply(actions)
-        late = [n for n in self.waits if self.now - self.came[n] >= MARKS.wait_s and not self.sheds[n]]
+        late = [n for n in self.waits if self.now - self.came[n] >= MARKS.wait_s]
         assert not late, "it waits beyond its time"
+
+    def head(self) -> int:
+        """Whose turn is next."""
+        return next(iter(self.core._lines[self.core._next_group()]))
 
     @invariant()
     def books_agree(self) -> None:
         core = self.core
-        assert (core.at_work, core.waiting) == (len(self.works), len(self.waits))
+        assert (core.at_work, core.waiting) == (self.sequences().total(), len(self.waits))
         assert MARKS.least <= core.cap <= MARKS.most
-        assert core.at_work <= max(core.cap, len(self.held) + sum(n >= MARKS.sheds for n in self.sheds.values()) + 12)
-        assert not self.waits or core.at_work >= core.cap, "there is room, and somebody waits"
+        if self.waits:
+            assert self.works and core.at_work + self.size[self.head()] > core.cap, "there is room, and somebody waits"
         sheds = sum(1 for n in self.waits if self.sheds[n])
         assert core.waiting <= MARKS.waiting + sheds
         known = set(self.works.values()) | set(self.waits.values())
@@ -206,6 +221,28 @@ def test_those_that_were_shed_come_first_again() -> None:
     (shed,) = core.tick(2.0, Load(0, 2, 0.95))
     assert shed == Shed(2)
     assert core.leave(3.0, 1) == [Admit(2)]
+
+
+def test_one_that_was_shed_waits_anew_however_long_it_has_been_there() -> None:
+    core = Admission(Marks(first=2, most=2, every_s=1.0, wait_s=10.0))
+    fill(core, 3)
+    # The third has its turn late; when it is shed, it has been there for longer than anybody may wait.
+    assert core.leave(9.0, 1) == [Admit(3)]
+    assert core.tick(12.0, Load(0, 2, 0.95)) == [Shed(3)]
+    assert core.tick(21.0, Load(0, 0, 0.8)) == []
+    (late,) = core.tick(22.0, Load(0, 0, 0.8))
+    assert isinstance(late, Refuse) and late.number == 3
+
+
+def test_engines_are_given_as_many_sequences_as_the_cap_says_whatever_calls_ask_for() -> None:
+    core = Admission(Marks(first=8, most=8, waiting=10))
+    assert core.arrive(0.0, 1, "a", 6) == [Admit(1)]
+    assert core.arrive(0.0, 2, "b", 3) == [], "nine sequences would be at work"
+    assert core.arrive(0.0, 3, "c", 1) == [], "b came first"
+    assert core.leave(1.0, 1) == [Admit(2), Admit(3)] and core.at_work == 4
+    assert core.arrive(2.0, 4, "d", 100) == []
+    assert core.leave(3.0, 2) == [] and core.leave(3.0, 3) == [Admit(4)], "it is larger than the cap, and alone"
+    assert core.tick(9.0, Load(0, 90, 0.95)) == [], "shedding it would change nothing"
 
 
 @given(st.lists(st.tuples(GROUPS, st.integers(1, 30)), min_size=2, max_size=5, unique_by=lambda pair: pair[0]))

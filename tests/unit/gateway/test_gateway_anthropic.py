@@ -41,7 +41,7 @@ async def test_a_tool_is_called_and_its_result_is_gone_on_with() -> None:
         assert second.stop_reason == "end_turn" and second.content[0].type == "text"
         assert second.content[0].text == "It is 5."
         assert second.usage.cache_read_input_tokens == len(world.engine.made[0].tokens)
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
 
 

@@ -278,7 +278,7 @@ async def test_what_is_too_much_waits_and_the_rest_is_told_when_to_come_again() 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_call_that_is_shed_begins_anew_unseen(n: int) -> None:
     load = [Load(0, 0, 0.5)]
-    marks = Marks(first=2, most=2, every_s=0.01)
+    marks = Marks(first=2 * n, most=2 * n, every_s=0.01)
     async with running(echo, marks=marks, load=lambda: load[0]) as world, client(world, world.episode()) as api:
         world.engine.gate.clear()
         calls = [
@@ -292,7 +292,7 @@ async def test_a_call_that_is_shed_begins_anew_unseen(n: int) -> None:
         answers = await asyncio.gather(*calls)
         assert [a.choices[-1].message.content for a in answers] == ["You said a.", "You said b."]
         assert world.gateway.service.gate.core.counts["shed"] == 1
-        trained = sum(sum(branch.loss_mask) for branch in world.sessions.close("episode-1").branches)
+        trained = sum(sum(branch.loss_mask) for branch in world.sessions.close("episode-1").episode.branches)
         assert trained == sum(len(made.tokens) for made in world.engine.made)
 
 

@@ -57,7 +57,7 @@ async def test_a_chat_completion_is_what_was_sampled_and_the_ledger_has_it() -> 
         assert answer.usage is not None
         assert answer.usage.completion_tokens == len(made.tokens)
         assert answer.usage.prompt_tokens == len(world.engine.orders[0].prompt)
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         (branch,) = episode.branches
         sampled = [token for token, mask in zip(branch.tokens, branch.loss_mask, strict=True) if mask]
         assert sampled == made.tokens
@@ -77,7 +77,7 @@ async def test_turns_go_on_behind_the_sampled_tokens_also_after_a_tool() -> None
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "result 5"}]
         second = await api.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
         assert second.choices[0].message.content == "It is 5."
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         assert (episode.counts.first, episode.counts.continuation, episode.counts.drift) == (1, 1, 0)
         (branch,) = episode.branches
         made = [token for outcome in world.engine.made for token in outcome.tokens]
@@ -119,7 +119,7 @@ async def test_a_streamed_tool_call_is_no_text() -> None:
         more = [*ask("2 and 3?"), message, {"role": "tool", "tool_call_id": calls[0].id, "content": "result 5"}]
         answer = await api.chat.completions.create(model="policy", messages=more, tools=[TOOL])
         assert answer.choices[0].message.content == "It is 5."
-        assert world.sessions.close("episode-1").counts.continuation == 1
+        assert world.sessions.close("episode-1").episode.counts.continuation == 1
 
 
 async def test_several_answers_have_seeds_of_their_own_and_are_branches() -> None:
@@ -132,7 +132,7 @@ async def test_several_answers_have_seeds_of_their_own_and_are_branches() -> Non
         assert len(set(texts)) == 3 and [choice.index for choice in answer.choices] == [0, 1, 2]
         again = await api.chat.completions.create(model="policy", messages=ask("hi"), n=3, seed=7)
         assert not {choice.message.content for choice in again.choices} & set(texts), "or a group's members were alike"
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         trained = sum(sum(branch.loss_mask) for branch in episode.branches)
         assert trained == sum(len(outcome.tokens) for outcome in world.engine.made)
 
@@ -154,7 +154,7 @@ async def test_a_stop_string_cuts_at_a_token_and_the_turn_is_known_again(stream:
         assert world.engine.ended_early == 1, "the engine goes on behind the stop string"
         more = [*ask("x"), {"role": "assistant", "content": text}, *ask("y")]
         await api.chat.completions.create(model="policy", messages=more, max_tokens=5)
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         assert episode.counts.continuation == 1 and episode.counts.drift == 0
         (branch,) = episode.branches
         turn = next(turn for turn in branch.turns if turn.role == "assistant")
@@ -190,9 +190,7 @@ async def test_completions_go_on_with_text_and_with_tokens() -> None:
 
 async def test_responses_go_on_from_one_another() -> None:
     async with running(calculator) as world, client(world) as api:
-        first = await api.responses.create(
-            model="policy", input="2 and 3?", instructions="Add.", tools=[RESPONSES_TOOL]
-        )
+        first = await api.responses.create(model="policy", input="2 and 3?", tools=[RESPONSES_TOOL])
         assert first.status == "completed" and first.output_text == "Let me see."
         call = next(item for item in first.output if item.type == "function_call")
         assert json.loads(call.arguments) == {"a": 2, "b": 3}
@@ -219,7 +217,7 @@ async def test_responses_as_items_and_as_a_stream() -> None:
         items += [{"type": "function_call_output", "call_id": call.call_id, "output": "result 5"}]
         answer = await api.responses.create(model="policy", input=items, tools=[RESPONSES_TOOL])
         assert answer.output_text == "It is 5."
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
 
 
@@ -292,8 +290,10 @@ async def test_keys_are_those_of_their_session_and_models_are_known_by_name() ->
                     model="policy", messages=ask("x"), extra_headers={"X-Session-Id": "other"}
                 )
             world.sessions.close("episode-1")
-            with pytest.raises(openai.ConflictError, match="is not open"):
-                await api.chat.completions.create(model="policy", messages=ask("x"))
+            for why in ("has been closed", "is not open"):
+                with pytest.raises(openai.ConflictError, match=why):
+                    await api.chat.completions.create(model="policy", messages=ask("x"))
+                world.sessions.forget("episode-1")
 
 
 async def test_a_session_may_be_named_in_a_header_and_its_bounds_hold() -> None:
@@ -330,7 +330,7 @@ async def test_a_caller_who_leaves_ends_his_sequence_and_nothing_of_it_is_traine
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: world.engine.ended_early)
         await until(lambda: not world.gateway.service.gate.core.at_work)
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         assert not episode.branches and episode.counts.abandoned == 1
 
 
@@ -348,7 +348,7 @@ async def test_a_stream_that_cannot_be_gone_on_with_says_so_and_is_not_trained_o
         with pytest.raises(openai.InternalServerError, match="the engine is gone") as caught:
             await api.chat.completions.create(model="policy", messages=ask("x"), stop="zzz")
         assert caught.value.status_code == 504 and caught.value.response.headers["retry-after"] == "1"
-        episode = world.sessions.close("episode-1")
+        episode = world.sessions.close("episode-1").episode
         assert not episode.branches and episode.counts.abandoned == 2
 
 
@@ -357,7 +357,7 @@ async def test_the_end_of_a_session_ends_its_calls_and_says_so() -> None:
         world.engine.gate.clear()
         task = asyncio.create_task(api.chat.completions.create(model="policy", messages=ask("x")))
         await until(lambda: world.engine.orders)
-        world.sessions.cancel("episode-1")
+        world.sessions.forget("episode-1")
         with pytest.raises(openai.ConflictError, match="was cancelled"):
             await task
         await until(lambda: world.engine.ended_early)

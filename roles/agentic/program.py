@@ -1,0 +1,165 @@
+"""Environments that are programs of their own: ``environment = "program:python agent.py"``. See docs/programs.md.
+
+A program speaks to the policy through the gateway, like to any server of OpenAI's or Anthropic's API, and knows nothing
+of this runtime. What it prints, or reward functions that read what it prints, say how well it went.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_rt.roles.agentic.interface import Task
+from relax_rt.transport.errors import RelaxError
+
+NAME = "program"
+SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
+PLACEHOLDER = re.compile(r"\{(question|answer|item|seed|split|index)\}")
+PYTHON = ("python", "python3")
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """A program that plays an episode.
+
+    Attributes:
+        argv: its words; `{question}`, `{answer}`, `{item}`, `{seed}`, `{split}` and `{index}` in them are the task's.
+        cwd: the folder of the config file.
+        stdin: what it may read: the task as a line of JSON, its question, or nothing.
+        env: set for it, besides what it needs to find the gateway.
+        preload: modules that it finds imported: it is begun in a fork of a process that has them.
+    """
+
+    argv: tuple[str, ...]
+    cwd: str
+    stdin: str = "task"
+    env: dict[str, str] = {}
+    preload: tuple[str, ...] = ()
+
+    def words(self, task: Task) -> list[str]:
+        """The words for one task. Python is the one that runs this."""
+        python = [sys.executable] if self.argv[0] in PYTHON else [self.argv[0]]
+        return [*python, *(PLACEHOLDER.sub(lambda m: str(getattr(task, m[1])), word) for word in self.argv[1:])]
+
+    def given(self, task: Task) -> bytes:
+        """Standard input for one task."""
+        match self.stdin:
+            case "task":
+                return msgspec.json.encode(task) + b"\n"
+            case "question":
+                return task.question.encode()
+            case _:
+                return b""
+
+
+class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """roles.env.options of a program; see Program."""
+
+    stdin: str = "task"
+    env: dict[str, str] = {}
+    preload: list[str] = []
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an episode, as its program says.
+
+    Attributes:
+        reward: of all of it; it goes to the last answer.
+        rewards: of each answer, in the order in which they were made; empty: `reward` alone.
+        info: numbers that are reported.
+    """
+
+    reward: float = 0.0
+    rewards: tuple[float, ...] = ()
+    info: dict[str, float] = {}
+
+
+def result_of(stdout: str) -> Result | None:
+    """The last line that is a JSON object with `reward` or `rewards`; None: there is no such line.
+
+    Raises:
+        ValueError: its values are no finite numbers.
+    """
+    for line in reversed(stdout.splitlines()):
+        if not line.lstrip().startswith("{"):
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(found, dict) or not {"reward", "rewards"} & found.keys():
+            continue
+        known = {key: found[key] for key in ("reward", "rewards", "info") if key in found}
+        try:
+            result = msgspec.convert(known, Result)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{line:.200}: {error}") from None
+        if not all(map(math.isfinite, (result.reward, *result.rewards, *result.info.values()))):
+            raise ValueError(f"{line:.200}: not finite")
+        return result
+    return None
+
+
+def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> Program:
+    """What ``program:COMMAND`` and its options say.
+
+    Raises:
+        RelaxError: an option is unknown, or the command, one of its files or a module is not there.
+    """
+    asked = _options(command, options)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise _wrong(command, f"{error}") from error
+    if not words:
+        raise _wrong(command, "it names no command")
+    python = words[0] in PYTHON
+    if not python and shutil.which(words[0], path=None if "/" not in words[0] else "") is None:
+        path = config_dir / words[0]
+        if "/" not in words[0] or not path.is_file():
+            raise _wrong(
+                command, f"there is no command {words[0]!r}", "name one on the PATH, or ./FILE beside the config"
+            )
+        words[0] = str(path.resolve())
+    script = next((word for word in words[1:] if not word.startswith("-")), "") if python else ""
+    if script.endswith(".py") and not (config_dir / script).is_file():
+        raise _wrong(command, f"there is no {script} in {config_dir}")
+    if asked.preload and not python:
+        raise RelaxError(f"{OPTIONS}.preload", why=f"{words[0]} is not python", hint="leave it out")
+    for name in asked.preload:
+        if find_spec(name.partition(".")[0]) is None:
+            raise RelaxError(f"{OPTIONS}.preload", why=f"there is no module {name!r}", hint=f"pip install {name}")
+    return Program(
+        argv=tuple(words),
+        cwd=str(config_dir.resolve()),
+        stdin=asked.stdin,
+        env=dict(asked.env),
+        preload=tuple(asked.preload),
+    )
+
+
+def _options(command: str, options: Mapping[str, Any]) -> Options:
+    from relax_rt.roles.agentic.loading import refuse_unknown
+
+    for name in options:
+        refuse_unknown(f"{NAME}:{command}", name, list(Options.__struct_fields__))
+    try:
+        asked = msgspec.convert(dict(options), Options)
+    except msgspec.ValidationError as error:
+        raise RelaxError(OPTIONS, why=str(error), hint="see docs/programs.md") from error
+    if asked.stdin not in ("task", "question", "none"):
+        raise RelaxError(f"{OPTIONS}.stdin", why=f"{asked.stdin!r} is none of task, question and none")
+    return asked
+
+
+def _wrong(command: str, why: str, hint: str = "it is started in the config's folder") -> RelaxError:
+    return RelaxError(f"{SETTING} = '{NAME}:{command}'", why=why, hint=hint)

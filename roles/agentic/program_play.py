@@ -1,0 +1,160 @@
+"""Plays episodes whose environment is a program: opens a session, runs the program, reads what it says, and closes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_rt.roles.agentic.episode import Limits, NotMade, Played, checked
+from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+from relax_rt.roles.agentic.program import Program, Result, result_of
+from relax_rt.roles.agentic.program_host import Ended, ProgramHost
+from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
+from relax_rt.roles.gateway.remote import Lent, Lessee
+from relax_rt.transport.errors import RelaxError
+
+LAST_LINES, LAST_CHARS = 5, 600
+"""Of what a program that failed wrote to its standard error: they are told."""
+LOCAL = "127.0.0.1,localhost"
+
+
+@dataclass
+class Programs:
+    """See the module.
+
+    Attributes:
+        max_tokens: of an episode.
+        judged: there are reward functions, so that the program need not say how well it went.
+        told: is called with the tokens of each episode.
+    """
+
+    program: Program
+    host: ProgramHost
+    gateway: Lessee
+    limits: Limits
+    max_tokens: int
+    judged: bool
+    told: Callable[[int], None]
+    doing: dict[str, str] = field(default_factory=dict)
+    """What each episode is at, in words."""
+
+    async def play(self, name: str, task: Task, seed: int, *, temperature: float, fresh: bool = False) -> Played:
+        """Play one episode; see `Player.play`.
+
+        Raises:
+            Stuck, Broken, Lost, NotMade: see `episode.play_seats`.
+        """
+        limits = SessionLimits(
+            tokens=self.max_tokens,
+            new_tokens=self.limits.max_new_tokens,
+            calls=self.limits.max_turns,
+            group=name.partition(".")[0],
+            seed=seed,
+            temperature=temperature,
+            weights="newest" if fresh else "episode",
+        )
+        self.doing[name] = f"waits for {self.gateway.slot}"
+        try:
+            async with self.gateway.session(name.replace(" ", "-"), limits) as lent:
+                self.doing[name] = "runs its program"
+                ended = await self._run(task, lent)
+                closed = await lent.close()
+            return self._played(ended, closed)
+        except (Stuck, Broken, Lost, NotMade):
+            raise
+        except RelaxError as error:
+            raise Lost(f"the episode {self.doing[name]}", why=str(error)) from error
+        finally:
+            del self.doing[name]
+
+    async def _run(self, task: Task, lent: Lent) -> Ended:
+        """Run the program to its end, within the episode's time and the session's life."""
+        limit_s = self.limits.episode_timeout_s
+        run = asyncio.ensure_future(
+            self.host.run(self.program.words(task), environment(self.program, lent.access), self.program.given(task))
+        )
+        either: list[asyncio.Future[Any]] = [run, lent.gone]
+        try:
+            await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if run.done():
+                return run.result()
+            if lent.gone.done():
+                raise Lost("the program's session", why=str(lent.gone.exception()))
+            closed = await lent.close()
+            error = Lost if closed.waiting or closed.trouble else Stuck
+            at = "waits for tokens" if closed.waiting else "is at work"
+            raise error("the program", why=f"not over within {limit_s:g} s; it {at} after {len(closed.said)} answers")
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+
+    def _played(self, ended: Ended, closed: Closed) -> Played:
+        if closed.trouble:
+            raise (NotMade if closed.never else Lost)(
+                "the program", why=f"its last call had no answer: {closed.trouble}"
+            )
+        if ended.code and not closed.used_up:
+            raise Broken("the program", why=f"it ended with {how(ended)}")
+        if not closed.said:
+            raise Broken("the program", why="it ended before the policy had said anything")
+        result = self._result(ended, closed)
+        self.told(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
+        rewards = {said.id: 0.0 for said in closed.said}
+        if result.rewards:
+            if len(result.rewards) != len(rewards):
+                why = f"it gave rewards to {len(result.rewards)} answers, and it had {len(rewards)}"
+                raise Broken("the program", why=why)
+            rewards = dict(zip(rewards, result.rewards, strict=True))
+        rewards[closed.said[-1].id] += result.reward
+        try:
+            rewards = {name: checked(value) for name, value in rewards.items()}
+        except ValueError as error:
+            raise Broken("the program", why=str(error)) from error
+        return Played(
+            episode=closed.episode,
+            rewards=rewards,
+            states={},
+            truncated=closed.used_up,
+            turns=len(closed.said),
+            cut=sum(said.finish_reason == "length" for said in closed.said),
+            info=dict(result.info),
+            output=ended.stdout,
+        )
+
+    def _result(self, ended: Ended, closed: Closed) -> Result:
+        try:
+            result = result_of(ended.stdout)
+        except ValueError as error:
+            raise Broken("the program's result", why=str(error)) from None
+        if result is None and not closed.used_up and not self.judged:
+            why = f'it printed no line of JSON with "reward"; its last words: {ended.stdout[-200:]!r}'
+            raise Broken("the program", why=f"{why}; roles.env.rewards is empty, too")
+        return result or Result()
+
+
+def environment(program: Program, access: Access) -> dict[str, str]:
+    """The environment variables of a program: those of this process, the way to the gateway, and the user's own.
+
+    A proxy that the user's machine has for the outer world is not asked for the gateway.
+    """
+    found = dict(os.environ)
+    for name in ("NO_PROXY", "no_proxy"):
+        found[name] = f"{found[name]},{LOCAL}" if found.get(name) else LOCAL
+    found |= {
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": access.api_key,
+    }
+    return {**found, **program.env}
+
+
+def how(ended: Ended) -> str:
+    """An exit code, and the last lines of standard error."""
+    code = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+    lines = [line for line in ended.stderr.splitlines() if line.strip()][-LAST_LINES:]
+    return f"{code}: {' / '.join(lines)[-LAST_CHARS:]}" if lines else code
