@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from relax_rt.roles.engines.sglang.engine import SglangEngine
+from relax_rt.roles.engines.sglang.loading import NotShown
 from relax_rt.roles.engines.sglang.options import server_environment, server_options
 from relax_rt.roles.engines.sglang.server import Place
 from relax_rt.roles.sections import RolloutSettings
@@ -22,7 +23,13 @@ needs_server = pytest.mark.skipif(not PYTHON.exists(), reason="no environment wi
 
 
 def make_engine(
-    model: Path, folder: Path, *, python: str = str(PYTHON), routing: bool = False, **table: Any
+    model: Path,
+    folder: Path,
+    *,
+    python: str = str(PYTHON),
+    routing: bool = False,
+    not_shown: NotShown = lambda version, why: None,
+    **table: Any,
 ) -> SglangEngine:
     """An engine whose server samples each sequence by its own seed; not started.
 
@@ -48,5 +55,13 @@ def make_engine(
     )
     options = functools.partial(server_options, settings, "cpu", kv_tokens=KV_TOKENS)
     return SglangEngine(
-        model, settings, place, options, device="cpu", weights_folder=folder / "weights", kv_tokens=KV_TOKENS
+        model,
+        settings,
+        place,
+        options,
+        device="cpu",
+        weights_folder=folder / "weights",
+        kv_tokens=KV_TOKENS,
+        attempt=folder / "attempt",
+        not_shown=not_shown,
     )

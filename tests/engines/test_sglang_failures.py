@@ -1,4 +1,4 @@
-"""A real SGLang server that dies, hangs, or does not hold what it said it loaded; and weights sent as tensors."""
+"""A real SGLang server that dies, hangs, or does not hold what it said it loaded; weights in requests, and shown."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from harness import Driver, Traits, torch, transformers
 from sglang_parts import PYTHON, make_engine, needs_server
 
 from relax_rt.roles.engines.base import EngineEnded
+from relax_rt.roles.engines.sglang.client import Client
 from relax_rt.roles.engines.sglang.engine import SglangEngine
 from relax_rt.roles.engines.sglang.server import ServerDied
 from relax_rt.supervision import procfs
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, RelaxError
 
 pytestmark = [pytest.mark.engines, needs_server]
 
@@ -120,6 +121,70 @@ async def test_weights_sent_as_tensors_and_a_server_that_hangs(
         await wait_for(lambda: driver.failure is not None)
         error = is_out(driver, DeadlineExceeded)
         assert "2 sequences running" in str(error) and "server.log" in str(error)
+
+
+async def test_weights_shown_by_their_handles_and_taken_from_the_file_where_these_are_refused(
+    conformance_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told, asked_for = tmp_path_factory.mktemp("h"), list[tuple[int, str]](), list[tuple[str, int]]()
+    call = Client.call
+
+    async def noted(self: Client, path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
+        asked_for.append((path, len(str(body))))
+        return await call(self, path, body, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Client, "call", noted)
+
+    def updates() -> list[str]:
+        paths = [path for path, _ in asked_for if path.startswith("/update_weights_from")]
+        asked_for.clear()
+        return paths
+
+    def not_shown(version: int, why: str) -> None:
+        told.append((version, why))
+
+    async with running(conformance_model, folder, weights="handles", not_shown=not_shown) as driver:
+        began = driver.version
+        asked = driver.request(range(10, 30), 4, new=200, stop_ids=ENDLESS)
+        driver.submit(asked)
+        await driver.tokens(40)
+        shown = driver.source()
+        await driver.engine.prepare(shown)
+        await driver.engine.commit(shown.record, "recompute")
+        assert max(size for path, size in asked_for if "tensor" in path) < len(shown.data) / 4, "no bytes of weights"
+        assert updates() == ["/update_weights_from_tensor"] * 2 and not told
+        # What the server was shown is written over by the next fetch: it must have copied it.
+        unused = driver.source()
+        await driver.engine.prepare(unused)
+        for completion in await driver.finished(asked):
+            assert [s.version for s in completion.versions] == [began, shown.record.version]
+            driver.check(asked, completion)
+        whole = driver.request([7, 8, 9], 3, new=40)
+        for completion in await driver.complete(whole):
+            assert {s.version for s in completion.versions} == {shown.record.version}
+            driver.check(whole, completion)
+
+        assert isinstance(driver.engine, SglangEngine)
+        client = driver.engine._server.client
+        await client.call("/begin_weight_update", {}, timeout_s=30.0)
+        third = await publish(driver, "recompute")
+        assert updates() == ["/update_weights_from_disk"]
+        ((version, why),) = told
+        assert version == third and "already open" in why
+        await client.call("/end_weight_update", {}, timeout_s=30.0)
+        await publish(driver, "recompute")
+        assert updates() == ["/update_weights_from_disk"] and len(told) == 1
+        for completion in await driver.complete(whole := driver.request([7, 8, 9], 3, new=40)):
+            driver.check(whole, completion)
+
+        # Handles of nothing end the server; a successor is to find that out before it tries again.
+        driver.engine._loader._handles = True
+        await driver.engine.prepare(source := driver.source())
+        (folder / "weights/model.safetensors").rename(folder / "elsewhere")
+        with pytest.raises(RelaxError):
+            await driver.engine.commit(source.record, "recompute")
+        is_out(driver, RelaxError)
+        assert len(told) == 1 and (folder / "attempt").exists()
 
 
 async def test_a_server_that_says_it_loaded_and_did_not_is_out(
