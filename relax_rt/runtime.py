@@ -10,6 +10,7 @@
 The run is what `relax-rt up` starts, in processes of its own; this program has a connection to it. It ends with the
 block, however that is left: in order, or at once when the wait for that is cancelled too. It ends also when this
 program dies.
+`from_toml(…, debug=True)` starts nothing and plays single prompts or episodes in this very process instead.
 The loop is the program's own, so that it works in a notebook (`await run.start()`, `await run.close()`) and in pytest.
 """
 
@@ -25,7 +26,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from relax_rt.config.loader import load_config
 from relax_rt.discovery import RunDiscovery, connect
@@ -37,7 +38,7 @@ from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.errors import RelaxError
 
 T = TypeVar("T")
-ROUTER = "relax_rt.roles.router"
+ROUTER, DEBUG = "relax_rt.roles.router", "relax_rt.roles.debugging"
 POLL_S = 0.1
 STOP_S = 60.0
 """For a run to end in order; then it is ended at once."""
@@ -51,6 +52,21 @@ for seconds in (None, 60, 30):
     signal.pidfd_send_signal(fd, signal.SIGINT)
 """
 """Waits until its input ends, and so this program, and interrupts the run then: once, and again after a minute."""
+
+
+class Debugged(Protocol):
+    """What ``Runtime.from_toml(…, debug=True)`` gives: see relax_rt.roles.debugging.Debug and docs/embedding.md."""
+
+    async def __aenter__(self) -> Debugged: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    async def start(self) -> None:
+        """Read config, tokenizer and data."""
+
+    async def close(self) -> None:
+        """Let the model go."""
+
+    async def play(self, index: int = 0, *, split: Any = "train", words: Any = None, member: int = 0) -> Any:
+        """Answer a prompt, or play an episode, and reward it."""
 
 
 class Runtime:
@@ -75,9 +91,25 @@ class Runtime:
         self.run_id = ""
         self.discovery: RunDiscovery
 
+    @overload
     @classmethod
-    def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, name: str = "program") -> Runtime:
-        """The run of a roles.toml; nothing is started yet."""
+    def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, name: str = "program") -> Runtime: ...
+    @overload
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: Sequence[str] = (), *, debug: Literal[True]) -> Debugged: ...
+    @classmethod
+    def from_toml(
+        cls, path: str | Path, overrides: Sequence[str] = (), *, name: str = "program", debug: bool = False
+    ) -> Runtime | Debugged:
+        """The run of a roles.toml; nothing is started yet.
+
+        Args:
+            debug: play single prompts or episodes in this process instead, where breakpoints work.
+        """
+        if debug:
+            # By its name: the runtime knows nothing of RL until somebody asks for it.
+            debugged: Debugged = importlib.import_module(DEBUG).Debug(path, overrides)
+            return debugged
         return cls(path, overrides, name=name)
 
     async def __aenter__(self) -> Runtime:
