@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from relax_rt.roles.agentic import Observation, Reply, Task
+from relax_rt.roles.agentic.interface import media
 from relax_rt.roles.agentic.loading import Factory, load_factory
 from relax_rt.roles.agentic.tasks import SeedTasks, seed_of
 from relax_rt.transport.errors import RelaxError
@@ -33,6 +37,11 @@ class Blocks:
 class NoStep:
     def reset(self, task): ...
     def stepp(self, reply): ...
+
+class NoSeats:
+    seats = 0
+    def reset(self, task): ...
+    def step(self, reply): ...
 
 class Mixed:
     async def reset(self, task): ...
@@ -85,7 +94,12 @@ def test_a_class_or_a_function_of_the_users_own(tmp_path: Path) -> None:
         ("mine.py:NUMBER", {}, "roles.env.environment", "it is a int", "reset and step"),
         ("textarena:GuesTheNumber-v0", {}, "roles.env.environment", "no such game", "'GuessTheNumber-v0'"),
         ("textarena:GuessTheNumber-v0", {"max_nmber": 5}, "roles.env.options.max_nmber", "no such", "'max_number'"),
-        ("textarena:TicTacToe-v0", {}, "roles.env.environment", "2", "games of one player"),
+        ("textarena:TicTacToe-v0", {}, "roles.env.environment", "2", "players = 2"),
+        ("textarena:TicTacToe-v0", {"players": 0}, "roles.env.options.players", "players = 0", "from 1 to"),
+        ("textarena:TicTacToe-v0", {"players": 3}, "roles.env.environment", "has to be 2", "players = 2"),
+        ("verifiers:wordle", {}, "roles.env.environment", "drive an OpenAI endpoint", "program:python mine.py"),
+        ("verifier:wordle", {}, "roles.env.environment", "cannot be imported", "did you mean 'verifiers'"),
+        ("mine.py:NoSeats", {}, "roles.env.environment", "its seats are 0", "from 1 on"),
         ("gymnasium:FrozenLake-v9", {}, "roles.env.environment", "FrozenLake", "did you mean"),
         ("gymnasium:Blackjack-v1", {"natral": True}, "roles.env.options", "natral", ""),
         ("gymnasium:Pendulum-v1", {}, "roles.env.environment", "not a few numbered ones", "an Environment around it"),
@@ -177,6 +191,61 @@ def test_a_game_of_textarena_says_what_was_wrong_and_then_ends(tmp_path: Path) -
     assert not step.done and "invalid move" in step.messages and "I do not know" not in step.messages
     step = game.step(said("still not"))
     assert step.done and step.reward == 0.0 and step.info.keys() == {"game_turns"}
+
+
+def test_both_players_of_a_game_are_the_policy_each_with_a_conversation_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    made = load(tmp_path, "textarena:TicTacToe-v0", players=2, system="You play.")
+    game = made.make()
+    seen = game.reset(task(3))
+    assert made.seats == 2 and seen.seat == 0 and "You are Player 0" in text_of(seen)
+    first = game.step(said("[0]"))
+    # The other one is told the rules, and what the first has said and done.
+    assert first.seat == 1 and first.messages[0] == {"role": "system", "content": "You play."}
+    told = first.messages[1]["content"]
+    assert "You are Player 1" in told and "[Player 0] [0]" in told and "in cell 0" in told
+    steps = [game.step(said(cell)) for cell in ("3", "1", "4", "2")]
+    assert [step.seat for step in steps[:3]] == [0, 1, 0] and isinstance(steps[0].messages, str)
+    assert "[Player 1] [3]" in steps[0].messages and "[Player 0]" not in steps[0].messages
+    # Three in a row: rewards for whoever moved, and for the other.
+    assert steps[-1].done and steps[-1].reward == 1.0 and steps[-1].rewards == {1: -1.0}
+
+
+def room() -> Any:
+    """A room of 4 x 6 pixels in which there is a light, as an environment of gymnasium."""
+    import gymnasium
+
+    class Room(gymnasium.Env[Any, Any]):
+        observation_space = gymnasium.spaces.Box(0, 255, (4, 6, 3), np.uint8)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, **about: Any) -> tuple[Any, dict[str, Any]]:
+            return np.zeros((4, 6, 3), np.uint8), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            return np.full((4, 6, 3), 255 * action, np.uint8), float(action), bool(action), False, {}
+
+    return Room()
+
+
+def test_pictures_of_gymnasium_are_parts_of_messages(tmp_path: Path) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    image = pytest.importorskip("PIL.Image")
+    gymnasium.register("Room-v0", entry_point=room, disable_env_checker=True)
+    try:
+        game = load(tmp_path, "gymnasium:Room-v0", pixels=True, actions=["wait", "light"]).make()
+    finally:
+        del gymnasium.registry["Room-v0"]
+    seen = game.reset(task(1))
+    words, dark = seen.messages[0]["content"]
+    assert words == {"type": "text", "text": "Answer with one of: wait, light."} and media(seen.messages) == "image_url"
+    step = game.step(said("light"))
+    (lit,) = step.messages[0]["content"]
+    assert step.done and step.reward == 1.0 and step.state != seen.state
+    for part, value in ((dark, 0), (lit, 255)):
+        head, _, data = part["image_url"]["url"].partition(",")
+        shown = image.open(io.BytesIO(base64.b64decode(data)))
+        assert head == "data:image/png;base64" and shown.size == (6, 4) and shown.getpixel((5, 3)) == (value,) * 3
 
 
 def test_a_lake_of_gymnasium_is_shown_as_text_and_walked_by_words(tmp_path: Path) -> None:
