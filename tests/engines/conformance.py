@@ -22,6 +22,7 @@ from harness import (
     gone,
     lacking,
     model_of,
+    of_another_dtype,
     of_another_shape,
     raises,
     reference,
@@ -329,7 +330,14 @@ def _wait(event: threading.Event) -> None:
 
 @pytest.mark.parametrize(
     ("make", "error"),
-    [(damaged, Corrupt), (gone, Gone), (of_another_shape, Refused), (renamed, Refused), (lacking, Refused)],
+    [
+        (damaged, Corrupt),
+        (gone, Gone),
+        (of_another_shape, Refused),
+        (of_another_dtype, Refused),
+        (renamed, Refused),
+        (lacking, Refused),
+    ],
 )
 async def test_weights_that_cannot_be_used_leave_the_engine_as_it_was(
     driver: Driver, make: Callable[[Path, int], MemorySource], error: type[RelaxError]

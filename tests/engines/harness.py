@@ -173,6 +173,20 @@ def of_another_shape(folder: Path, version: int) -> MemorySource:
     return _with_layout(source, [(e.name, e.dtype, e.shape[::-1] if e is odd else e.shape, e.nbytes) for e in entries])
 
 
+def of_another_dtype(folder: Path, version: int) -> MemorySource:
+    """A tensor is of half the precision."""
+    source = MemorySource(folder, version)
+    entries = source.manifest.layout.entries
+    odd, halved = entries[len(entries) // 2], "bfloat16"
+    return _with_layout(
+        source,
+        [
+            (e.name, halved, e.shape, e.nbytes // 2) if e is odd else (e.name, e.dtype, e.shape, e.nbytes)
+            for e in entries
+        ],
+    )
+
+
 def renamed(folder: Path, version: int) -> MemorySource:
     """A tensor has another name."""
     source = MemorySource(folder, version)
