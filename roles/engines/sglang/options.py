@@ -18,6 +18,9 @@ Option = bool | int | float | str
 
 SUPPORTED = "0.5.23"
 """The release whose endpoints and checksums this engine is written to and tested with."""
+NAMED = "RELAX_SGLANG_PYTHON"
+MADE_FOR_IT = ".venv-sglang/bin/python"
+"""`make sglang-cpu-env` makes it."""
 STAND_INS = Path(__file__).parent / "stand_ins"
 """Modules that stand where SGLang imports GPU code, for a machine without one."""
 OURS = frozenset(
@@ -168,10 +171,14 @@ def server_environment(device: Device, threads: int, folder: Path, base: Mapping
     return ours
 
 
-def interpreter(python: str | None, config_dir: Path, own: str) -> str:
-    """The interpreter that runs the server."""
+def interpreter(python: str | None, config_dir: Path, own: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The interpreter that runs the server: the one that is named, in the config or in the environment, or that of an
+    environment made for it beside the config or above, or the role's own."""
     if python is None:
-        return own
+        if named := environment.get(NAMED):
+            return named
+        folders = (config_dir, *config_dir.parents)
+        return next((str(found) for folder in folders if (found := folder / MADE_FOR_IT).exists()), own)
     path = Path(python).expanduser()
     # Not resolved: a virtual environment is known by the path of its link.
     return os.path.abspath(config_dir / path) if os.sep in python else python  # noqa: PTH100

@@ -352,14 +352,14 @@ def with_sglang(tmp_path: Path) -> Path:
 
 def problems(python: Path | str, **table: object) -> list[Problem]:
     rollout = EngineSettings.model_validate({"engine": "sglang", "sglang": {"python": str(python), **table}})
-    config = RLConfig.model_construct(roles={"rollout": rollout}, supervision=SupervisionTable(start_timeout_s=180))
+    config = RLConfig.model_construct(roles={"rollout": rollout}, supervision=SupervisionTable(start_timeout_s=600))
     return list(check_sglang(config, Path("/")))
 
 
 def several_ranks(python: Path) -> list[Problem]:
     table = {"engine": "sglang", "tensor_parallel": 2, "sglang": {"python": str(python), "device": "cpu"}}
     roles = {"rollout": EngineSettings.model_validate(table)}
-    config = RLConfig.model_construct(roles=roles, supervision=SupervisionTable(start_timeout_s=180))
+    config = RLConfig.model_construct(roles=roles, supervision=SupervisionTable(start_timeout_s=600))
     return list(check_sglang(config, Path("/")))
 
 
@@ -381,8 +381,8 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
         assert "make sglang-cpu-env" in found.hint
     (found,) = problems(with_sglang(tmp_path), device="cpu", arguments={"port": 1})
     assert "port" in found.message
-    (found,) = problems(with_sglang(tmp_path), device="cpu", boot_timeout_s=180)
-    assert "not below the role's start_timeout_s = 180" in found.message
+    (found,) = problems(with_sglang(tmp_path), device="cpu", boot_timeout_s=600)
+    assert "not below the role's start_timeout_s = 600" in found.message
     (found,) = several_ranks(with_sglang(tmp_path))
     assert found.path == ("roles", "rollout", "tensor_parallel") and "cannot be verified" in found.message
     # A real one answers the question that is put to it.
@@ -401,6 +401,13 @@ def test_weights_in_requests_need_torch_in_the_roles_own_interpreter(
 
 
 def test_an_interpreters_path_starts_from_the_config(tmp_path: Path) -> None:
-    assert interpreter(None, tmp_path, "/own") == "/own"
+    assert interpreter(None, tmp_path, "/own", {}) == "/own"
+    made = tmp_path / ".venv-sglang/bin/python"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    folder = tmp_path / "configs/mine"
+    assert interpreter(None, folder, "/own", {}) == interpreter(None, tmp_path, "/own", {}) == str(made)
+    assert interpreter(None, folder, "/own", {"RELAX_SGLANG_PYTHON": "/named"}) == "/named"
+    assert interpreter("/said", folder, "/own", {"RELAX_SGLANG_PYTHON": "/named"}) == "/said"
     assert interpreter("../v/bin/python", tmp_path, "/own") == str(tmp_path.parent / "v/bin/python")
     assert interpreter("python3.12", tmp_path, "/own") == "python3.12"
