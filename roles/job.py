@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.job import Column, InventoryPlan, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
-from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.sections import (
     CriticSettings,
+    EngineSettings,
     EvaluatorSettings,
     GenrmSettings,
     ReferenceSettings,
@@ -26,6 +27,9 @@ from relax_rt.roles.sections import (
 if TYPE_CHECKING:
     from relax_rt.config.inventory import Inventory
     from relax_rt.transport.ledger.policy import LedgerPolicy
+
+BEYOND_BOOT_S = 60.0
+"""What a role takes to start besides the boot of its server."""
 
 
 class RLJob:
@@ -80,8 +84,10 @@ class RLJob:
         env = roles.get("env") if isinstance(roles, dict) else None
         return {"data": {}, "reward": {"function": ""}} if isinstance(env, dict) and "target" not in env else {}
 
-    def settled(self, roles: dict[str, RoleSettings]) -> dict[str, RoleSettings]:
-        """See Job: where environments are played, reward and evaluator are there only if their table says how many."""
+    def settled(self, roles: dict[str, RoleSettings], supervision: SupervisionTable) -> dict[str, RoleSettings]:
+        """See Job: an engine that is a server has the time that this takes to start; where environments are played,
+        reward and evaluator are there only if their table says how many."""
+        roles = {kind: _with_time_to_start(table, supervision) for kind, table in roles.items()}
         if not isinstance(roles.get("env"), EnvSettings):
             return roles
         idle = {
@@ -178,6 +184,13 @@ class RLJob:
             raise BadInput("relax-rt sample", why=why, hint="`relax-rt validate` begins one of them")
 
         return sample(config, run_dir, items, held_out=held_out, prompts=prompts)
+
+
+def _with_time_to_start(table: RoleSettings, rules: SupervisionTable) -> RoleSettings:
+    if not isinstance(table, EngineSettings) or table.engine != "sglang" or table.start_timeout_s is not None:
+        return table
+    needed_s = max(rules.start_timeout_s, table.sglang.boot_timeout_s + BEYOND_BOOT_S)
+    return table.model_copy(update={"start_timeout_s": needed_s})
 
 
 def _prompt_limit(config: RLConfig) -> int | None:

@@ -117,7 +117,8 @@ class Job(Protocol):
 
     # A job may also name `one_node`, roles that cannot run but on the head's node: they share memory and files there.
     # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed. And `assumed(data)`, tables that
-    # need not be there beside what is, and `settled(roles)`, the settings that the roles have beside each other.
+    # need not be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each
+    # other and by the run's rules.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""

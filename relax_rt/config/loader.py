@@ -17,7 +17,7 @@ from relax_rt.config.inventory import Inventory
 from relax_rt.config.job import Job, Planner, job_names, load_job
 from relax_rt.config.mending import certain, in_doubt, mend
 from relax_rt.config.problems import ConfigErrors, KeyPath, Problem, did_you_mean
-from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.config.source import Source, read_source
 from relax_rt.config.target import TargetError, absolute_target, load_target
 from relax_rt.config.validation import validate
@@ -68,7 +68,7 @@ def load_config(
     runtime = _tables(model, source, problems)
     roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)
     if job is not None and hasattr(job, "settled"):
-        roles = job.settled(roles)
+        roles = job.settled(roles, runtime.supervision if runtime is not None else SupervisionTable())
     directory = _run_dir(runtime, problems) if runtime is not None else None
     if runtime is not None and directory is not None:
         run = runtime.run.model_copy(update={"dir": directory})

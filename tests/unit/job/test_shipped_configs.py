@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from relax_rt.roles.data.source import distinct, fill
 from relax_rt.roles.job import RLJob
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import read_score
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.sections import RLConfig, RolloutSettings
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIGS = [ROOT / "examples/quickstart/roles.toml", ROOT / "tests/tiny_job/roles.toml"]
+QUICKSTART, SGLANG_CPU = ROOT / "examples/quickstart/roles.toml", ROOT / "examples/sglang_cpu/roles.toml"
+CONFIGS = [QUICKSTART, SGLANG_CPU, ROOT / "tests/tiny_job/roles.toml"]
 
 
 @pytest.fixture(params=CONFIGS, ids=lambda path: path.parent.name)
@@ -33,7 +35,7 @@ def test_it_loads_and_plans(config: RLConfig) -> None:
 def test_its_questions_are_many_and_fill_the_template(config: RLConfig) -> None:
     assert config.data.task is not None
     raws, _ = distinct(GymTask(config.data.task, config.data.options, config.data.size).items())
-    assert len(raws) > (5000 if config.run.name == "quickstart" else 1500)
+    assert len(raws) > (1500 if config.run.name == "tiny" else 5000)
     texts = {fill(config.data.template, raw) for raw in raws}
     assert len(texts) == len(raws)
 
@@ -48,3 +50,26 @@ def test_its_reward_prefers_the_right_answer(config: RLConfig) -> None:
     assert reward("46") > reward("45") >= reward("3") >= reward("it is 46") == 0.0
     assert reward("46", finish_reason="length") == 0.0
     assert reward("") == reward("\u0664\u0666") == 0.0
+
+
+def test_the_quickstart_with_sglang_differs_by_its_engine_alone() -> None:
+    ours, theirs = ([line.split("#")[0].rstrip() for line in path.read_text().splitlines()] for path in CONFIGS[:2])
+    changes = [line for line in difflib.ndiff(ours, theirs) if line[0] in "+-"]
+    elsewhere = ['- name = "quickstart"', '+ name = "sglang-cpu"']
+    elsewhere += ['- function = "reward.py:score"', '+ function = "../quickstart/reward.py:score"']
+    assert changes == [*elsewhere, '+ engine = "sglang"']
+
+
+def test_a_role_has_the_time_that_its_server_takes_to_start() -> None:
+    def rollout(*overrides: str) -> RolloutSettings:
+        table = load_config(SGLANG_CPU, [f"roles.rollout.{one}" for one in overrides]).roles["rollout"]
+        assert isinstance(table, RolloutSettings)
+        return table
+
+    table = rollout()
+    assert table.start_timeout_s is not None and table.start_timeout_s > table.sglang.boot_timeout_s
+    assert rollout("sglang.boot_timeout_s=900").start_timeout_s == 960
+    assert rollout("start_timeout_s=700").start_timeout_s == 700
+    assert rollout('engine="embedded"').start_timeout_s is None
+    slow = load_config(SGLANG_CPU, ["supervision.start_timeout_s=2000"]).roles["rollout"]
+    assert slow.start_timeout_s == 2000
