@@ -335,9 +335,11 @@ class Model:
 
         table = settings(self._config, "rollout", RolloutSettings)
         folder = resolve_model(self._config.model.path, Path(self._config.config_dir))
-        sequences = {"max_sequences": table.max_sequences, "threads": table.threads}
+        most, threads = table.max_sequences, table.threads
         try:
-            self._engine = await asyncio.to_thread(EmbeddedEngine, folder, dtype=table.dtype, **sequences)
+            self._engine = await asyncio.to_thread(
+                EmbeddedEngine, folder, dtype=table.dtype, max_sequences=most, threads=threads
+            )
         except (OSError, ValueError) as error:
             raise RelaxError(f"the model {folder} cannot be loaded", why=str(error).splitlines()[0]) from error
         self._assembly = Assembly()

@@ -62,7 +62,8 @@ def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
     from relax_rt.roles.rewards.dry_run import offered
     from relax_rt.roles.rewards.scoring import Request
 
-    turns, texts = [], {}
+    turns: list[dict[str, str]] = []
+    texts: dict[str, str] = {}
     for branch in played.episode.branches:
         for turn in branch.turns:
             text = tokenizer.decode(branch.tokens[turn.start : turn.end])
