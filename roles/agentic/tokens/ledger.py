@@ -10,7 +10,7 @@ from relax_rt.roles.agentic.tokens.branches import branches_of
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
 from relax_rt.roles.agentic.tokens.parsers import Parsed
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
-from relax_rt.roles.agentic.tokens.tree import Call, Place, Said, Tree, chain, token_chain, under
+from relax_rt.roles.agentic.tokens.tree import Call, Place, Said, Tree, calls_under, chain, token_chain, under
 from relax_rt.roles.agentic.tokens.types import (
     FINISHED,
     Counts,
@@ -97,6 +97,7 @@ class TokenLedger:
         check_messages(messages)
         keys = [self._chat.tools_key(tools), *(message_key(message) for message in messages)]
         place = self._tree.place(keys, self._named(previous) if previous is not None else None)
+        tokens, text, extends = self._rendered(place, messages, tools)
         call = Call(
             number=self._calls,
             above=place.above,
@@ -105,9 +106,10 @@ class TokenLedger:
             kind=place.kind,
             tools=tuple(tools),
             waiting=n,
+            tokens=tuple(tokens),
+            text=text,
+            extends=extends,
         )
-        tokens, call.text, call.extends = self._rendered(place, messages, tools)
-        call.tokens = tuple(tokens)
         self._admit(call, max_new_tokens)
         self._calls += 1
         setattr(self._counts, call.kind, getattr(self._counts, call.kind) + 1)
@@ -158,11 +160,11 @@ class TokenLedger:
         if call.waiting < 1 or (max_new_tokens is not None and max_new_tokens < 1):
             raise Refused(what, why=f"n = {call.waiting}, max_new_tokens = {max_new_tokens}: at least one is sampled")
         self._tree.add(call)
-        load = self._tree.load()
+        load = self._tree.load
         left = self._max_tokens - load.tokens
         call.room = min(left // call.waiting, max_new_tokens or left)
-        call.held = call.room if max_new_tokens is not None else 0
         if load.branches <= self._max_branches and call.room >= 1:
+            self._tree.hold(call, call.room if max_new_tokens is not None else 0)
             return
         self._tree.remove(call)
         if load.branches > self._max_branches:
@@ -179,7 +181,7 @@ class TokenLedger:
             if said.trained and not (self._drift == "realign" and said.keys & kept):
                 said.trained = False
                 self._counts.dropped_tokens += len(said.what.tokens)
-        self._tree.prune()
+        self._tree.prune(list(calls_under(old)))
 
     def sampled(self, plan: PromptPlan, what: Sampled) -> Reply:
         """Record a completion; `plan.n` times at most (more than once: siblings).
@@ -193,7 +195,7 @@ class TokenLedger:
         if wrong := _wrong(what):
             raise Refused(f"a completion of call {call.number} of session {self._session}", why=wrong)
         # Its prompt is counted already, and what was held is for it.
-        taken = self._tree.load().tokens - call.held
+        taken = self._tree.load.tokens - call.held
         if count > call.room or taken + count > self._max_tokens:
             left = max(0, min(call.room, self._max_tokens - taken))
             raise Refused(
@@ -212,9 +214,7 @@ class TokenLedger:
         self._replies += 1
         name = f"{self._session}-{self._replies}"
         said = Said(name, self._replies, call, what, {message_key(message)}, dict(message), spelled)
-        call.said.append(said)
-        call.waiting -= 1
-        self._tree.said[said.id] = said
+        self._tree.answer(said)
         called = parsed.calls and what.finish_reason == "stop"
         return Reply(said.id, message, "tool_calls" if called else what.finish_reason, text)
 
@@ -251,11 +251,11 @@ class TokenLedger:
         if call is None or call.abandoned:
             return
         self._counts.abandoned += 1
-        call.abandoned, call.waiting = True, 0
+        self._tree.give_up(call)
         for said in call.said:
             self._counts.abandoned_tokens += len(said.what.tokens) if said.trained else 0
             said.trained = False
-        self._tree.prune()
+        self._tree.prune([call])
 
     def conversation(self, response: str) -> list[Message]:
         """The messages up to and with a reply, to which new ones can be added for `prompt(..., previous=response)`.

@@ -6,7 +6,7 @@ that are new, and its completions go on from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,7 @@ class Said:
         keys: of its message as the caller was told, and as callers who named it sent it back. message: as told.
         text: its tokens spelled, stop token and all.
         trained: its tokens count.
-        calls: those that go on from it in the conversation.
+        calls: those that go on from it in the conversation. extended: how many of them go on behind its tokens.
     """
 
     id: str
@@ -36,6 +36,7 @@ class Said:
     text: str
     trained: bool = True
     calls: list[Call] = field(default_factory=list)
+    extended: int = 0
 
     @property
     def end(self) -> int:
@@ -54,8 +55,10 @@ class Call:
 
     Attributes:
         above: the completion that its conversation goes on from. extends: its tokens do, too; else they begin anew.
-        keys, messages: what is new. depth: keys before.
+        keys, messages: what is new.
         tokens, text: what was rendered for it, behind that of `above` or alone.
+        start, depth: tokens and keys before its own. A conversation may be as long as it likes: they are not summed up
+            along it.
         tools: all of them. waiting: completions that may still come. room: tokens of each. held: of each, kept in the
             budget.
         abandoned: it was given up.
@@ -75,6 +78,12 @@ class Call:
     held: int = 0
     abandoned: bool = False
     said: list[Said] = field(default_factory=list)
+    start: int = 0
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        self.depth = 0 if self.above is None else self.above.depth
+        self.start = 0 if self.base is None else self.base.end
 
     @property
     def base(self) -> Said | None:
@@ -82,19 +91,14 @@ class Call:
         return self.above if self.extends else None
 
     @property
-    def start(self) -> int:
-        """Tokens before its own."""
-        return 0 if self.base is None else self.base.end
-
-    @property
     def end(self) -> int:
         """Tokens of the whole prompt."""
         return self.start + len(self.tokens)
 
     @property
-    def depth(self) -> int:
-        """Keys before its own."""
-        return 0 if self.above is None else self.above.depth
+    def each(self) -> int:
+        """Tokens that a completion still to come counts with."""
+        return self.end + self.held
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -119,12 +123,19 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Tree:
-    """All that a session still has. Bounded by who adds to it."""
+    """All that a session still has. Bounded by who adds to it.
+
+    Attributes:
+        first: calls that begin a conversation. calls: all, by number. said: all completions, by id.
+        load: branches, and the tokens of all of them; completions that are still to come count with what is held for
+            them.
+    """
 
     def __init__(self) -> None:
         self.first: list[Call] = []
         self.calls: dict[int, Call] = {}
         self.said: dict[str, Said] = {}
+        self.load = Load(0, 0)
 
     def below(self, said: Said | None) -> list[Call]:
         """The calls that go on from a completion, or that begin a conversation."""
@@ -134,30 +145,59 @@ class Tree:
         """A call is there."""
         self.calls[call.number] = call
         self.below(call.above).append(call)
+        if call.base is not None:
+            call.base.extended += 1
+            if call.base.extended == 1:
+                self._count(-1, call.base.end)
+        self._count(call.waiting, call.each)
 
     def remove(self, call: Call) -> None:
         """It never was; nothing may go on from it."""
+        self._count(-call.waiting, call.each)
+        if call.base is not None:
+            call.base.extended -= 1
+            if call.base.extended == 0:
+                self._count(1, call.base.end)
         del self.calls[call.number]
         self.below(call.above).remove(call)
 
-    def prune(self) -> None:
-        """Forget completions that are not trained, and calls that are over without any, where nothing goes on."""
-        for call in sorted(self.calls.values(), key=lambda one: -one.number):
-            for said in [said for said in call.said if not said.trained and not said.calls]:
-                call.said.remove(said)
-                del self.said[said.id]
-            if not call.waiting and not call.said:
-                self.remove(call)
+    def hold(self, call: Call, tokens: int) -> None:
+        """Keep so many for each of its completions."""
+        self._count(-call.waiting, call.each)
+        call.held = tokens
+        self._count(call.waiting, call.each)
 
-    def load(self) -> Load:
-        """What it all comes to; completions that are still to come count with what is held for them."""
-        branches = tokens = 0
-        for call in self.calls.values():
-            branches += call.waiting
-            tokens += call.waiting * (call.end + call.held)
-            ends = [said.end for said in call.said if not any(one.extends for one in said.calls)]
-            branches, tokens = branches + len(ends), tokens + sum(ends)
-        return Load(branches, tokens)
+    def answer(self, said: Said) -> None:
+        """One of a call's completions is there."""
+        self._count(-1, said.call.each)
+        said.call.waiting -= 1
+        said.call.said.append(said)
+        self.said[said.id] = said
+        self._count(1, said.end)
+
+    def give_up(self, call: Call) -> None:
+        """What still was to come of a call does not."""
+        self._count(-call.waiting, call.each)
+        call.abandoned, call.waiting = True, 0
+
+    def prune(self, calls: Iterable[Call]) -> None:
+        """Forget completions that are not trained, and calls that are over without any, where nothing goes on: of these
+        calls and those above them."""
+        for one in sorted(calls, key=lambda one: -one.number):
+            call: Call | None = one
+            while call is not None and call.number in self.calls:
+                for said in [said for said in call.said if not said.trained and not said.calls]:
+                    call.said.remove(said)
+                    del self.said[said.id]
+                    self._count(-1, said.end)
+                if call.waiting or call.said:
+                    break
+                self.remove(call)
+                call = None if call.above is None else call.above.call
+
+    def _count(self, branches: int, tokens: int) -> None:
+        """So many branches of so many tokens each come to what there is."""
+        self.load = Load(self.load.branches + branches, self.load.tokens + branches * tokens)
 
     def place(self, keys: Sequence[Key], previous: Said | None) -> Place:
         """Where a conversation belongs; `previous`: what the caller says that it goes on from."""
@@ -232,13 +272,19 @@ def token_chain(said: Said | None) -> list[Said]:
     return found[::-1]
 
 
-def under(call: Call) -> Iterator[Said]:
-    """The completions of a call and of all that goes on from it."""
+def calls_under(call: Call) -> Iterator[Call]:
+    """A call and all that goes on from it."""
     ahead = [call]
     while ahead:
-        for said in ahead.pop().said:
-            yield said
+        one = ahead.pop()
+        yield one
+        for said in one.said:
             ahead += said.calls
+
+
+def under(call: Call) -> Iterator[Said]:
+    """The completions of a call and of all that goes on from it."""
+    return (said for one in calls_under(call) for said in one.said)
 
 
 def _last_of(said: Said, above: Said | None) -> Call | None:

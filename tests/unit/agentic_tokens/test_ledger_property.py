@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.roles.agentic.tokens import ChatTemplate, Drift, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.tree import Load
 from relax_rt.transport.queue.api import VersionSpan
 
 WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<b>", '{"a": 1}', "<tool", "x" * 30])
@@ -138,6 +139,20 @@ class Session:
         self.views = [view for view in self.views if view.of is not plan]
 
 
+def counted(book: TokenLedger) -> Load:
+    """What a session comes to, added up anew."""
+    tree, ends = book._tree, []
+    for call in tree.calls.values():
+        before, above = 0, call.base
+        while above is not None:
+            before += len(above.what.tokens) + len(above.call.tokens)
+            above = above.call.base
+        prompt = before + len(call.tokens)
+        ends += [prompt + call.held] * call.waiting
+        ends += [prompt + len(s.what.tokens) for s in call.said if not any(one.extends for one in s.calls)]
+    return Load(len(ends), sum(ends))
+
+
 def check(session: Session) -> None:
     """Each completion is trained once, where it stands behind the tokens that it was sampled on."""
     seen: list[str] = []
@@ -157,6 +172,7 @@ def check(session: Session) -> None:
         assert got == versions
         ends = [turn.end for turn in branch.turns]
         assert [turn.start for turn in branch.turns] == [0, *ends[:-1]] and ends[-1] == len(branch.tokens)
+    assert session.book._tree.load == counted(session.book)
     missing = {name: what for name, (_, what) in session.record.items() if what.tokens and name not in seen}
     assert len(set(seen)) == len(seen)
     assert sum(len(what.tokens) for what in missing.values()) == session.book.episode().counts.dropped_tokens

@@ -1,0 +1,61 @@
+"""Sessions of any length: nothing goes through all turns by calling itself, and what there is need not be added up."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+from chat_fixtures import says, tiny, user
+
+from relax_rt.roles.agentic.tokens import ChatTemplate, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.tree import Call, Load, Said, Tree, calls_under, chain, token_chain
+from relax_rt.transport.queue.api import VersionSpan
+
+TURNS = 3000
+WHAT = Sampled((7, 8), (-1.0, -2.0), (VersionSpan(0, 2, 1, 1),), "stop")
+
+
+def grown(tree: Tree, turns: int) -> Said:
+    """A conversation of so many turns, three tokens rendered and two sampled in each."""
+    said: Said | None = None
+    for number in range(turns):
+        message = {"role": "user", "content": str(number)}
+        key = ("user", str(number))
+        call = Call(number, said, (key,), (message,), "continuation", (), 1, tokens=(1, 2, 3), extends=said is not None)
+        tree.add(call)
+        said = Said(f"s-{number}", number, call, WHAT, {("assistant", str(number))}, {"role": "assistant"}, "x")
+        tree.answer(said)
+    assert said is not None
+    return said
+
+
+def test_a_conversation_may_be_longer_than_the_stack() -> None:
+    tree = Tree()
+    last = grown(tree, TURNS)
+    assert 2 * sys.getrecursionlimit() < TURNS
+    assert (last.end, last.depth) == (5 * TURNS, 2 * TURNS)
+    assert tree.load == Load(1, 5 * TURNS)
+    assert len(chain(last)) == len(token_chain(last)) == TURNS
+    first = tree.first[0]
+    # Given up as a whole: nothing is left of it.
+    for call in list(calls_under(first)):
+        tree.give_up(call)
+        for said in call.said:
+            said.trained = False
+    tree.prune(list(calls_under(first)))
+    assert (tree.calls, tree.said, tree.first, tree.load) == ({}, {}, [], Load(0, 0))
+
+
+def test_a_session_of_many_turns() -> None:
+    chat = ChatTemplate(tiny())
+    book = TokenLedger(chat, max_tokens=1 << 20)
+    messages, last = [user("a")], ""
+    lengths = []
+    for _ in range(360):
+        plan = book.prompt(messages, previous=last or None, max_new_tokens=4)
+        reply = book.sampled(plan, says(chat, "b"))
+        last = reply.id
+        messages += [reply.message, user("c")]
+        lengths.append(len(plan.tokens))
+    (branch,) = book.episode().branches
+    assert sum(branch.loss_mask) == 360 * 2 and len({b - a for a, b in pairwise(lengths)}) == 1
