@@ -29,6 +29,7 @@ BEAT_S = 0.5
 CHUNK_TOKENS = 8
 MOST_REQUESTS = 64
 MAX_TOKENS = 1 << 20
+MOST_ROW_BYTES = 32 << 20
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
@@ -46,6 +47,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         max_new_tokens: of the whole completion, what there is already included.
         stop_ids: one of these ends it.
         tokens, logprobs, versions: what another engine has made of the completion: it is gone on with behind that.
+        routing: routing rows are wanted (see engines.routing); rows: those of `tokens`.
         allowed: policy versions that the caller takes, the committed one last; a newer one than that will do too.
         chunk_tokens: a piece has about so many.
         left_s: after that the sequence is ended, seconds.
@@ -59,6 +61,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens = []
     logprobs: Annotated[list[Finite], msgspec.Meta(max_length=MAX_TOKENS)] = []
     versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
+    routing: bool = False
+    rows: Annotated[bytes, msgspec.Meta(max_length=MOST_ROW_BYTES)] = b""
     allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS
     left_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
@@ -89,6 +93,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         finish_reason: stop, length or abort, with its last piece.
         turned_away: why the sequence was not begun, or is not gone on with here; then it is the last piece.
         report: how the engine does.
+        routing: a routing row for each of `tokens`, if they are wanted. prompt_routing: those of the prompt, with the
+            first tokens that this engine makes.
     """
 
     start: int = 0
@@ -98,6 +104,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: str = ""
     turned_away: TurnedAway = ""
     report: EngineReport
+    routing: bytes = b""
+    prompt_routing: bytes = b""
 
 
 class Generation(Protocol):
@@ -144,6 +152,8 @@ class _Open:
             versions=[span for chunk in chunks for span in chunk.versions],
             finish_reason=chunks[-1].finish_reason,
             report=report,
+            routing=b"".join(chunk.routing for chunk in chunks),
+            prompt_routing=next((chunk.prompt_routing for chunk in chunks if chunk.prompt_routing), b""),
         )
 
 
@@ -274,7 +284,8 @@ class GenerationService:
 
 
 def _request(number: int, order: Order) -> GroupRequest:
-    partial = Partial(tuple(order.tokens), tuple(order.logprobs), tuple(order.versions)) if order.tokens else None
+    had = (tuple(order.tokens), tuple(order.logprobs), tuple(order.versions), order.rows)
+    partial = Partial(*had) if order.tokens else None
     return GroupRequest(
         id=number,
         prompt=tuple(order.prompt),
@@ -284,6 +295,7 @@ def _request(number: int, order: Order) -> GroupRequest:
         stop_ids=frozenset(order.stop_ids),
         partials=(partial,),
         chunk_tokens=order.chunk_tokens,
+        routing=order.routing,
     )
 
 

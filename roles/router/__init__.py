@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relax_rt.roles.router.core import Limits
+from relax_rt.roles.router.core import Limits, RouterFull
 from relax_rt.roles.router.requests import Outcome, Wanted
-from relax_rt.roles.router.router import NotGenerated, Router
+from relax_rt.roles.router.router import NotGenerated, Router, RouterEnded
 
-__all__ = ["Limits", "NotGenerated", "Outcome", "Router", "Wanted"]
+__all__ = ["Limits", "NotGenerated", "Outcome", "Router", "RouterEnded", "RouterFull", "Wanted"]

@@ -54,14 +54,20 @@ class Close(msgspec.Struct, frozen=True):
     place: Place
 
 
+class RouterFull(Refused):
+    """A router has as many requests at hand as it takes: later it may take this one."""
+
+
 class Deliver(msgspec.Struct, frozen=True):
-    """Tokens of a request, in order; each is delivered once."""
+    """Tokens of a request, in order; each is delivered once. `routing` and `prompt_routing` as in Piece, if wanted."""
 
     number: int
     start: int
     tokens: list[int]
     logprobs: list[float]
     versions: list[VersionSpan]
+    routing: bytes = b""
+    prompt_routing: bytes = b""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -103,7 +109,7 @@ class RouterCore:
         """A new request.
 
         Raises:
-            Refused: it asks for nothing, or too many are at hand.
+            Refused: it asks for nothing. RouterFull: too many are at hand.
         """
         if not wanted.prompt or wanted.max_new_tokens < 1 or wanted.timeout_s <= 0 or wanted.lag < 0:
             raise Refused(
@@ -111,7 +117,7 @@ class RouterCore:
                 why="a prompt, at least one token, some time and a lag that is not negative are needed",
             )
         if len(self.lives) >= self.limits.requests:
-            raise Refused(
+            raise RouterFull(
                 "a request", why=f"{len(self.lives)} are at hand, the router's bound", hint="send fewer at a time"
             )
         self._numbers += 1
@@ -153,7 +159,8 @@ class RouterCore:
             return self._done(now)
         if piece.tokens:
             self.counts["tokens"] += len(piece.tokens)
-            self._actions.append(Deliver(number, before, piece.tokens, piece.logprobs, piece.versions))
+            rows, prompt = (piece.routing, piece.prompt_routing) if life.wanted.routing else (b"", b"")
+            self._actions.append(Deliver(number, before, piece.tokens, piece.logprobs, piece.versions, rows, prompt))
         if life.outcome is not None:
             self.fleet.left(place.slot, place.epoch)
             self._end(life)
@@ -201,10 +208,11 @@ class RouterCore:
         """Time has passed: to be called every now and then."""
         self.fleet.tick(now)
         for life in [life for life in self.lives.values() if now >= life.deadline]:
+            slow = life.place is not None and bool(life.tokens) and not life.waiting_on
             self._leave(life)
             if life.number in self._waiting:
                 life.waiting_on = self._why_nowhere(life.wanted.lag)
-            life.expire()
+            life.expire(slow=slow)
             self._end(life)
         for life in list(self.lives.values()):
             if (place := life.place) is not None and now - life.heard_at > self.limits.silent_s:
@@ -287,6 +295,8 @@ class RouterCore:
             tokens=list(life.tokens),
             logprobs=list(life.logprobs),
             versions=list(life.versions),
+            routing=wanted.routing,
+            rows=bytes(life.routing),
             allowed=list(self.fleet.allowed(wanted.lag)),
             chunk_tokens=wanted.chunk_tokens,
             left_s=max(0.0, life.deadline - now),

@@ -20,7 +20,7 @@ from relax_rt.transport.queue.api import VersionSpan
 OF_ONE = 3
 """How often each of as many engines as may be lost with a request may be lost: connections end without a death too."""
 
-Kind = Literal["done", "cancelled", "late", "failed"]
+Kind = Literal["done", "cancelled", "late", "failed", "refused"]
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +36,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         prefix: the same for those whose prompts begin alike.
         expected_tokens: length that it will probably have; 0: max_new_tokens.
         chunk_tokens: tokens of a piece, about.
+        routing: routing rows are wanted, which only engines have that were started for them.
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +50,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     prefix: bool = False
     expected_tokens: int = 0
     chunk_tokens: int = 8
+    routing: bool = False
 
     def __post_init__(self) -> None:
         """Refused here, for no engine would take it: a vocabulary is only known there."""
@@ -64,11 +66,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request; each has one.
 
     Attributes:
-        kind: done; cancelled by its owner; late: its deadline came; failed: too many engines were lost with it.
+        kind: done; cancelled by its owner; late: its deadline came; failed: too many engines were lost with it;
+            refused: an engine says that none could ever do it.
         finish_reason: stop or length, if it is done.
         tokens, logprobs, versions: what was made, also if it is not done; versions over positions of the completion.
         engines: incarnations that worked on it, in turn, as ``rollout/0#3``.
         why: of an outcome that is not done.
+        slow: it is late although an engine was making its tokens: it lacks time, not an engine.
+        routing: a routing row for each token, if they were wanted. prompt_routing: those of the positions before the
+            prompt's last.
     """
 
     kind: Kind
@@ -78,6 +84,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[VersionSpan] = []
     engines: list[str] = []
     why: str = ""
+    slow: bool = False
+    routing: bytes = b""
+    prompt_routing: bytes = b""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -98,6 +107,8 @@ class Life:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []
+        self.routing = bytearray()
+        self.prompt_routing = b""
         self.place: Place | None = None
         self.heard_at = now
         self.outcome: Outcome | None = None
@@ -147,6 +158,9 @@ class Life:
             self.logprobs += piece.logprobs
             for span in piece.versions:
                 extend_spans(self.versions, span)
+            if self.wanted.routing:
+                self.routing += piece.routing
+                self.prompt_routing = piece.prompt_routing or self.prompt_routing
             self.waiting_on = ""
         if piece.report.waiting_on:
             self.waiting_on = f"{self.place.slot}: {piece.report.waiting_on}"
@@ -176,6 +190,16 @@ class Life:
             return f"it ended with token {last}, which is none to stop at"
         if piece.finish_reason == "length" and n != self.left:
             return f"it ended at its length with {have + n} tokens of {self.wanted.max_new_tokens}"
+        return self._wrong_rows(piece) if n and self.wanted.routing else ""
+
+    def _wrong_rows(self, piece: Piece) -> str:
+        """Why its routing rows cannot be those of its tokens, of which it has some."""
+        row, rest = divmod(len(piece.routing), len(piece.tokens))
+        if not row or rest or row * len(self.tokens) != len(self.routing):
+            return f"{len(piece.tokens)} tokens with {len(piece.routing)} bytes of routing rows"
+        prompt = len(piece.prompt_routing)
+        if (prompt or not self.tokens) and prompt != (len(self.wanted.prompt) - 1) * row:
+            return f"a prompt of {len(self.wanted.prompt)} with {prompt} bytes of rows of {row}"
         return ""
 
     def lose(self, why: str) -> None:
@@ -194,18 +218,20 @@ class Life:
 
     def refuse(self, why: str) -> None:
         """An engine says that it can never be done."""
-        self._end("failed", why=why)
+        self._end("refused", why=why)
 
     def cancel(self) -> None:
         """Its owner wants it no more."""
         self._end("cancelled", why="cancelled by its caller")
 
-    def expire(self) -> None:
-        """Its deadline has come."""
+    def expire(self, *, slow: bool = False) -> None:
+        """Its deadline has come; `slow`: while an engine was making its tokens."""
         last = f"; it waited for {self.waiting_on}" if self.waiting_on else ""
-        self._end("late", why=f"not finished in {self.wanted.timeout_s:g} s, {len(self.tokens)} tokens made{last}")
+        self._end(
+            "late", why=f"not finished in {self.wanted.timeout_s:g} s, {len(self.tokens)} tokens made{last}", slow=slow
+        )
 
-    def _end(self, kind: Kind, *, finish_reason: str = "", why: str = "") -> None:
+    def _end(self, kind: Kind, *, finish_reason: str = "", why: str = "", slow: bool = False) -> None:
         assert self.outcome is None
         self.outcome = Outcome(
             kind=kind,
@@ -215,5 +241,8 @@ class Life:
             versions=self.versions,
             engines=self.engines,
             why=why,
+            slow=slow,
+            routing=bytes(self.routing),
+            prompt_routing=self.prompt_routing,
         )
         self.waiting_on = ""

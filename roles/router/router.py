@@ -46,6 +46,10 @@ class NotGenerated(RelaxError):
     outcome: Outcome
 
 
+class RouterEnded(Refused):
+    """A router can go on no more, whatever it is asked: a new one is needed."""
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """An engine as the router sees it; `lag` is -1 if its version is not known."""
 
@@ -63,7 +67,7 @@ class RouterStatistics(msgspec.Struct, frozen=True):
     """Numbers of a router since it was made; running, waiting and engines are of this moment.
 
     Attributes:
-        counts: submitted, done, cancelled, late, failed; sent, lost, continued (sent on with tokens), tokens,
+        counts: submitted, done, cancelled, late, failed, refused; sent, lost, continued (sent on with tokens), tokens,
             tokens_kept (those sent on), turned_away_stale and the like.
         sent: sequences sent to each slot.
         waiting_on: what requests wait for, and how many.
@@ -128,7 +132,8 @@ class Router:
 
         Raises:
             NotGenerated: it is late, too many engines were lost with it, or no engine could ever do it.
-            Refused: it asks for nothing, or the router has too many at hand, or can go on no more.
+            Refused: it asks for nothing. RouterFull: the router has too many at hand. RouterEnded: it can go on no
+                more.
         """
         number, caller = self._submit(wanted, streams=False)
         try:
@@ -290,8 +295,8 @@ class Router:
             if caller.parts is not None:
                 caller.parts.put_nowait(None)
 
-    def _at_an_end(self) -> Refused:
-        return Refused("a request to the router", why=self._broken, hint="see the log; make a new router")
+    def _at_an_end(self) -> RouterEnded:
+        return RouterEnded("a request to the router", why=self._broken, hint="see the log; make a new router")
 
     async def _tick(self) -> None:
         while True:
@@ -332,5 +337,6 @@ def _done(outcome: Outcome) -> Outcome:
 
 _HINTS = {
     "late": "see router.statistics() for the engines; allow a lag, or more time",
+    "refused": "ask for what its engines can do",
     "failed": "the request itself may be what ends engines: see their logs, `relax-rt why`",
 }

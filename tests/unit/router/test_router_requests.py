@@ -162,3 +162,36 @@ def test_what_no_engine_samples_with_is_refused_before_one_sees_it(change: dict[
     if wire["seed"] != 1 << 64:  # msgpack has no such number
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(wire, Order)
+
+
+def test_what_no_engine_takes_and_what_only_lacks_time_are_told_apart() -> None:
+    wanted = Wanted(prompt=(1,), max_new_tokens=4, timeout_s=2.0)
+    refused, slow, waiting = (Life(1, wanted, 0.0, LOSSES) for _ in range(3))
+    refused.refuse("its context is 8 tokens")
+    slow.expire(slow=True)
+    waiting.expire()
+    ends = [life.outcome for life in (refused, slow, waiting) if life.outcome is not None]
+    assert [(end.kind, end.slow) for end in ends] == [("refused", False), ("late", True), ("late", False)]
+
+
+def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_goes_on() -> None:
+    life = Life(1, Wanted(prompt=(1, 2, 3), max_new_tokens=4, routing=True), 0.0, LOSSES)
+    life.send(0.0, "rollout/0", 1)
+    prompt = {"prompt_routing": b"ppqq"}
+    for wrong in (
+        {},
+        {"routing": b"abcd"},
+        {"routing": b"abc", **prompt},
+        {"routing": b"abcd", "prompt_routing": b"p"},
+    ):
+        assert "bytes of" in life.add(0.0, piece(0, [5, 6], **wrong))
+    assert life.tokens == []
+    assert life.add(0.0, piece(0, [5, 6], routing=b"aabb", **prompt)) == ""
+    assert life.add(0.0, piece(2, [])) == ""
+    life.give_back("it stops")
+    life.send(0.0, "rollout/1", 1)
+    assert "routing rows" in life.add(0.0, piece(2, [7], routing=b"c"))
+    # The second engine computed the prompt anew: the rows of tokens stay, those of the prompt are of who ended it.
+    assert life.add(0.0, piece(2, [7, 8], routing=b"ccdd", finish_reason="length", prompt_routing=b"PPQQ")) == ""
+    assert life.outcome is not None
+    assert (life.outcome.routing, life.outcome.prompt_routing) == (b"aabbccdd", b"PPQQ")
