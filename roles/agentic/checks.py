@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.agentic.program_checks import check_program
+from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.sections import RLConfig
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from relax_rt.roles.agentic.loading import Factory
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
-PLACE: KeyPath = ("roles", "env")
+TEXT_ALONE = "the model, its engines and its trainer take text alone"
+HINT = "show text: gymnasium's adapter without pixels, or a description of what is there"
 OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
 """Roles that have nothing to do where episodes are played."""
@@ -35,6 +38,8 @@ def check_environment(config: RLConfig) -> Iterator[Problem]:
     if table.count < 1:
         yield Problem((*PLACE, "count"), "nobody plays the episodes", "at least 1, or no [roles.env]")
     yield from _replaced(config)
+    yield from check_program(config, table)
+    yield from check_rewards(config)
     yield from _tasks(config, table)
     if config.sampling.max_new_tokens >= table.max_tokens:
         reply = config.sampling.max_new_tokens
@@ -53,8 +58,8 @@ def check_environment(config: RLConfig) -> Iterator[Problem]:
 
 def _replaced(config: RLConfig) -> Iterator[Problem]:
     if config.reward.function or config.reward.components:
-        message = "the environment gives the rewards: [reward] has no effect"
-        yield Problem(("reward",), message, "leave it out; reward in the environment's step", at="key")
+        message = "the environment gives the rewards: function and components of [reward] have no effect"
+        yield Problem(("reward",), message, "rewards beside its own are roles.env.rewards = [...]", at="key")
     for kind, why in REPLACED.items():
         role = config.roles.get(kind)
         if isinstance(role, RoleSettings) and role.count and role.target is None:
@@ -111,16 +116,42 @@ def preflight_environment(
     if table.workers and not factory.blocking:
         message = f"{table.environment} is async, so that it is played in the role's own process"
         yield Problem((*PLACE, "workers"), message, "leave it out, or raise count for more processes")
-    if tokenizer is not None and not factory.plays:
-        yield from _begin_one(config, table, factory, tokenizer)
+    if config.algorithm.group_size % factory.seats:
+        message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
+        yield Problem(("algorithm", "group_size"), f"{message}{config.algorithm.group_size}", "a multiple of the seats")
+    if tokenizer is not None:
+        if not factory.plays:
+            yield from _begin_one(config, table, factory, tokenizer)
+        yield from _try_rewards(config, table, config_dir, tokenizer)
+
+
+def _try_rewards(config: RLConfig, table: EnvSettings, config_dir: Path, tokenizer: ChatTokenizer) -> Iterator[Problem]:
+    """The rewards beside the environment's own, called on replies to the first held-out task."""
+    from relax_rt.roles.agentic.tasks import first_task
+    from relax_rt.roles.rewards.dry_run import dry_run, task_of
+
+    rewards = reward_table(config)
+    if rewards is None:
+        return
+    try:
+        items = [first_task(config, table, tokenizer)]
+    except RelaxError as error:
+        yield _problem(error)
+        return
+    yield from dry_run(rewards, config_dir, items, task_of(config.data), PLACE, KEY, {"reward": 0.5})
 
 
 def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
-    from relax_rt.roles.agentic.interface import conversation
+    from relax_rt.roles.agentic.interface import conversation, media
     from relax_rt.roles.agentic.tokens import ChatTemplate
 
     try:
         seen = asyncio.run(_observe(config, table, factory, tokenizer))
+        if kind := media(conversation(seen.messages)):
+            yield Problem(
+                (*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {TEXT_ALONE}", HINT
+            )
+            return
         tokens = ChatTemplate(tokenizer).render(conversation(seen.messages), seen.tools)
     except RelaxError as error:
         yield _problem(error)
@@ -138,7 +169,7 @@ async def _observe(config: RLConfig, table: EnvSettings, factory: Factory, token
     """
     from relax_rt.roles.agentic.frames import Spec
     from relax_rt.roles.agentic.interface import Observation
-    from relax_rt.roles.agentic.pool import Pool
+    from relax_rt.roles.agentic.pool import Pool, limits_of
     from relax_rt.roles.agentic.tasks import first_task
     from relax_rt.roles.rewards.loader import user_line
 
@@ -146,7 +177,7 @@ async def _observe(config: RLConfig, table: EnvSettings, factory: Factory, token
     environment: Any
     if factory.blocking:
         spec = Spec(table.environment, table.options, config.config_dir)
-        async with Pool(spec, 1, table.turn_timeout_s) as pool:
+        async with Pool(spec, 1, table.turn_timeout_s, limits_of(table)) as pool:
             environment = await pool.environment("the first held-out task")
             found = await environment.reset(task)
             await environment.close()

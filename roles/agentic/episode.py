@@ -20,14 +20,16 @@ from relax_rt.roles.agentic.interface import (
     Step,
     Task,
     conversation,
+    media,
 )
 from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
 from relax_rt.roles.rewards.loader import user_line
-from relax_rt.roles.router.requests import Outcome, Wanted
+from relax_rt.roles.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
 from relax_rt.transport.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
+    from relax_rt.roles.agentic.kept import Replies
     from relax_rt.roles.agentic.loading import Factory
 
 T = TypeVar("T")
@@ -35,6 +37,8 @@ T = TypeVar("T")
 Generate = Callable[[Wanted], Awaitable[Outcome]]
 FLOAT32_MAX = 3.4028234e38
 CLOSE_S = 5.0
+ROOM_S = 0.1
+"""After that a router that had no room is asked again."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,12 +51,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How replies are sampled. `session` keeps an episode with one engine."""
+    """How replies are sampled. `session` keeps an episode with one engine; routing: with routing rows."""
 
     seed: int
     temperature: float
     stop_ids: frozenset[int]
     session: str
+    routing: bool = False
+
+
+class NotMade(RelaxError):
+    """The engines could not make a reply, and would not if they were asked again: none takes it, too many were lost
+    with it, or the episode's time is too short for it."""
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +71,11 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         episode: what was sampled.
         rewards: of each reply, by its id. states: what the policy saw before each, if the environment says.
-        truncated: why it was cut (turns, tokens), or empty.
+        truncated: why it was cut (turns, tokens, environment), or empty.
         turns: replies. cut: how many of them had their length cut.
         info: what the environment reports.
+        parts: of the reward, by name, where there is more than the environment's; `episode` is all of it.
+        output: what the program printed, where one played.
     """
 
     episode: Episode
@@ -73,6 +85,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     cut: int
     info: dict[str, float]
+    parts: dict[str, float] = {}
+    output: str | None = None
 
     @property
     def reward(self) -> float:
@@ -84,7 +98,7 @@ class Talk:
     """The policy's side of one episode; implements Chat.
 
     Args:
-        generate: has a reply sampled; raises RelaxError if it cannot be.
+        generate: has a reply sampled, as `Router.generate`.
         lag: publications that an engine may be behind for the next reply, given the oldest version in the episode (0:
             none yet).
     """
@@ -111,6 +125,12 @@ class Talk:
         self._oldest = 0
         self.last = ""
         """Id of the last reply."""
+        self.trouble: RelaxError | None = None
+        """Why the episode cannot be played to its end, whatever its environment makes of that."""
+        self.kept: Replies | None = None
+        """What was said when the episode was played before."""
+        self._open: set[asyncio.Task[Any]] = set()
+        self._ended = False
 
     async def say(
         self,
@@ -118,34 +138,53 @@ class Talk:
         tools: Sequence[dict[str, Any]] | None = None,
         *,
         state: str | None = None,
-        previous: str = "",
+        previous: Reply | str = "",
     ) -> Reply:
         """See Chat.say.
 
         Args:
             state: what the policy sees, as the environment names it.
-            previous: id of the reply that this goes on from; else that is found by what was said.
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up.
             Refused: the chat template takes no such conversation.
-            Lost: the engines did not answer within the episode's time.
+            Lost: the engines did not answer within the episode's time. NotMade: they never would.
+            RouterEnded: there is no way to the engines any more.
         """
+        if self._ended:
+            raise EpisodeOver("the episode has ended")
         if self.turns >= self._limits.max_turns:
             raise self._cut("turns")
         self.turns += 1
         turn = self.turns
-        plan = self._plan(messages, tools or (), previous)
+        plan = self._plan(messages, tools or (), _id(previous))
         self.doing = f"waits for tokens of reply {turn}"
         try:
-            outcome = await self._sampled(plan, turn)
-        except BaseException:
+            outcome = self.kept.take(turn, plan.tokens) if self.kept is not None else None
+            if outcome is None:
+                outcome = await self._sampled(plan, turn)
+                if self.kept is not None:
+                    self.kept.add(turn, plan.tokens, outcome)
+        except BaseException as error:
             self.ledger.abandon(plan)
+            if isinstance(error, RelaxError):
+                self.trouble = self.trouble or error
             raise
+        return self._took(plan, outcome, state)
+
+    def _took(self, plan: PromptPlan, outcome: Outcome, state: str | None) -> Reply:
+        """A reply is there."""
         self._oldest = min([self._oldest or math.inf, *(span.kv_version for span in outcome.versions)])  # type: ignore[assignment]
         made = self.ledger.sampled(
             plan,
-            Sampled(tuple(outcome.tokens), tuple(outcome.logprobs), tuple(outcome.versions), outcome.finish_reason),
+            Sampled(
+                tuple(outcome.tokens),
+                tuple(outcome.logprobs),
+                tuple(outcome.versions),
+                outcome.finish_reason,
+                outcome.routing,
+                outcome.prompt_routing,
+            ),
         )
         self.last = made.id
         self.rewards[made.id] = 0.0
@@ -154,15 +193,25 @@ class Talk:
         self.cut += made.finish_reason == "length"
         self._told(len(outcome.tokens))
         text = made.message.get("content")
-        return Reply(
-            text=text if isinstance(text, str) else "", message=dict(made.message), finish_reason=made.finish_reason
-        )
+        words = text if isinstance(text, str) else ""
+        return Reply(text=words, message=dict(made.message), finish_reason=made.finish_reason, id=made.id)
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: float, reply: Reply | str = "") -> None:
         """See Chat.reward."""
-        if not self.last:
+        name = _id(reply) or self.last
+        if not name:
             raise ValueError("a reward before the first reply")
-        self.rewards[self.last] += checked(value)
+        if name not in self.rewards:
+            raise ValueError(f"a reward of reply {name!r:.80}, which this episode does not have")
+        self.rewards[name] += checked(value)
+
+    async def end(self) -> None:
+        """Give up the calls that are still open: whoever made them waits for them no more."""
+        self._ended = True
+        if tasks := self._open - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=CLOSE_S)
 
     def _plan(self, messages: list[Message], tools: Sequence[dict[str, Any]], previous: str) -> PromptPlan:
         most = self._limits.max_new_tokens
@@ -179,9 +228,34 @@ class Talk:
         return EpisodeOver(why)
 
     async def _sampled(self, plan: PromptPlan, turn: int) -> Outcome:
+        """Raises: Lost, NotMade, RouterEnded."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            while True:
+                try:
+                    return await self._generate(self._wanted(plan, turn))
+                except RouterFull as error:
+                    if time.monotonic() + ROOM_S >= self.ends_at:
+                        raise Lost(f"reply {turn}", why=str(error)) from error
+                    await asyncio.sleep(ROOM_S)
+        except (Lost, RouterEnded):
+            raise
+        except NotGenerated as error:
+            never = error.outcome.kind in ("refused", "failed") or error.outcome.slow
+            raise (NotMade if never else Lost)(f"reply {turn}", why=str(error)) from error
+        except Refused as error:
+            raise NotMade(f"reply {turn}", why=str(error)) from error
+        except RelaxError as error:
+            raise Lost(f"reply {turn}", why=str(error)) from error
+        finally:
+            self._open.discard(task)
+
+    def _wanted(self, plan: PromptPlan, turn: int) -> Wanted:
         sampling = self._sampling
         left_s = max(0.001, self.ends_at - time.monotonic())
-        wanted = Wanted(
+        return Wanted(
             prompt=plan.tokens,
             seed=turn_seed(sampling.seed, turn),
             temperature=sampling.temperature,
@@ -190,13 +264,12 @@ class Talk:
             timeout_s=left_s,
             lag=self._lag(self._oldest),
             session=sampling.session,
+            routing=sampling.routing,
         )
-        try:
-            return await self._generate(wanted)
-        except Refused:
-            raise
-        except RelaxError as error:
-            raise Lost(f"reply {turn}", why=str(error)) from error
+
+
+def _id(reply: Reply | str) -> str:
+    return reply.id if isinstance(reply, Reply) else reply
 
 
 def used_up(error: Refused) -> bool:
@@ -225,34 +298,55 @@ def checked(value: Any) -> float:
 
 
 async def play(factory: Factory, environment: Any, task: Task, talk: Talk, limits: Limits) -> Played:
-    """Play an episode to its end.
+    """Play an episode to its end; see `play_seats`."""
+    (played,) = await play_seats(factory, environment, task, [talk], limits)
+    return played
+
+
+async def play_seats(
+    factory: Factory, environment: Any, task: Task, talks: Sequence[Talk], limits: Limits
+) -> list[Played]:
+    """Play one game to its end, the policy in each of its seats: an episode for each.
 
     Args:
         environment: an Environment, here or in a worker; or the function, where the factory plays.
+        talks: the policy in each seat; a function has one.
 
     Raises:
         Stuck: the environment did not return in time. Broken: it raised an error, or returned nonsense.
-        Lost: the episode ended through no fault of its own.
+        Lost: the episode ended through no fault of its own. NotMade: the engines cannot make what it asks for.
+        RouterEnded: there is no way to the engines any more.
     """
     deadline = asyncio.timeout(limits.episode_timeout_s)
     try:
         async with deadline:
             try:
                 if factory.plays:
-                    info = await _play_function(environment, task, talk)
+                    info = await _play_function(environment, task, talks[0])
                 else:
-                    info = await _take_turns(environment, task, talk, limits)
+                    info = await _take_turns(environment, task, talks, limits)
             finally:
+                for talk in talks:
+                    await talk.end()
                 await _close(environment)
     except TimeoutError:
         if not deadline.expired():
             raise
         # Environments have deadlines of their own; a function that plays has only this one.
-        error = Stuck if factory.plays and not talk.doing.startswith("waits for tokens") else Lost
-        raise error(f"the episode {talk.doing}", why=f"not over within {limits.episode_timeout_s:g} s") from None
+        doing = talks[0].doing
+        error = Stuck if factory.plays and not doing.startswith("waits for tokens") else Lost
+        raise error(f"the episode {doing}", why=f"not over within {limits.episode_timeout_s:g} s") from None
+    return [
+        _played(talk, f"seat {seat} of the game" if len(talks) > 1 else "", info) for seat, talk in enumerate(talks)
+    ]
+
+
+def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
+    """What became of a seat; raises Broken if it has never said anything."""
     episode = talk.ledger.episode()
     if not episode.branches:
-        raise Broken("the episode", why="it ended before the policy had said anything")
+        why = f"it ended before {'that seat' if seat else 'the policy'} had said anything"
+        raise Broken(seat or "the episode", why=why)
     return Played(
         episode=episode,
         rewards=talk.rewards,
@@ -275,6 +369,8 @@ def _check(answer: Observation | Step, where: str) -> None:
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
         raise Broken(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
+    if kind := media(conversation(messages)):
+        raise Broken(where, why=f"its messages have a part of type {kind!r}, and the model takes text alone")
     if not isinstance(state, str | None):
         raise Broken(where, why=f"its state is {state!r:.80}, which is no text")
     try:
@@ -285,39 +381,65 @@ def _check(answer: Observation | Step, where: str) -> None:
         raise Broken(where, why=f"its info has numbers that are not finite: {answer.info!r:.80}")
 
 
-async def _take_turns(environment: Any, task: Task, talk: Talk, limits: Limits) -> dict[str, float]:
+async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limits: Limits) -> dict[str, float]:
     """The environment's loop; returns what it reports."""
     # In a worker a call has its deadline from when it is its turn.
     timeout_s = None if isinstance(environment, RemoteEnvironment) else limits.turn_timeout_s
-    talk.doing = "is in reset"
+    talks[0].doing = "is in reset"
     begun = await _within(lambda: environment.reset(task), timeout_s, "in reset")
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise Broken("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
     _check(seen, "in reset")
-    messages, tools, state = conversation(seen.messages), seen.tools, seen.state
+    histories: list[list[Message]] = [[] for _ in talks]
+    seat = _seat(seen.seat, 0, talks, "in reset")
+    histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
     info: dict[str, float] = {}
     while True:
+        talk = talks[seat]
         try:
-            reply = await talk.say(messages, tools, state=state, previous=talk.last)
+            reply = await talk.say(histories[seat], tools, state=state, previous=talk.last)
         except EpisodeOver:
             return info
+        except RouterEnded:
+            raise
         except Refused as error:
             raise Broken(f"before reply {talk.turns}", why=str(error)) from error
-        where = f"in step {talk.turns}"
+        where = f"in step {sum(one.turns for one in talks)}"
         talk.doing = f"is {where}"
         step = await _within(lambda: environment.step(reply), timeout_s, where)  # noqa: B023
         if not isinstance(step, Step):
             raise Broken(where, why=f"it returned {step!r:.80}, which is no Step")
         _check(step, where)
-        try:
-            talk.reward(0.0 if step.reward is None else step.reward)
-        except ValueError as error:
-            raise Broken(where, why=str(error)) from error
+        _give(step, seat, talks, where)
         info |= step.info
-        if step.done:
+        if step.truncated:
+            talk.over = "environment"
+        if step.done or step.truncated:
             return info
-        messages, state = [*messages, reply.message, *conversation(step.messages)], step.state
+        histories[seat] = [*histories[seat], reply.message]
+        seat = _seat(step.seat, seat, talks, where)
+        histories[seat], state = [*histories[seat], *conversation(step.messages)], step.state
+
+
+def _seat(named: int | None, now: int, talks: Sequence[Talk], where: str) -> int:
+    """Whose turn it is. Raises: Broken, if there is no such seat."""
+    seat = now if named is None else named
+    if not isinstance(seat, int) or not 0 <= seat < len(talks):
+        raise Broken(where, why=f"it names seat {seat!r:.40}, and the policy has {len(talks)}, numbered from 0")
+    return seat
+
+
+def _give(step: Step, seat: int, talks: Sequence[Talk], where: str) -> None:
+    """Reward the one who replied, and others as the step says; who has not replied yet has nothing to be rewarded."""
+    try:
+        talks[seat].reward(0.0 if step.reward is None else step.reward)
+        for other, value in dict(step.rewards).items():
+            talk = talks[_seat(other, seat, talks, where)]
+            if talk.last:
+                talk.reward(value)
+    except (TypeError, ValueError) as error:
+        raise Broken(where, why=str(error)) from error
 
 
 async def _play_function(function: Any, task: Task, talk: Talk) -> dict[str, float]:
@@ -326,13 +448,20 @@ async def _play_function(function: Any, task: Task, talk: Talk) -> dict[str, flo
         last = await function(task, talk)
         if last is not None:
             talk.reward(last)
-    except EpisodeOver:
-        return {}
-    except (Lost, Stuck, asyncio.CancelledError):
-        raise
     except Exception as error:
-        raise Broken("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+        if talk.trouble is None and not (talk.over and _only_over(error)):
+            raise Broken("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+    if talk.trouble is not None:
+        # Also where the function went on without the reply: its environment is not to blame, nor to be believed.
+        raise talk.trouble
     return {}
+
+
+def _only_over(error: Exception) -> bool:
+    """Whether it is EpisodeOver, or a group of nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(EpisodeOver)[1] is None
+    return isinstance(error, EpisodeOver)
 
 
 async def _within(call: Callable[[], Any], seconds: float | None, where: str) -> Any:

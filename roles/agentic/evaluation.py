@@ -7,10 +7,10 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.role import RoleContext
-from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.episode import NotMade, Played
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
@@ -19,6 +19,7 @@ from relax_rt.roles.evaluation import Z95, difference, wilson
 from relax_rt.roles.evaluation_branch import Branch
 from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation_sets import MAIN, courses
+from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
+LOST: Literal["lost"] = "lost"
+"""In the place of an episode that could not be played, which says nothing about the policy."""
 
 
 class HeldOut:
@@ -58,7 +61,11 @@ class HeldOut:
         return self.course.when(record.step, record.version)
 
     async def evaluate(self, record: VersionRecord, when: str) -> None:
-        """Play them with the newest weights, which are these or newer ones, and record how it went."""
+        """Play them with the newest weights, which are these or newer ones, and record how it went.
+
+        Raises:
+            RelaxError: not one of them could be played.
+        """
         recipe, began = self.course.recipe, time.monotonic()
         tasks = self._tasks.held_out(recipe.count(when))
         about = {"set": MAIN, "when": when, "step": record.step, "version": record.version}
@@ -66,15 +73,19 @@ class HeldOut:
         found = await asyncio.gather(
             *(self._episode(task, sample) for task in tasks for sample in range(recipe.samples))
         )
-        scores = scored(found, len(tasks), recipe.samples, self._success, self.course.before)
+        if found and all(one == LOST for one in found):
+            why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_made say why"
+            hint = "see the engines: `relax-rt why`; they are played again"
+            raise RelaxError(f"{len(found)} held-out episodes, {when}", why=why, hint=hint)
+        scores = scored(found, recipe.samples, self._success, self.course.before)
         result = {"kind": "evaluation", **about, **scores, "seconds": round(time.monotonic() - began, 3)}
         self._ctx.metrics(result)
-        told = {key: scores[key] for key in ("items", "exact", "reward", "turns", "failed")}
+        told = {key: scores[key] for key in ("items", "exact", "reward", "turns", "failed", "lost")}
         self._ctx.event("evaluation_done", **about, **told, seconds=result["seconds"])
         self._ctx.log.info(f"held-out episodes, {when}", step=record.step, version=record.version, **told)
         self.course.take(result)
 
-    async def _episode(self, task: Task, sample: int) -> Played | None:
+    async def _episode(self, task: Task, sample: int) -> Played | Literal["lost"] | None:
         """An episode; None: its environment failed."""
         recipe = self.course.recipe
         async with self._places:
@@ -85,31 +96,38 @@ class HeldOut:
                     return await self._player.play(name, task, seed, temperature=recipe.temperature, fresh=True)
                 except Lost as error:
                     self._ctx.event("episode_lost", episode=name, why=str(error))
+                except NotMade as error:
+                    self._ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
+                    return LOST
                 except (Stuck, Broken) as error:
                     stuck = isinstance(error, Stuck)
                     kind = "environment_stuck" if stuck else "environment_failed"
                     self._ctx.event(kind, episode=name, item=task.item, why=str(error))
                     return None
-        return None
+        return LOST
 
 
 def scored(
-    episodes: Sequence[Played | None], items: int, samples: int, success: float, before: Mapping[str, Any] | None
+    found: Sequence[Played | Literal["lost"] | None], samples: int, success: float, before: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Scores of held-out episodes, `samples` of each task, task by task; those that failed count as reward 0.
+    """Scores of held-out episodes, `samples` of each task, task by task; those that failed (None) count as reward 0,
+    those that were lost not at all.
 
     Returns:
-        items, samples; exact: share of successes, with its 95% interval (Wilson) of as many draws as there are tasks;
-        reward: mean, with the 95% interval of the mean over tasks; format: share that ended by themselves; turns and
-        tokens: means; versions: first and last policy version sampled from; failed; with `before` also gain of exact.
+        items: tasks with an episode that counts; samples; exact: share of successes, with its 95% interval (Wilson) of
+        as many draws as there are items; reward: mean, with the 95% interval of the mean over tasks; format: share that
+        ended by themselves; turns and tokens: means; versions: first and last policy version sampled from; failed,
+        lost: episodes; with `before` also gain of exact.
     """
-    rewards = [0.0 if one is None else one.reward for one in episodes]
-    wins = sum(one is not None and reward > success for one, reward in zip(episodes, rewards, strict=True))
-    share = wins / len(episodes) if episodes else 0.0
+    tasks = [[one for one in found[n : n + samples] if one != LOST] for n in range(0, len(found), samples)]
+    by_task = [[0.0 if one is None else one.reward for one in task] for task in tasks if task]
+    episodes = [one for one in found if one != LOST]
+    wins = sum(one is not None and one.reward > success for one in episodes)
+    share, items = wins / len(episodes) if episodes else 0.0, len(by_task)
     low, high = wilson(share * items, items)
-    means = [statistics.fmean(rewards[n : n + samples]) for n in range(0, len(rewards), samples)]
+    means = [statistics.fmean(rewards) for rewards in by_task]
     spread = Z95 * statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
-    reward = statistics.fmean(rewards) if rewards else 0.0
+    reward = statistics.fmean(reward for rewards in by_task for reward in rewards) if by_task else 0.0
     played = [one for one in episodes if one is not None]
     branches = [branch for one in played for branch in one.episode.branches]
     versions = sorted({span.version for branch in branches for span in branch.versions})
@@ -128,6 +146,7 @@ def scored(
         "tokens": sum(len(branch.tokens) for branch in branches) / count,
         "versions": [versions[0], versions[-1]] if versions else [],
         "failed": len(episodes) - len(played),
+        "lost": len(found) - len(episodes),
     }
     if before is not None and "exact" in before:
         n = int(before["items"])

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+TEXTS = ("text", "input_text", "output_text")
+"""Types of parts of a message that are text."""
 Message = dict[str, Any]
 """An OpenAI chat message: role, content, and what else its role has."""
 
@@ -38,11 +40,13 @@ class Observation(msgspec.Struct, kw_only=True):
         messages: what the policy sees first; a text is one message of the user.
         tools: functions it may call, as OpenAI's `tools`.
         state: names what it sees, for advantages that compare equal states (gigpo).
+        seat: whose turn it is, where the policy plays several (`seats` of the class).
     """
 
     messages: list[Message] | str
     tools: list[dict[str, Any]] = []
     state: str | None = None
+    seat: int = 0
 
 
 class Step(msgspec.Struct, kw_only=True):
@@ -52,15 +56,21 @@ class Step(msgspec.Struct, kw_only=True):
         messages: what the policy sees next, behind its own reply; a text is one message of the user.
         reward: of this turn; the episode's reward is the sum over its turns.
         done: the episode is over.
+        truncated: it is over although it had not ended: a limit of time or steps has cut it (gymnasium's `truncated`).
         state: names what it sees next; see Observation.
         info: numbers that are reported as means over episodes, the last one given under each name.
+        seat: who sees `messages` and replies next; None: the one who has replied.
+        rewards: by seat, to the last reply of each.
     """
 
     messages: list[Message] | str = []
     reward: float | None = None
     done: bool = False
+    truncated: bool = False
     state: str | None = None
     info: dict[str, float] = {}
+    seat: int | None = None
+    rewards: dict[int, float] = {}
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -70,11 +80,13 @@ class Reply(msgspec.Struct, kw_only=True):
         text: its words, without special tokens.
         message: the same as a chat message, with `tool_calls` and `reasoning_content` if there are any.
         finish_reason: stop, tool_calls, or length if it was cut.
+        id: names it in its episode.
     """
 
     text: str
     message: Message
     finish_reason: str
+    id: str = ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -94,7 +106,12 @@ class Environment:
 
     The class is made anew for each episode, with `roles.env.options` as its arguments. Methods that are not async run
     in worker processes, which are killed when a call is late. A subclass is not needed, the methods are.
+
+    Attributes:
+        seats: how many players the policy is in one game, each with a conversation, rewards and a sample of its own.
     """
+
+    seats: int = 1
 
     async def reset(self, task: Task) -> Observation | str:
         """Begin the task."""
@@ -111,17 +128,28 @@ class Environment:
 class Chat(Protocol):
     """The policy, for an episode that is a function: ``async def play(task, chat) -> float``."""
 
-    async def say(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Reply:
+    async def say(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, *, previous: Reply | str = ""
+    ) -> Reply:
         """The policy's answer to a whole conversation. What it said before is in there as `Reply.message`.
 
         A conversation that goes on behind an earlier one extends its tokens; one that goes another way is a branch.
+        Calls may run beside each other. What is still open when the function ends is given up, and not trained.
+
+        Args:
+            previous: the reply (or its id) that it goes on from, where several say the same; else it is found by what
+                was said.
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up. Let it pass: the episode ends there, marked as truncated.
         """
 
-    def reward(self, value: float) -> None:
-        """Add to the reward of the last turn, besides what the function returns at its end."""
+    def reward(self, value: float, reply: Reply | str = "") -> None:
+        """Add to the reward of a reply, or of the one that came last, besides what the function returns at its end.
+
+        Raises:
+            ValueError: it is no finite number, or there is no such reply.
+        """
 
 
 class EpisodeOver(Exception):
@@ -139,3 +167,10 @@ class Play(Protocol):
 def conversation(messages: list[Message] | str) -> list[Message]:
     """Messages as a list."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+
+
+def media(messages: list[Message]) -> str:
+    """Type of the first part that is no text, as `image_url`; empty if there is none."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    kinds = (str(part.get("type", "")) if isinstance(part, dict) else type(part).__name__ for part in parts)
+    return next((kind for kind in kinds if kind not in TEXTS), "")

@@ -7,16 +7,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.roles.rewards.loader import user_line
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.targets import did_you_mean
 
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.program import Program
+
 SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
 ADAPTERS = ("textarena", "gymnasium", "reasoning_gym")
 """Packages whose environments are named as `package:name`; each has a module in `adapters`."""
+PROGRAM = "program"
+"""`program:COMMAND`: any program that speaks to the gateway."""
+PROGRAMS = ("verifiers",)
+"""Packages whose environments run a loop of their own, against an endpoint."""
 METHODS = ("reset", "step")
 
 
@@ -29,12 +36,16 @@ class Factory:
         make: a new environment; or, where `plays`, the function itself with its options.
         blocking: its methods are not async: they run in worker processes.
         plays: it is a function that plays the episode.
+        seats: that the policy has in one game, each an episode of its own.
+        program: plays it as a process of its own; then nothing is made.
     """
 
     target: str
     make: Callable[[], Any]
     blocking: bool
     plays: bool = False
+    seats: int = 1
+    program: Program | None = None
 
 
 def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> Factory:
@@ -45,8 +56,17 @@ def load_factory(target: str, options: Mapping[str, Any], config_dir: Path) -> F
             option.
     """
     package, _, name = target.partition(":")
+    if package == PROGRAM:
+        from relax_rt.roles.agentic.program import load_program
+
+        program = load_program(name, options, config_dir)
+        return Factory(target, lambda: None, blocking=False, plays=True, program=program)
     if package in ADAPTERS:
         return _adapted(package, name, options)
+    if package in PROGRAMS:
+        why = f"{package} has no adapter: its environments drive an OpenAI endpoint themselves, with an older client"
+        hint = 'have a script of yours play it, with that endpoint\'s base URL: environment = "program:python mine.py"'
+        raise RelaxError(f"{SETTING} = {target!r}", why=why, hint=f"{hint} (docs/programs.md)")
     try:
         found = load_target(target, config_dir)
     except TargetError as error:
@@ -78,7 +98,10 @@ def _of_class(target: str, found: type, options: Mapping[str, Any]) -> Factory:
             f"{SETTING} = {target!r}", why=f"{one} is async and {other} is not", hint="make both async, or neither"
         )
     check_options(target, found, options)
-    return Factory(target, lambda: found(**options), blocking=not kinds["step"])
+    seats = getattr(found, "seats", 1)
+    if not isinstance(seats, int) or seats < 1:
+        raise RelaxError(f"{SETTING} = {target!r}", why=f"its seats are {seats!r:.40}", hint="a number from 1 on")
+    return Factory(target, lambda: found(**options), blocking=not kinds["step"], seats=seats)
 
 
 def _adapted(package: str, name: str, options: Mapping[str, Any]) -> Factory:
@@ -88,7 +111,8 @@ def _adapted(package: str, name: str, options: Mapping[str, Any]) -> Factory:
         hint = "pip install relax-rt[agentic]"
         raise RelaxError(f"{SETTING} = '{package}:{name}'", why=str(error), hint=hint) from error
     make: Callable[[], Any] = adapter.factory(name, dict(options))
-    return Factory(f"{package}:{name}", make, blocking=True)
+    seats = adapter.seats(options) if hasattr(adapter, "seats") else 1
+    return Factory(f"{package}:{name}", make, blocking=True, seats=seats)
 
 
 def check_options(target: str, call: Callable[..., Any], options: Mapping[str, Any], *, skip: int = 0) -> None:
@@ -128,5 +152,5 @@ def _not_loaded(target: str, error: TargetError) -> RelaxError:
     package, _, name = target.partition(":")
     where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
     why = error.what + (f": {error.why}" if error.why else "") + where
-    near = did_you_mean(package, ADAPTERS) if name and not package.endswith(".py") else ""
+    near = did_you_mean(package, (*ADAPTERS, PROGRAM, *PROGRAMS)) if name and not package.endswith(".py") else ""
     return RelaxError(f"{SETTING} = {target!r}", why=why, hint=near or error.hint)

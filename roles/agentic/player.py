@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relax_rt.roles.agentic.episode import Generate, Limits, Played, Sampling, Talk, play
+from relax_rt.roles.agentic.episode import Generate, Limits, Played, Sampling, Talk, play_seats, turn_seed
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.loading import Factory
 from relax_rt.roles.agentic.pool import Broken, Pool
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
 from relax_rt.roles.rewards.loader import user_line
+from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.sections import SamplingTable
+
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.kept import Replies
+    from relax_rt.roles.agentic.program_play import Programs
 
 MOST_NAMED = 3
 """Things that are named where it is said what episodes are at."""
@@ -27,6 +33,9 @@ class Player:
     Attributes:
         pool: of worker processes, where the environment's methods block.
         lag: see Talk. told: is called with the tokens of each reply.
+        routing: replies come with routing rows.
+        rewards: scores an episode besides what its environment gives.
+        programs: play, where environments are programs.
     """
 
     factory: Factory
@@ -38,6 +47,9 @@ class Player:
     stop_ids: frozenset[int]
     lag: Callable[[int], int]
     told: Callable[[int], None]
+    routing: bool = False
+    rewards: Callable[[Request], Awaitable[Score | Failed]] | None = None
+    programs: Programs | None = None
 
     def __post_init__(self) -> None:
         self._talks: dict[str, Talk] = {}
@@ -51,33 +63,68 @@ class Player:
     async def play(
         self, name: str, task: Task, seed: int, *, temperature: float | None = None, fresh: bool = False
     ) -> Played:
-        """Play one episode; see `episode.play` for what it raises.
+        """Play one episode, or one game and tell of its first seat; see `play_seats`."""
+        return (await self.play_seats(name, task, seed, temperature=temperature, fresh=fresh))[0]
+
+    async def play_seats(
+        self,
+        name: str,
+        task: Task,
+        seed: int,
+        *,
+        temperature: float | None = None,
+        fresh: bool = False,
+        kept: Sequence[Replies] = (),
+    ) -> list[Played]:
+        """Play one game, and reward it; an episode for each seat. See `episode.play_seats` for what it raises.
 
         Args:
             name: of the episode, for people and for engines.
+            seed: of its replies; those of other seats are drawn from it.
+            kept: what was said in each seat when it was played before.
             temperature: unless it is the run's.
             fresh: sample all of it at the newest weights.
         """
+        lag = (lambda oldest: 0) if fresh else self.lag
+        wanted = self.sampling.temperature if temperature is None else temperature
+        if self.programs is not None:
+            played = await self.programs.play(name, task, seed, temperature=wanted, fresh=fresh)
+            return [played if self.rewards is None else await self._rewarded(task, played)]
+        names = [name, *(f"{name}/{seat}" for seat in range(1, self.factory.seats))]
+        talks = [self._talk(one, turn_seed(seed, -n) if n else seed, wanted, lag) for n, one in enumerate(names)]
+        for talk, replies in zip(talks, kept, strict=False):
+            talk.kept = replies
+        self._talks.update(zip(names, talks, strict=True))
+        try:
+            found = await play_seats(self.factory, await self._environment(name), task, talks, self.limits)
+            if self.rewards is None:
+                return found
+            for talk in talks:
+                talk.doing = "is rewarded"
+            return list(await asyncio.gather(*(self._rewarded(task, one) for one in found)))
+        finally:
+            for one in names:
+                self._talks.pop(one, None)
+
+    def _talk(self, session: str, seed: int, temperature: float, lag: Callable[[int], int]) -> Talk:
         sampling = Sampling(
-            seed=seed,
-            temperature=self.sampling.temperature if temperature is None else temperature,
-            stop_ids=self.stop_ids,
-            session=name,
+            seed=seed, temperature=temperature, stop_ids=self.stop_ids, session=session, routing=self.routing
         )
         ledger = TokenLedger(
             self.chat,
             max_tokens=self.settings.max_tokens,
             drift=self.settings.drift,
             reasoning=self.settings.reasoning,
-            session=name,
+            session=session,
         )
-        lag = (lambda oldest: 0) if fresh else self.lag
-        talk = Talk(ledger, self.generate, self.limits, sampling, lag=lag, told=self.told)
-        self._talks[name] = talk
-        try:
-            return await play(self.factory, await self._environment(name), task, talk, self.limits)
-        finally:
-            del self._talks[name]
+        return Talk(ledger, self.generate, self.limits, sampling, lag=lag, told=self.told)
+
+    async def _rewarded(self, task: Task, played: Played) -> Played:
+        from relax_rt.roles.agentic.rewards import labels_of, request_of, rewarded
+
+        assert self.rewards is not None
+        score = await self.rewards(request_of(task, played, self.chat.tokenizer))
+        return rewarded(played, score, labels_of(self.settings.rewards))
 
     async def _environment(self, name: str) -> Any:
         if self.pool is not None:
@@ -90,9 +137,10 @@ class Player:
     @property
     def playing(self) -> int:
         """Episodes at work."""
-        return len(self._talks)
+        return len(self._talks) + (len(self.programs.doing) if self.programs is not None else 0)
 
     def doing(self) -> str:
         """What most of the episodes are at, in words."""
         counts = Counter(talk.doing.rstrip(" 0123456789") for talk in self._talks.values())
+        counts.update(self.programs.doing.values() if self.programs is not None else ())
         return ", ".join(f"{number} x {what}" for what, number in counts.most_common(MOST_NAMED))

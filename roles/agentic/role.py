@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -20,12 +22,16 @@ from relax_rt.transport.versions import VersionRecord
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.evaluation import HeldOut
+    from relax_rt.roles.agentic.kept import Store
     from relax_rt.roles.agentic.loading import Factory
     from relax_rt.roles.agentic.player import Player
     from relax_rt.roles.agentic.pool import Pool
+    from relax_rt.roles.agentic.program_play import Programs
     from relax_rt.roles.agentic.tasks import Tasks
     from relax_rt.roles.agentic.tokens import ChatTemplate
+    from relax_rt.roles.engines.routing import RoutingShape
     from relax_rt.roles.models.tokenizer import ChatTokenizer
+    from relax_rt.roles.rewards.compose import Rewards
     from relax_rt.roles.router import Router
     from relax_rt.roles.sample import Sample
     from relax_rt.transport.queue.client import QueueClient
@@ -80,6 +86,7 @@ class Tally:
     dropped_tokens: int = 0
     reward: float = 0.0
     info: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
 
     def add(self, played: Played) -> None:
         """Count an episode."""
@@ -92,8 +99,9 @@ class Tally:
         self.drift += played.episode.counts.drift
         self.dropped_tokens += played.episode.counts.dropped_tokens
         self.reward += played.reward
-        for name, value in played.info.items():
-            self.info[name] = self.info.get(name, 0.0) + float(value)
+        for totals, values in ((self.info, played.info), (self.parts, played.parts)):
+            for name, value in values.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
 
     def record(self) -> dict[str, object]:
         """Counts; turns, tokens, reward and info as means over episodes."""
@@ -103,8 +111,14 @@ class Tally:
             **{k: getattr(self, k) for k in ("branches", "drift", "dropped_tokens")},
             **{k: getattr(self, k) / n for k in ("turns", "tokens", "reward")},
             "info": {name: value / n for name, value in self.info.items()},
+            "rewards": {name: value / n for name, value in self.parts.items()},
             "seconds": time.monotonic() - self.since,
         }
+
+
+def games(members: Sequence[int], seats: int) -> list[list[int]]:
+    """Members that play one game together: those of as many as there are seats, from the group's first on. Pure."""
+    return [list(found) for _, found in itertools.groupby(members, key=lambda member: member // seats)]
 
 
 class EnvRole(Role):
@@ -151,6 +165,9 @@ class EnvRole(Role):
         self.router: Router
         self.player: Player
         self.held_out: HeldOut | None = None
+        self.routing: RoutingShape | None = None
+        self.store: Store | None = None
+        self.rewards: Rewards | None = None
 
     # --- beginning and end
 
@@ -160,6 +177,7 @@ class EnvRole(Role):
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading tokenizer and environment")
         await asyncio.to_thread(self._load)
         await self._open_pool()
+        await self._start_rewards()
         self.ctx.serve(EnvApi, self)
         self.queue = QueueClient(
             await self.ctx.queue(),
@@ -177,34 +195,64 @@ class EnvRole(Role):
         await self.queue.warm()
 
     def _load(self) -> None:
+        from relax_rt.roles.agentic.kept import Store
         from relax_rt.roles.agentic.loading import load_factory
         from relax_rt.roles.agentic.tasks import load_tasks
         from relax_rt.roles.agentic.tokens import ChatTemplate
+        from relax_rt.roles.checks import settings
+        from relax_rt.roles.engines.routing import sparse_layers
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
+        from relax_rt.roles.sections import RolloutSettings
 
         folder = config_dir(self.ctx)
-        self.tokenizer = load_tokenizer(model_folder(self.ctx))
+        model = model_folder(self.ctx)
+        self.tokenizer = load_tokenizer(model)
+        if settings(self.config, "rollout", RolloutSettings).routing:
+            self.routing, _ = sparse_layers(model)
         self.chat = ChatTemplate(self.tokenizer)
         self.factory = load_factory(self.settings.environment, self.settings.options, folder)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
+        if self.settings.unfinished == "keep":
+            lasts_s = 2 * self.settings.episode_timeout_s
+            self.store = Store(self.ctx.run_dir, self.factory.seats, lasts_s, self._too_old)
 
     async def _open_pool(self) -> None:
         from relax_rt.roles.agentic.frames import Spec
-        from relax_rt.roles.agentic.pool import Pool
+        from relax_rt.roles.agentic.pool import Pool, limits_of
 
         workers = self.settings.workers
         if workers or (workers is None and self.factory.blocking):
             spec = Spec(self.settings.environment, self.settings.options, self.config.config_dir)
-            self.pool = Pool(spec, workers or 1, self.settings.turn_timeout_s)
+            self.pool = Pool(spec, workers or 1, self.settings.turn_timeout_s, limits_of(self.settings))
             await self.pool.__aenter__()
 
+    async def _start_rewards(self) -> None:
+        from relax_rt.roles.agentic.rewards import KEY, PLACE, reward_table
+        from relax_rt.roles.locations import config_dir
+        from relax_rt.roles.rewards.compose import Rewards
+        from relax_rt.roles.rewards.dry_run import task_of
+
+        if (table := reward_table(self.config)) is None:
+            return
+
+        def lost(why: str) -> None:
+            self.ctx.event("reward_worker_lost", reason=why[:500])
+
+        task = task_of(self.config.data)
+        self.rewards = Rewards(table, config_dir(self.ctx), task, lost, place=PLACE, key=KEY)
+        await self.rewards.start()
+        if (boxes := self.rewards.boxes) is not None:
+            self.ctx.event("sandbox", level=boxes.level, what=str(boxes))
+
     async def run(self) -> None:
+        from relax_rt.roles.agentic.program_role import open_programs
         from relax_rt.roles.router import Router
 
         self._broken = asyncio.get_running_loop().create_future()
-        async with Router(self.ctx) as self.router:
-            self._make_player()
+        programs = open_programs(self.ctx, self.factory.program, self._advance, self._break)
+        async with Router(self.ctx) as self.router, programs as playing:
+            self._make_player(playing)
             await self.ctx.ready()
             work = asyncio.create_task(self._work())
             jobs = [asyncio.create_task(job) for job in (self._follow(), self._report())]
@@ -221,7 +269,12 @@ class EnvRole(Role):
                 await self._leave_groups("the env role ends")
                 self._measure()
 
-    def _make_player(self) -> None:
+    def _break(self, error: BaseException) -> None:
+        """End the role."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+
+    def _make_player(self, programs: Programs | None) -> None:
         from relax_rt.roles.agentic.evaluation import HeldOut
         from relax_rt.roles.agentic.player import Player
 
@@ -235,6 +288,9 @@ class EnvRole(Role):
             stop_ids=self.tokenizer.stop_ids,
             lag=self._lag,
             told=self._advance,
+            routing=self.routing is not None,
+            rewards=None if self.rewards is None else self.rewards.score_one,
+            programs=programs,
         )
         if self.ctx.who.slot == EVALUATES:
             places = self.settings.episodes_in_flight
@@ -243,6 +299,8 @@ class EnvRole(Role):
     async def teardown(self) -> None:
         if self.pool is not None:
             await self.pool.__aexit__()
+        if self.rewards is not None:
+            await self.rewards.close()
         if hasattr(self, "queue"):
             await self.queue.close()
 
@@ -341,22 +399,21 @@ class EnvRole(Role):
         group = self.groups[ticket.group] = Group(ticket)
         members = ticket.wanted()
         group.left = len(members)
-        for member in members:
-            task = asyncio.create_task(self._member(group, member))
+        for game in games(members, self.factory.seats):
+            task = asyncio.create_task(self._game(group, game))
             task.add_done_callback(self._look_at)
             group.tasks.append(task)
 
     def _look_at(self, task: asyncio.Task[None]) -> None:
         """An error that is nobody's episode's ends the role."""
-        if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
-            self._broken.set_exception(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
 
-    async def _member(self, group: Group, member: int) -> None:
-        """Play a member and put it, or say why there is none."""
+    async def _game(self, group: Group, members: list[int]) -> None:
+        """Play the members of one game and put them, or say why there are none."""
         from relax_rt.roles.agentic.samples import as_put, made_record
 
-        played = await self._played(group, member)
-        if played is not None:
+        for member, played in zip(members, await self._played(group, members), strict=False):
             sample = self._sample(group.ticket, member, played)
             self.ctx.metrics(made_record(self.ctx.who.slot, sample))
             await self.queue.put_samples([as_put(sample)])
@@ -365,7 +422,9 @@ class EnvRole(Role):
             if not self._worked:
                 self._worked = True
                 self.ctx.event("first_work", what="an episode")
-        group.left -= 1
+            if self.store is not None:
+                self.store.forget(group.ticket.prompt, member)
+        group.left -= len(members)
         self._room.set()
         if not group.left and self.groups.pop(group.ticket.group, None) is not None:
             await self._end(group)
@@ -380,30 +439,52 @@ class EnvRole(Role):
         elif group.lost:
             await self.queue.give_back([number], group.lost[:400])
 
-    async def _played(self, group: Group, member: int) -> Played | None:
+    async def _played(self, group: Group, members: list[int]) -> list[Played]:
+        """What became of the members of one game; nothing if it could not be played."""
+        from relax_rt.roles.agentic.episode import NotMade
+        from relax_rt.roles.agentic.kept import forget
         from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 
-        ticket = group.ticket
-        task = self.tasks.train(ticket.prompt, ticket.item)
+        ticket, seats = group.ticket, self.factory.seats
+        member = members[0] // seats * seats
+        task, stuck_before = self.tasks.train(ticket.prompt, ticket.item), False
         for loss in range(LOSSES):
             name = f"{ticket.group}.{member}" + (f"+{loss}" if loss else "")
             seed = self._seed(ticket.prompt, member, ticket.attempt + (loss << 32))
+            kept = self.store.of(ticket.prompt, member) if self.store is not None else []
             try:
-                played = await self.player.play(name, task, seed)
-                self._check(played)
+                found = await self.player.play_seats(name, task, seed, kept=kept)
+                for played in found:
+                    self._check(played)
             except Lost as error:
                 self._tally.lost += 1
                 self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
                 group.lost = str(error)
                 continue
+            except NotMade as error:
+                # Not again with the same seed, and not the environment's fault either.
+                self._tally.failed += 1
+                group.failed = str(error)
+                self.ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
+                forget(kept)
+                return []
             except (Stuck, Broken) as error:
                 stuck = isinstance(error, Stuck)
                 self._tally.stuck += stuck
+                if stuck and kept and not stuck_before:
+                    # Its replies are there: where it stood still once it may not do so again.
+                    stuck_before, group.lost = True, str(error)
+                    self.ctx.event("environment_stuck", episode=name, item=task.item, why=str(error), again=True)
+                    continue
+                forget(kept)
                 self._fail(group, name, task.item, str(error), "environment_stuck" if stuck else "environment_failed")
-                return None
+                return []
+            finally:
+                if used := sum(one.used for one in kept):
+                    self.ctx.event("episode_gone_on", episode=name, item=task.item, replies=used)
             self._failures_in_a_row = 0
-            return played
-        return None
+            return [found[member % seats] for member in members]
+        return []
 
     def _check(self, played: Played) -> None:
         """Raises: Broken, if the trainer cannot train it."""
@@ -444,7 +525,16 @@ class EnvRole(Role):
         }
         task = self.tasks.train(ticket.prompt, ticket.item)
         who = str(self.ctx.who)
-        return make_sample(ticket, member, task, played, tokenizer=self.tokenizer, sampling=sampling, player=who)
+        return make_sample(
+            ticket,
+            member,
+            task,
+            played,
+            tokenizer=self.tokenizer,
+            sampling=sampling,
+            player=who,
+            routing=self.routing,
+        )
 
     def _lost(self, groups: list[int]) -> None:
         """The queue gave these groups to others or wants them no more: stop playing them."""
@@ -459,6 +549,9 @@ class EnvRole(Role):
         from relax_rt.roles.data.order import sample_seed
 
         return sample_seed(self.config.run.seed, prompt, member, attempt)
+
+    def _too_old(self, version: int) -> bool:
+        return bool(self.router.core.fleet.lag(version) > self.config.algorithm.max_staleness)
 
     def _lag(self, oldest: int) -> int:
         """A reply may come from weights as old as the episode's oldest token: it is no staler for it."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.interface import Task
-from relax_rt.roles.agentic.tokens import BranchTurn
+from relax_rt.roles.agentic.tokens import Branch, BranchTurn
 from relax_rt.roles.algorithms.inputs import TURN_REWARDS, TURN_STATES
 from relax_rt.roles.columns import generated_columns
+from relax_rt.roles.engines.routing import NO_EXPERT, RoutingShape
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
 
@@ -30,6 +34,7 @@ def make_sample(
     tokenizer: ChatTokenizer,
     sampling: dict[str, float | int | str],
     player: str,
+    routing: RoutingShape | None = None,
 ) -> Sample:
     """The sample of a member; T tokens are those of all branches.
 
@@ -37,6 +42,10 @@ def make_sample(
 
     Args:
         sampling: what replies were sampled with. player: slot and epoch of the role that played it.
+        routing: what routing rows look like; None: replies have none.
+
+    Raises:
+        Refused: a branch lacks the routing rows that were asked for.
     """
     branches = played.episode.branches
     starts = np.cumsum([0, *(len(branch.tokens) for branch in branches)]).tolist()
@@ -85,8 +94,24 @@ def make_sample(
         behaviour_logprobs=np.array([value for branch in branches for value in branch.logprobs], np.float32),
         versions=versions,
         reward=played.reward,
-        rewards={"episode": played.reward},
+        rewards=played.parts or {"episode": played.reward},
+        routing=None if routing is None else _routing(routing, branches, f"{ticket.group}.{member}"),
     )
+
+
+def _routing(shape: RoutingShape, branches: Sequence[Branch], name: str) -> NDArray[np.int16]:
+    """Rows of all branches, int16 [T - 1, layers, k]; between two the last token of the first, sent nowhere."""
+    parts = []
+    for number, branch in enumerate(branches):
+        if len(branch.routing) != (len(branch.tokens) - 1) * shape.row_bytes:
+            raise Refused(
+                f"branch {number} of sample {name}",
+                why=f"{len(branch.routing)} bytes of routing rows for {len(branch.tokens)} tokens",
+                hint="the engines lost or repeated rows; see their logs",
+            )
+        nowhere = np.full((1, shape.layers, shape.chosen), NO_EXPERT, np.int16)
+        parts += [shape.rows(branch.routing), nowhere]
+    return np.concatenate(parts[:-1])
 
 
 def _turn_rewards(played: Played, trained: set[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import MIB
+from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, settings
 from relax_rt.roles.engines.routing import RoutingShape, sparse_layers
 from relax_rt.roles.engines.sglang.options import unlike_the_model
@@ -37,7 +38,7 @@ def check_engine_model(config: RLConfig, folder: Path) -> Iterator[Problem]:
 
 def _capacity(config: RLConfig, shape: RoutingShape) -> Iterator[Problem]:
     """Rows are the larger part of a sample: the queue must hold them, too."""
-    rows = (config.data.max_prompt_tokens + config.sampling.max_new_tokens) * shape.row_bytes
+    rows = longest_tokens(config) * shape.row_bytes
     need = needed_bytes(config) + int(retained_batches(config) * batch_samples(config) * rows)
     have = (config.queue.capacity_mib + config.queue.spill_mib) * MIB
     if need > have:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from relax_rt.roles.agentic.episode import Played
-from relax_rt.roles.agentic.evaluation import scored
+from relax_rt.roles.agentic.evaluation import LOST, scored
 from relax_rt.roles.agentic.tokens import Branch, Counts, Episode
+from relax_rt.roles.evaluation import wilson
 from relax_rt.transport.queue.api import VersionSpan
 
 
@@ -19,7 +20,7 @@ def played(reward: float, version: int = 1, truncated: str = "", turns: int = 2)
 
 def test_shares_and_means_with_failed_episodes_as_reward_0() -> None:
     episodes = [played(1.0), played(0.2, version=3, truncated="turns", turns=4), None, played(0.9)]
-    found = scored(episodes, 4, 1, 0.5, None)
+    found = scored(episodes, 1, 0.5, None)
     assert (found["exact"], found["reward"], found["failed"]) == (0.5, pytest.approx(0.525), 1)
     assert (found["format"], found["turns"], found["tokens"]) == (0.5, pytest.approx(8 / 3), 3.0)
     assert found["versions"] == [1, 3] and 0 < found["exact_low"] < 0.5 < found["exact_high"] < 1
@@ -27,11 +28,22 @@ def test_shares_and_means_with_failed_episodes_as_reward_0() -> None:
 
 
 def test_the_gain_is_over_what_was_before() -> None:
-    before = scored([played(0.0)] * 50, 50, 1, 0.5, None)
-    after = scored([played(1.0)] * 40 + [played(0.0)] * 10, 50, 1, 0.5, before)
+    before = scored([played(0.0)] * 50, 1, 0.5, None)
+    after = scored([played(1.0)] * 40 + [played(0.0)] * 10, 1, 0.5, before)
     assert after["gain"] == pytest.approx(0.8) and 0.5 < after["gain_low"] < 0.8 < after["gain_high"]
 
 
 def test_several_samples_of_a_task_are_one_draw() -> None:
-    found = scored([played(1.0), played(0.0)] * 10, 10, 2, 0.5, None)
+    found = scored([played(1.0), played(0.0)] * 10, 2, 0.5, None)
     assert (found["items"], found["exact"], found["reward_low"], found["reward_high"]) == (10, 0.5, 0.5, 0.5)
+
+
+def test_what_could_not_be_played_says_nothing_about_the_policy() -> None:
+    whole = [played(1.0), played(0.0), played(1.0), None]
+    lost = scored([*whole[:2], LOST, LOST, whole[2], LOST, LOST, whole[3]], 2, 0.5, None)
+    # Four tasks of two: one whole, one lost, two of which one episode is there, the last failed.
+    assert (lost["items"], lost["exact"], lost["reward"], lost["failed"], lost["lost"]) == (3, 0.5, 0.5, 1, 4)
+    assert lost["exact_low"] == pytest.approx(wilson(1.5, 3)[0])
+    plain = scored([played(1.0), played(0.0), played(1.0)], 1, 0.5, None)
+    with_lost = scored([played(1.0), LOST, played(0.0), played(1.0), LOST], 1, 0.5, None)
+    assert {**with_lost, "lost": 0} == plain

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk, tokenizer
 
 from relax_rt.roles.agentic import Chat, Environment, Observation, Reply, Step, Task
-from relax_rt.roles.agentic.episode import Played, Talk, play, turn_seed
+from relax_rt.roles.agentic.episode import NotMade, Played, Talk, play, turn_seed
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
 from relax_rt.roles.agentic.samples import as_put, made_record, make_sample
 from relax_rt.roles.algorithms.inputs import trajectory
-from relax_rt.roles.router.requests import Outcome, Wanted
-from relax_rt.transport.errors import RelaxError
+from relax_rt.roles.engines.routing import RoutingShape
+from relax_rt.roles.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
+from relax_rt.transport.errors import Refused, RelaxError
 from relax_rt.transport.queue.api import Ticket
 
 TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
@@ -208,3 +210,206 @@ async def test_a_thousand_episodes_at_once() -> None:
 
     found = await asyncio.gather(*(played(Count(), talk(slow)) for _ in range(1000)))
     assert [one.reward for one in found] == [1.5] * 1000 and len(engine.said) == 3000
+
+
+def failing(error: Exception) -> Any:
+    async def generate(wanted: Wanted) -> Outcome:
+        raise error
+
+    return generate
+
+
+def not_generated(kind: Any, *, slow: bool = False) -> NotGenerated:
+    error = NotGenerated(f"a sequence is {kind}", why="so it is")
+    error.outcome = Outcome(kind=kind, why="so it is", slow=slow)
+    return error
+
+
+ENDED = RouterEnded("a request to the router", why="its job failed")
+TROUBLE: list[tuple[Exception, type[Exception]]] = [
+    (not_generated("late"), Lost),
+    (not_generated("cancelled"), Lost),
+    (not_generated("late", slow=True), NotMade),
+    (not_generated("failed"), NotMade),
+    (not_generated("refused"), NotMade),
+    (Refused("a request", why="no engine samples with that"), NotMade),
+    (ENDED, RouterEnded),
+]
+
+
+@pytest.mark.parametrize("how", ["lets it pass", "goes on without", "raises its own"])
+@pytest.mark.parametrize(("error", "expected"), TROUBLE)
+async def test_trouble_with_the_engines_is_named_and_no_environment_blamed(
+    error: Exception, expected: type[Exception], how: str
+) -> None:
+    async def plays(task: Task, chat: Chat) -> float:
+        try:
+            await chat.say([{"role": "user", "content": "x"}])
+        except RelaxError:
+            if how == "lets it pass":
+                raise
+            if how == "raises its own":
+                raise ValueError("the model is gone") from None
+        return 1.0
+
+    with pytest.raises(RelaxError) as found:
+        await play(factory(lambda: plays, plays=True), plays, TASK, talk(failing(error)), limits())
+    assert type(found.value) is expected
+    assert found.value is error or "reply 1" in str(found.value)
+    game = Count()
+    with pytest.raises(RelaxError) as found:
+        await played(game, talk(failing(error)))
+    assert type(found.value) is expected and game.closed == 1
+
+
+async def test_a_router_without_room_is_asked_again() -> None:
+    engine, full = Engine(numbers), [RouterFull("a request", why="8192 are at hand")] * 2
+
+    async def generate(wanted: Wanted) -> Outcome:
+        if full:
+            raise full.pop()
+        return await engine.generate(wanted)
+
+    assert (await played(Count(), talk(generate))).reward == 1.5
+    never = failing(RouterFull("a request", why="8192 are at hand"))
+    with pytest.raises(Lost, match="8192 are at hand"):
+        await played(Count(), talk(never, episode_timeout_s=0.15))
+
+
+async def test_calls_beside_each_other_end_with_the_episode() -> None:
+    engine, cancelled = Engine(numbers), []
+
+    async def slow(wanted: Wanted) -> Outcome:
+        if "slow" in tokenizer().spell(wanted.prompt):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(wanted)
+                raise
+        return await engine.generate(wanted)
+
+    def ask(chat: Chat, words: str) -> Any:
+        return chat.say([{"role": "user", "content": words}])
+
+    async def gathers(task: Task, chat: Chat) -> float:
+        await ask(chat, "a")
+        await asyncio.gather(ask(chat, "slow"), ask(chat, "b"), ask(chat, "c"))
+        raise AssertionError
+
+    async def groups(task: Task, chat: Chat) -> float:
+        await ask(chat, "a")
+        async with asyncio.TaskGroup() as group:
+            for words in ("slow", "b", "c"):
+                group.create_task(ask(chat, words))
+        raise AssertionError
+
+    for function in (gathers, groups):
+        said = talk(slow, max_turns=3)
+        found = await play(factory(lambda f=function: f, plays=True), function, TASK, said, limits())
+        assert found.truncated == "turns" and len(cancelled) == 1 and not said._open
+        # What came is trained; what was open is not, and holds nothing.
+        assert found.episode.counts.abandoned == 1 and len(found.episode.branches) == 2
+        cancelled.clear()
+
+
+async def test_an_error_beside_an_end_is_still_an_error() -> None:
+    async def plays(task: Task, chat: Chat) -> float:
+        async def fails() -> None:
+            raise KeyError("board")
+
+        await chat.say([{"role": "user", "content": "x"}])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(chat.say([{"role": "user", "content": "y"}]))
+            group.create_task(fails())
+        return 1.0
+
+    with pytest.raises(Broken, match="ExceptionGroup"):
+        said = talk(Engine(numbers).generate, max_turns=1)
+        await play(factory(lambda: plays, plays=True), plays, TASK, said, limits())
+
+
+async def test_replies_are_named_and_rewarded_by_name() -> None:
+    async def plays(task: Task, chat: Chat) -> float:
+        messages = [{"role": "user", "content": "same"}]
+        one, other = await chat.say(messages), await chat.say(messages)
+        assert one.text == other.text and one.id != other.id
+        more = [*messages, one.message, {"role": "user", "content": "go on"}]
+        last = await chat.say(more, previous=one)
+        chat.reward(0.25, one)
+        chat.reward(0.5, other.id)
+        with pytest.raises(ValueError, match="reply 's-77', which this episode does not have"):
+            chat.reward(1.0, "s-77")
+        assert last.id not in (one.id, other.id)
+        return 1.0
+
+    engine = Engine(lambda prompt: "same")
+    found = await play(factory(lambda: plays, plays=True), plays, TASK, talk(engine.generate), limits())
+    sample = sample_of(found)
+    # The last went on from the first, not from the newest: they lie 2 | 1 3, and came 1 2 3.
+    assert sample.meta.info["turn_rewards"] == [0.5, 0.25, 1.0] and sample.meta.turn_order == [1, 0, 2]
+    assert trajectory(sample, 1.75).turn_rewards == [0.25, 0.5, 1.0]
+
+
+async def test_the_reward_of_a_reply_that_is_not_trained_goes_to_the_one_before() -> None:
+    async def plays(task: Task, chat: Chat) -> None:
+        first = await chat.say([{"role": "user", "content": "a"}])
+        messages = [{"role": "user", "content": "a"}, first.message, {"role": "user", "content": "b"}]
+        second = await chat.say(messages)
+        chat.reward(0.5)
+        # History is changed behind the first: the second is dropped.
+        changed = [*messages, {**second.message, "content": "never said"}, {"role": "user", "content": "c"}]
+        await chat.say(changed)
+        chat.reward(0.125)
+
+    said = talk(Engine(numbers).generate)
+    said.ledger._drift = "drop"
+    found = await play(factory(lambda: plays, plays=True), plays, TASK, said, limits())
+    sample = sample_of(found)
+    assert found.episode.counts.dropped_tokens and sample.meta.info["turn_rewards"] == [0.5, 0.125]
+    assert sample.reward == 0.625
+
+
+class Cut(Count):
+    async def step(self, reply: Reply) -> Step:
+        step = await super().step(reply)
+        step.truncated = self.at == 3
+        return step
+
+
+async def test_an_episode_that_its_environment_cut_is_marked_as_cut() -> None:
+    engine = Engine(numbers)
+    found = await played(Cut(), talk(engine.generate))
+    assert (found.turns, found.truncated, found.reward) == (2, "environment", 1.0)
+    sample = sample_of(found)
+    assert sample.meta.truncated and sample.meta.finish_reason == "length"
+
+
+async def test_routing_rows_of_all_branches() -> None:
+    shape = RoutingShape(layers=1, chosen=2)
+    engine = Engine(lambda prompt: "b")
+
+    async def routed(wanted: Wanted) -> Outcome:
+        assert wanted.routing
+        made = await engine.generate(wanted)
+        number = len(engine.said)
+        rows = np.full((len(made.tokens), 2), number, "<i2").tobytes()
+        prompt = np.full((len(wanted.prompt) - 1, 2), 10 * number, "<i2").tobytes()
+        return msgspec.structs.replace(made, routing=rows, prompt_routing=prompt)
+
+    async def plays(task: Task, chat: Chat) -> float:
+        await chat.say([{"role": "user", "content": "a"}])
+        await chat.say([{"role": "user", "content": "c"}])
+        return 1.0
+
+    said = talk(routed)
+    said._sampling = msgspec.structs.replace(said._sampling, routing=True)
+    found = await play(factory(lambda: plays, plays=True), plays, TASK, said, limits())
+    sampling: dict[str, float | int | str] = {}
+    sample = make_sample(TICKET, 1, TASK, found, tokenizer=tokenizer(), sampling=sampling, player="e", routing=shape)
+    # <|user|> a <|end|> <|assistant|> b <|end|>: three positions of the prompt, then where b and the end came from.
+    assert sample.routing is not None and sample.routing.shape == (11, 1, 2)
+    assert sample.routing[:, 0, 0].tolist() == [10] * 3 + [1] * 2 + [-1] + [20] * 3 + [2] * 2
+    assert as_put(sample).columns["routing"] is sample.routing
+    with pytest.raises(Refused, match=r"branch 0 of sample 4\.1: 0 bytes of routing rows for"):
+        found = await play(factory(lambda: plays, plays=True), plays, TASK, talk(engine.generate), limits())
+        make_sample(TICKET, 1, TASK, found, tokenizer=tokenizer(), sampling=sampling, player="e", routing=shape)

@@ -36,8 +36,8 @@ def lying(member: int, rewards: list[float], states: list[str], *, branches: boo
     info = {"turn_rewards": [rewards[came[t]] for t in range(3)], "turn_states": [states[came[t]] for t in range(3)]}
     made = sample(0, [0, 1, 1] * 3, sum(rewards), member=member, turns=turns, info=info)
     # The same numbers on a token wherever its turn lies.
-    for name in ("values", "reference_logprobs", "behaviour_logprobs"):
-        by_time = np.random.default_rng([member, len(name)]).normal(size=(3, 3)) * [0, 1, 1]
+    for seed, name in enumerate(("values", "reference_logprobs", "behaviour_logprobs")):
+        by_time = np.random.default_rng([member, seed]).normal(size=(3, 3)) * [0, 1, 1]
         setattr(made, name, by_time[came].reshape(-1).astype(np.float32))
     if branches:
         made.meta = msgspec.structs.replace(made.meta, branches=[(0, 6), (6, 9)], turn_order=ORDER)
