@@ -38,6 +38,10 @@ def predicted(
     go through the output layer.
     """
     with autocasting(batch.ids.device, autocast):
+        # In bfloat16 the output layer is computed in it here and in the engine. In float32 on both sides their mean
+        # difference falls from 0.046 to 0.033 nats a token (SmolLM2-135M, AVX-512; the layers' own rounding is the
+        # rest), for a sixth to a fifth more time a decoding step and a quarter more of forward and backward: not worth
+        # it where corrections for such differences are at hand.
         logits = model.get_output_embeddings()(hidden_states(model.base_model, batch))
     every = torch.log_softmax(logits.float() / temperature, -1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None

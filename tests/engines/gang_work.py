@@ -10,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
+from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.sharing import share
 from relax_rt.roles.trainers.step import Batch, accumulate
@@ -97,8 +99,23 @@ def streamed(here: Here, parts: list[list[Sample]]) -> dict[str, Any]:
     else:
         Follower(here.backend).run()
     found = {name: value.numpy().copy() for name, value in here.gradients().items()}
-    here.backend._begin()
+    here.backend._accumulation.forget()
     return found
+
+
+def grads(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
+    """This rank's gradient sums, by name; then forgotten."""
+    for batch in batches:
+        here.backend.accumulate(mine(here, batch)[1])
+    found = {name: value.numpy().copy() for name, value in here.gradients().items()}
+    here.backend._accumulation.forget()
+    return found
+
+
+def use(here: Here, algorithm: dict[str, Any]) -> None:
+    """Go on with another objective."""
+    table = AlgorithmTable(**algorithm)
+    here.backend.use(Objective.of(table), table)
 
 
 def orders(here: Here, batch: list[Sample], count: float, folder: Path, damaged: Path) -> dict[str, Any]:

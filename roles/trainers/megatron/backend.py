@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
 from relax_rt.roles.numerics import denormals_flushed
-from relax_rt.roles.sample import Sample
+from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, Read, await_files, file_of, write
+from relax_rt.roles.trainers.budget import Accumulation, Budget, Fitting
 from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
@@ -54,6 +55,7 @@ class MegatronBackend:
     Args:
         model_dir: Hugging Face folder. table: division, dtype and micro-batches.
         objective: unless given, that of the algorithm.
+        budget: of micro-batches; unless given, the table's. All ranks take the smallest of theirs.
         stacked_experts: publish each layer's experts as one tensor, as transformers has them, else one by one.
 
     Raises:
@@ -72,11 +74,17 @@ class MegatronBackend:
         stacked_experts: bool = True,
         layers: str = "auto",
         on_progress: Callable[[int], None] = lambda _: None,
+        budget: Budget | None = None,
     ) -> None:
         torch.set_num_threads(table.threads)
         self._source, self._algorithm, self._table, self.ranks = model_dir, algorithm, table, ranks
         self._stacked = stacked_experts
         self.objective = objective if objective is not None else Objective.of(algorithm)
+        self._budget = budget if budget is not None else Budget(table.tokens_per_micro_batch)
+        self._budget.agree(ranks.gather)
+        together = f"rank {ranks.rank} of the trainer" if ranks.pass_together else ""
+        self._fitting = Fitting(self._budget, ranks.device, rank=together)
+        self._accumulation: Accumulation[Sequence[Sample]] = Accumulation(self._fitting, self._begin, self._add)
         architecture = read_architecture(model_dir)
         self._shape = architecture.shape
         chosen = choose_layers(layers)  # type: ignore[arg-type]
@@ -107,10 +115,12 @@ class MegatronBackend:
             temperature=temperature,
             entropy="entropy" in self.objective.needs,
             on_progress=on_progress,
+            before=self._trying,
         )
         self._multiple = (table.tensor_parallel if sequence_parallel(table) else 1) * 2 * table.context_parallel
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._snapshot_steps, self._snapshot_model = 0, bytearray()
+        self._snapshot_generators: dict[str, torch.Tensor] = {}
         self._load(Files(model_dir))
         self._begin()
 
@@ -133,7 +143,7 @@ class MegatronBackend:
         self._state.forget()
         # Its buffers hold moments that are no more.
         self._snapshot = None
-        self._begin()
+        self._forget()
 
     # Gradients.
 
@@ -144,6 +154,9 @@ class MegatronBackend:
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Of each trained token, under the current weights, of logits / temperature: float32 [T] for each sample; 0 for
         others. The same on all ranks of the replica whose samples these are."""
+        return self._fitting(lambda: self._log_probabilities(samples))
+
+    def _log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         trained = [sample if sample.loss_mask[1:].any() else None for sample in samples]
         packs = [self._pack(members, trained_only=True) for members in self._filled(trained)]
         packs += self._dummies(len(packs))
@@ -160,19 +173,22 @@ class MegatronBackend:
     def accumulate(self, samples: Sequence[Sample]) -> Partial:
         """Forward and backward of this replica's share of a batch, which may be empty; gradients are added up as they
         are, divided by nothing. Samples have their advantages."""
+        self._accumulation(samples)
+        return Partial(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
+
+    def _add(self, samples: Sequence[Sample]) -> None:
+        """Add the gradients of these samples, and what is measured of them."""
         idle = self.objective.idle
         trained = [sample if sample.loss_mask[1:].any() and not idle(sample) else None for sample in samples]
         packs = [self._pack(members, trained_only=True) for members in self._filled(trained)]
         dummies = self._dummies(len(packs))
         with denormals_flushed():
             results = self._passes.backward([*packs, *dummies], self._loss, len(dummies))
-        added = Partial(self.objective.count(samples), sum(int(sample.loss_mask.sum()) for sample in samples))
         if self.ranks.speaks:
-            computed = float(sum(one.tokens for one in packs))
-            merge(self._found, {"trained": float(added.tokens), "computed": computed})
+            tokens = float(sum(int(sample.loss_mask.sum()) for sample in samples))
+            merge(self._found, {"trained": tokens, "computed": float(sum(one.tokens for one in packs))})
             for value, metrics in results:
                 merge(self._found, {"loss": value, **metrics})
-        return added
 
     def _loss(self, of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         return self.objective.loss(tokens_of(of, logprobs, entropy if "entropy" in self.objective.needs else None))
@@ -181,6 +197,7 @@ class MegatronBackend:
         """Divide the gradients of all ranks by `count`, clip them and take the optimizer's step; see
         `TrainerBackend.apply`. All ranks return the same."""
         importlib.import_module("megatron.core.distributed").finalize_model_grads([self._wrapped])
+        merge(self._found, self._fitting.taken())
         found: Metrics = {}
         for part in self.ranks.gather(self._found):
             merge(found, part)
@@ -192,7 +209,7 @@ class MegatronBackend:
         finite = all(self.ranks.gather(math.isfinite(norm)))
         loss = found.get("loss", 0.0)
         if not finite or not math.isfinite(loss):
-            self._begin()
+            self._forget()
             what = f"gradient norm is {norm}" if math.isfinite(loss) else f"loss is {loss}"
             return thrown_away(f"{what} in step {number}", found, rate)
         if found.get("tokens"):
@@ -202,7 +219,7 @@ class MegatronBackend:
             before_update()
             with denormals_flushed():
                 self._optimizer.step_with_ready_grads()
-        self._begin()
+        self._forget()
         self.objective.after_step(found)
         return step_result(found, count=count, grad_norm=norm, learning_rate=rate)
 
@@ -210,8 +227,13 @@ class MegatronBackend:
         """This rank's sums so far, by Megatron's name; those of replicas are not in them."""
         return {name: parameter.main_grad.detach().clone() for (_, name), parameter in self.parameters.items()}
 
+    def _forget(self) -> None:
+        """The step is over; the next part begins another one."""
+        self._accumulation.forget()
+        self._begin()
+
     def _begin(self) -> None:
-        """Nothing has been accumulated."""
+        """No gradients, and nothing measured."""
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._found: Metrics = {}
@@ -225,10 +247,17 @@ class MegatronBackend:
 
     def _filled(self, samples: Sequence[Sample | None]) -> list[list[tuple[int, Sample]]]:
         there = [(index, sample) for index, sample in enumerate(samples) if sample is not None]
-        return fill(there, self._table.tokens_per_micro_batch, whole_groups="pairs" in self.objective.needs)
+        return fill(there, self._budget.tokens, whole_groups="pairs" in self.objective.needs)
 
     def _pack(self, members: Sequence[tuple[int, Sample]], *, trained_only: bool) -> Pack:
-        return pack(members, multiple=self._multiple, trained_only=trained_only)
+        context = self._table.context_parallel
+        chunks = 2 * context if context > 1 else 1
+        return pack(members, multiple=self._multiple, trained_only=trained_only, sequence_multiple=chunks)
+
+    def _trying(self, one: Pack) -> None:
+        pairs = "pairs" in self.objective.needs
+        units = {sample.meta.group if pairs else number for number, (_, sample) in enumerate(one.members)}
+        self._budget.trying_units(one.tokens, len(units), whole_groups=pairs)
 
     def _dummies(self, packs: int) -> list[Pack]:
         """Packs that count for nothing: ranks that exchange tokens of experts make the same number of passes."""
@@ -301,6 +330,7 @@ class MegatronBackend:
         self._snapshot = {} if self._snapshot is None else self._snapshot
         self._state.copy(self._held, self._mine, self._snapshot)
         self._snapshot_steps = self._state.steps
+        self._snapshot_generators = self.ranks.generators()
         give_back()
         plan = self._plan(self._table.dtype, stacked=False)
         if self.ranks.rank == 0 and not self._snapshot_model:
@@ -317,7 +347,8 @@ class MegatronBackend:
         ranks = self.ranks
         if self._snapshot is None:
             raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
-        write(file_of(folder, ranks.rank, ranks.sizes.world), self._snapshot, self._snapshot_steps)
+        kept = {**self._snapshot, **self._snapshot_generators}
+        write(file_of(folder, ranks.rank, ranks.sizes.world), kept, self._snapshot_steps)
         if ranks.rank != 0:
             return
         layout = self._plan(self._table.dtype, stacked=False).layout
@@ -339,8 +370,9 @@ class MegatronBackend:
         state = OptimizerFiles(folder)
         self._load(Files(folder), state.reader(MASTER) if state.has(MASTER) else None)
         self._state.take(self._held, state)
+        self.ranks.set_generators(state.tensor)
         self._snapshot = None
-        self._begin()
+        self._forget()
 
 
 def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:
@@ -368,7 +400,7 @@ def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) ->
 
 
 _NOTHING = Sample(
-    meta=None,  # type: ignore[arg-type]
+    meta=bare_meta(0, 0),
     tokens=np.zeros(2, np.int32),
     loss_mask=np.array([0, 1], np.uint8),
     behaviour_logprobs=np.zeros(2, np.float32),

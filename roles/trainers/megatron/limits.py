@@ -10,8 +10,6 @@ from relax_rt.roles.sections import ShardedSettings, TrainedSettings
 
 def unsupported(table: ShardedSettings) -> Iterator[tuple[str, str]]:
     """Keys of a table that cannot be kept, and why not."""
-    if table.context_parallel > 1:
-        yield "context_parallel", "packed sequences are not cut over ranks"
     if table.attention == "unfused":
         yield "attention", "packed sequences have fused attention alone"
     if isinstance(table, TrainedSettings) and table.optimizer_dtype != "float32":

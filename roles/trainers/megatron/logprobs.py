@@ -92,6 +92,29 @@ class _VocabularyParallel(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
+class Whole(torch.autograd.Function):
+    """Values of all ranks of a group, of which each has some: float [m] from float [k] and their places, int64 [k].
+
+    Every rank computes the same loss of the whole, so that a rank's own values get their whole gradient from its own
+    loss; those of parameters are added up over the ranks afterwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor, size: int, group: dist.ProcessGroup) -> Any:
+        """Add up vectors that are 0 at the others' places."""
+        ctx.save_for_backward(places)
+        whole = values.detach().new_zeros(size)
+        whole[places] = values.detach()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        """That of this rank's places."""
+        (places,) = ctx.saved_tensors
+        return gradient[places], None, None, None
+
+
 def _dot(weight: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """sum w z over the vocabulary; what has no weight counts for nothing, also at minus infinity."""
     return (weight * z.masked_fill(weight == 0, 0.0)).sum(-1)

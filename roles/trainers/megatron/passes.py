@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from relax_rt.roles.trainers.megatron.logprobs import VocabularySlice, log_probabilities
+from relax_rt.roles.trainers.megatron.logprobs import VocabularySlice, Whole, log_probabilities
 from relax_rt.roles.trainers.megatron.model import PredictedRows
-from relax_rt.roles.trainers.megatron.packs import Pack
+from relax_rt.roles.trainers.megatron.packs import Pack, Share
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 
 Loss = Callable[[Pack, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
@@ -25,6 +25,7 @@ class Passes:
     Args:
         wrapped: Megatron's DistributedDataParallel. model: the GPTModel within. temperature: of the distribution.
         entropy: whether losses want entropies. on_progress: told of the tokens of each forward pass.
+        before: told of each pack before it goes through.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Passes:
         temperature: float,
         entropy: bool,
         on_progress: Callable[[int], None],
+        before: Callable[[Pack], None],
     ) -> None:
-        self._ranks, self._config, self._wrapped, self._on_progress = ranks, config, wrapped, on_progress
+        self._ranks, self._config, self._wrapped = ranks, config, wrapped
+        self._on_progress, self._before = on_progress, before
         self._temperature, self._entropy = temperature, entropy
         self._schedule = importlib.import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         self._params = importlib.import_module("megatron.core.packed_seq_params").PackedSeqParams
@@ -107,12 +110,15 @@ class Passes:
 
     def _forward(self, of: Callable[..., Any], packs: Iterator[Pack], model: Any) -> tuple[torch.Tensor, Any]:
         pack, device = next(packs), self._ranks.device
-        bounds = pack.bounds.to(device)
+        self._before(pack)
+        bounds, ids, positions, rows = pack.bounds.to(device), pack.ids, pack.positions, pack.rows
+        if (share := self._share(pack)) is not None:
+            ids, positions, rows = ids[:, share.places], positions[:, share.places], share.rows
         if self._chosen is not None:
-            self._chosen.rows = pack.rows.to(device)
+            self._chosen.rows = rows.to(device)
         out = model(
-            pack.ids.to(device),
-            pack.positions.to(device),
+            ids.to(device),
+            positions.to(device),
             None,
             packed_seq_params=self._params(
                 qkv_format="thd",
@@ -125,8 +131,20 @@ class Passes:
         self._on_progress(pack.tokens)
         return out, lambda output, non_loss_data=False: of(pack, output)
 
+    def _share(self, pack: Pack) -> Share | None:
+        """What this rank computes of a pack; None: all of it."""
+        ranks = self._ranks.sizes.context
+        return pack.share(self._ranks.at["context"], ranks) if ranks > 1 else None
+
     def _predicted(self, pack: Pack, logits: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of all tokens wanted, on every context-parallel rank."""
         assert self._part is not None
-        targets = pack.targets.to(logits.device)
+        share = self._share(pack)
+        targets = (pack.targets if share is None else pack.targets[share.wanted]).to(logits.device)
         scaled = logits[0, : len(targets)] / self._temperature
-        return log_probabilities(scaled, targets, self._part, entropy=entropy)
+        found = log_probabilities(scaled, targets, self._part, entropy=entropy)
+        if share is None:
+            return found
+        wanted, group = share.wanted.to(logits.device), self._ranks.context_group
+        whole: Any = Whole.apply
+        return whole(found[0], wanted, len(pack.targets), group), whole(found[1], wanted, len(pack.targets), group)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from relax_rt.roles.models.device import generator_states, set_generator_states
 from relax_rt.roles.planning.parallel import Sizes, coordinates
 from relax_rt.roles.trainers.gang import gathered
 from relax_rt.roles.trainers.megatron.shims import prepare
@@ -19,6 +21,8 @@ T = TypeVar("T")
 TIMEOUT_S = 1800.0
 """For one collective: after that a rank is taken for hung. Ranks wait for the next order without it."""
 IDLE = timedelta(days=365)
+GENERATOR = "generator_"
+"""Before the kind of a device, or Megatron's name, in the name of a random generator's state."""
 
 
 class Ranks:
@@ -26,7 +30,7 @@ class Ranks:
 
     Args:
         store: torch's, where the ranks meet. rank, local_rank: among all, and among those of this node.
-        seed: of Megatron's random states; nothing that this backend computes draws from them.
+        seed: of Megatron's random states; nothing that this backend computes draws from them, a loss of the user's may.
 
     Raises:
         Refused: the sizes do not divide the ranks.
@@ -61,6 +65,7 @@ class Ranks:
         importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(seed)
         self.at = coordinates(rank, sizes.dense)
         self.tensor_group: dist.ProcessGroup = state.get_tensor_model_parallel_group()
+        self.context_group: dist.ProcessGroup = state.get_context_parallel_group()
         self.pipeline_group: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
         """Between the ranks' processors; waits as long as it takes."""
@@ -81,6 +86,11 @@ class Ranks:
         return self.sizes.data
 
     @property
+    def pass_together(self) -> bool:
+        """Whether a pass through the model needs other ranks; replicas of a whole model meet at a step's end alone."""
+        return self.sizes.model_ranks > 1 or self.sizes.expert_ranks > 1
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank's losses are counted: one of those that compute the same ones."""
         return self.last_stage and self.at["tensor"] == 0 and self.at["context"] == 0
@@ -95,6 +105,36 @@ class Ranks:
             source = dist.get_process_group_ranks(self.pipeline_group)[-1]
             dist.broadcast(values, source, group=self.pipeline_group)
         return values
+
+    def generators(self) -> dict[str, torch.Tensor]:
+        """States of this rank's random generators, torch's and those that Megatron keeps apart, uint8 on the CPU; by
+        the names under which a checkpoint has them."""
+        states = {**generator_states(self.device), **self._tracker.get_states()}
+        return {f"{self._place}|{GENERATOR}{kind}": state.clone() for kind, state in states.items()}
+
+    def set_generators(self, find: Callable[[str, str], torch.Tensor | None]) -> None:
+        """Go on from `generators`, as far as they are found: of ranks divided in another way there are none to go on
+        from, for Megatron draws by a rank's place in the division.
+
+        Args:
+            find: gives what a checkpoint has under a name and a kind.
+        """
+        own = {kind: find(self._place, GENERATOR + kind) for kind in generator_states(self.device)}
+        apart = {name: find(self._place, GENERATOR + name) for name in self._tracker.get_states()}
+        if all(state is not None for state in apart.values()):
+            self._tracker.set_states(apart)
+        set_generator_states({kind: state for kind, state in own.items() if state is not None}, self.device)
+
+    @property
+    def _tracker(self) -> Any:
+        return importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()
+
+    @property
+    def _place(self) -> str:
+        """This rank in this division, on this kind of device, where a tensor has its name."""
+        sizes = self.sizes
+        cut = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, sizes.expert_tensor, sizes.world)
+        return f"rank-{self.rank}-of-{'x'.join(map(str, cut))}-{self.device.type}"
 
     def close(self) -> None:
         """Leave all groups, each of which has a thread of its own; the process can join others, in another store."""

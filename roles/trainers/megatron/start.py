@@ -9,10 +9,16 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
 from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
+from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
 from relax_rt.roles.trainers.megatron.model import sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
+
+REMEDY = (
+    "cut the model over more ranks (roles.trainer.tensor_parallel, pipeline_parallel), or compute more of it again "
+    '(roles.trainer.recompute = "full")'
+)
 
 
 def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
@@ -37,6 +43,7 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
         stacked_experts=not serves_single_experts(ctx.config),
         layers=ctx.settings.layers,
         on_progress=ctx.progress.advance,
+        budget=Budget.of(ctx, ctx.settings.tokens_per_micro_batch, REMEDY),
     )
     if gang.rank == 0:
         return Leader(backend)

@@ -28,7 +28,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo"},
     "sft": {"name": "sft"},
 }
-DIVISIONS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}, "dp2": {}}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
+    "dp2": {},
+}
 FIELDS = ("loss", "grad_norm", "ratio_mean", "ratio_max_deviation", "clip_fraction", "kl_behaviour", "tokens_rejected")
 
 

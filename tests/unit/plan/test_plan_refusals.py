@@ -180,7 +180,6 @@ def test_a_plan_needs_neither_the_interpreter_nor_the_folder_of_the_run() -> Non
         ((f"{TRAINER}.backend=torch", f"{TRAINER}.tensor_parallel=1"), "recompute has no effect with backend"),
         ((f"{TRAINER}.optimizer_dtype=bfloat16",), "optimizer_dtype = bfloat16: moments of other types than float32"),
         ((f"{TRAINER}.attention=unfused",), "attention = unfused: packed sequences have fused attention alone"),
-        ((f"{TRAINER}.context_parallel=2",), "context_parallel = 2: packed sequences are not cut over ranks"),
         (("roles.reference.count=1",), "nothing in [algorithm] needs the log-probabilities of a reference"),
         (("roles.critic.count=1",), "nothing in [algorithm] needs the values of a critic"),
         ((f"{ROLLOUT}.engine=embedded", f"{ROLLOUT}.memory_fraction=0.5"), "memory_fraction has no effect with engine"),

@@ -96,9 +96,7 @@ def test_transformer_engine_is_not_promised_where_it_is_not(monkeypatch: pytest.
     assert choose_layers("auto") == "transformer_engine"
 
 
-@pytest.mark.parametrize(
-    "setting", [{"context_parallel": 2}, {"attention": "unfused"}, {"optimizer_dtype": "bfloat16"}]
-)
+@pytest.mark.parametrize("setting", [{"attention": "unfused"}, {"optimizer_dtype": "bfloat16"}])
 def test_settings_that_can_only_be_planned_are_refused(setting: dict[str, Any]) -> None:
     table = TrainerSettings(**{"backend": "megatron", "count": 2, **setting})
     with pytest.raises(Refused, match=f"{next(iter(setting))} = "):

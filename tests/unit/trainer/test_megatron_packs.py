@@ -85,3 +85,22 @@ def test_samples_cross_to_other_ranks_as_they_are() -> None:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     assert np.array_equal(received(sent(first))[0].advantages, first[0].advantages)
     assert received(sent(first))[1].advantages is None
+
+
+@given(LENGTHS, st.integers(2, 4))
+def test_context_parallel_ranks_share_every_sequence_alike(lengths: list[int], ranks: int) -> None:
+    samples = batch(lengths)
+    one = pack(list(enumerate(samples)), multiple=4 * ranks, trained_only=True, sequence_multiple=2 * ranks)
+    shares = [one.share(rank, ranks) for rank in range(ranks)]
+    assert sorted(torch.cat([each.places for each in shares]).tolist()) == list(range(one.tokens))
+    assert sorted(torch.cat([each.wanted for each in shares]).tolist()) == list(range(len(one.targets)))
+    for own in shares:
+        # Its tokens stand in order; the rows that predict are those of the whole pack.
+        assert len(own.places) == one.tokens // ranks
+        assert torch.equal(own.places[own.rows], one.rows[own.wanted])
+        for start, stop in pairwise(one.bounds.tolist()):
+            mine = own.places[(own.places >= start) & (own.places < stop)]
+            # As many pairs of tokens to attend to as any other.
+            total = (stop - start) * (stop - start + 1) // 2
+            size = (stop - start) // ranks
+            assert int((mine - start + 1).sum()) * ranks == total and len(mine) == size
