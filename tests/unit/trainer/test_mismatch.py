@@ -111,7 +111,10 @@ def test_the_report_is_over_the_tokens_it_says(
 
 
 def test_every_item_is_there_at_each_step(model_dir: Path) -> None:
-    table = {"corrections": [{"name": "icepop", "low": 0.9, "high": 1.1}], "entropy": {"name": "bonus", "coefficient": 0.1}}
+    table = {
+        "corrections": [{"name": "icepop", "low": 0.9, "high": 1.1}],
+        "entropy": {"name": "bonus", "coefficient": 0.1},
+    }
     trainer, batch = backend(model_dir, **table), batch_of({})
     _, record = step(trainer, batch, "trained")
     for name in ("difference_mean", "difference_max", "ratio_mean", "ratio_max_deviation", "kl_behaviour", "entropy"):
