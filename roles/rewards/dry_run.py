@@ -7,7 +7,6 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from relax_rt.config.problems import KeyPath, Problem
@@ -73,13 +72,13 @@ def dry_run(
     task: TaskSpec | None,
     place: KeyPath = REWARD,
     key: str = "components",
-    also: Mapping[str, Any] = MappingProxyType({}),
+    also: Callable[[str], Mapping[str, Any]] = lambda completion: {},
 ) -> list[Problem]:
     """Load the reward and call it on a few items with right, wrapped, empty and junk completions.
 
     Args:
         place, key: of the components in the config.
-        also: what functions may ask for besides.
+        also: what functions may ask for besides, given the completion.
 
     Returns:
         One problem at most: what went wrong first, on which completion, at which line.
@@ -92,7 +91,7 @@ def dry_run(
 
 
 def requests_for(
-    table: RewardTable, items: Sequence[Item], also: Mapping[str, Any] = MappingProxyType({})
+    table: RewardTable, items: Sequence[Item], also: Callable[[str], Mapping[str, Any]] = lambda completion: {}
 ) -> list[Request]:
     """What a dry run asks: four completions of each item."""
     requests = []
@@ -106,7 +105,7 @@ def requests_for(
                 "tokens": max(1, len(text)),
                 "turns": [],
                 **({"verdict": 0.5} if table.judge is not None else {}),
-                **also,
+                **also(text),
             }
             requests.append(Request(text, item.answer, offered(item.question, item.metadata, None, **about), group))
     return requests

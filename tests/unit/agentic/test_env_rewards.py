@@ -1,0 +1,200 @@
+"""Rewards beside an environment's own, and games in which the policy has several seats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentic_parts import TASK, Count, Engine, factory, numbers, template, tokenizer
+
+from relax_rt.config.loader import load_config
+from relax_rt.config.problems import ConfigErrors
+from relax_rt.roles.agentic import Observation, Reply, Step, Task
+from relax_rt.roles.agentic.checks import preflight_environment
+from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.loading import Factory
+from relax_rt.roles.agentic.player import Player
+from relax_rt.roles.agentic.pool import Broken
+from relax_rt.roles.agentic.rewards import KEY, PLACE
+from relax_rt.roles.agentic.role import games
+from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.tables import RewardTable
+from relax_rt.roles.sections import RLConfig, SamplingTable
+
+CONFIG = """
+[run]
+name = "game"
+[model]
+path = "package:tiny"
+[roles.env]
+environment = "game.py:Game"
+tasks = 100
+max_tokens = 400
+rewards = [{ name = "length", free = 4, most = 8, weight = 0.1 }, { function = "game.py:style" }]
+[reward]
+timeout_s = 5
+[sampling]
+max_new_tokens = 8
+[algorithm]
+group_size = 4
+"""
+GAME = """
+class Game:
+    seats = 1
+    async def reset(self, task): return "go"
+    async def step(self, reply): ...
+
+def style(completion, answer, turns, reward):
+    return {"brief": float(len(completion) < 3), "of_it": reward}
+
+def turnwise(completion, answer, turns):
+    said = [turn["text"] for turn in turns if turn["role"] == "assistant"]
+    return {"turn_rewards": [float(text == "2") for text in said]}
+
+def wrong(completion, answer):
+    raise ValueError(f"no style in {completion}")
+"""
+
+
+def read(folder: Path, *overrides: str, game: str = GAME) -> RLConfig:
+    (folder / "game.py").write_text(game)
+    (folder / "roles.toml").write_text(CONFIG)
+    found = load_config(folder / "roles.toml", overrides)
+    assert isinstance(found, RLConfig)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (['roles.env.rewards=[{name="lenght"}]'], ("roles", "env", "rewards", 0, "name"), "no reward called 'lenght'"),
+        (['roles.env.rewards=[{name="exact", group=true}]'], ("roles", "env", "rewards", 0, "group"), "group"),
+        (['roles.env.rewards=[{name="genrm"}]'], ("roles", "env", "rewards", 0, "name"), "not asked about episodes"),
+        (['roles.env.rewards=[{name="exact", weight=0}]'], ("roles", "env", "rewards"), "all weights are 0"),
+        (['reward.components=[{name="exact"}]'], ("reward",), "have no effect"),
+    ],
+)
+def test_what_cannot_be_added_is_refused_at_its_key(
+    tmp_path: Path, overrides: list[str], path: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        read(tmp_path, *overrides)
+    assert any(one.path == path and message in one.message for one in caught.value.problems), caught.value.render()
+
+
+def looked_at(folder: Path, *overrides: str, game: str = GAME) -> list[tuple[Any, ...]]:
+    config = read(folder, *overrides, game=game)
+    return [(one.path, one.message) for one in preflight_environment(config, folder, tokenizer(), None)]
+
+
+def test_they_are_called_before_a_run_on_replies_to_its_first_task(tmp_path: Path) -> None:
+    assert looked_at(tmp_path) == []
+    ((path, message),) = looked_at(tmp_path, 'roles.env.rewards=[{name="exact"}, {function="game.py:wrong"}]')
+    assert path == ("roles", "env", "rewards", 1) and "ValueError: no style in" in message and "game.py:15" in message
+
+
+def test_a_group_is_whole_games(tmp_path: Path) -> None:
+    ((path, message),) = looked_at(tmp_path, game=GAME.replace("seats = 1", "seats = 3"))
+    assert path == ("algorithm", "group_size") and "has 3 seats, each a member of the group" in message
+
+
+def player(made: Factory, words: Callable[[str], str], *rewards: dict[str, Any], scores: Any = None) -> Player:
+    return Player(
+        factory=made,
+        pool=None,
+        chat=template(),
+        generate=Engine(words).generate,
+        settings=EnvSettings(environment="test", rewards=list(rewards), max_tokens=400),  # type: ignore[arg-type]
+        sampling=SamplingTable(max_new_tokens=16),
+        stop_ids=tokenizer().stop_ids,
+        lag=lambda oldest: 0,
+        told=lambda tokens: None,
+        rewards=scores,
+    )
+
+
+async def rewarded(folder: Path, *components: dict[str, Any]) -> Played:
+    """A count to 3, all right, with rewards that run where they belong."""
+    (folder / "game.py").write_text(GAME)
+    table = RewardTable.model_validate({"components": list(components)})
+    rewards = Rewards(table, folder, place=PLACE, key=KEY)
+    await rewards.start()
+    try:
+        return await player(factory(Count), numbers, *components, scores=rewards.score_one).play("e", TASK, 3)
+    finally:
+        await rewards.close()
+
+
+async def test_the_reward_is_the_environments_and_theirs(tmp_path: Path) -> None:
+    found = await rewarded(
+        tmp_path, {"function": "game.py:style", "weight": 2.0}, {"name": "length", "free": 4, "most": 8}
+    )
+    # Three right numbers; "3" is brief, and the function was told of the 1.5; six tokens are half of what is too long.
+    assert found.parts == {
+        "episode": 1.5 + 2 * 2.5 - 0.5, "environment": 1.5,
+        "style": 2.5, "style.brief": 1.0, "style.of_it": 1.5, "length": -0.5,
+    }  # fmt: skip
+    assert found.reward == 6.0 and list(found.rewards.values()) == [0.5, 0.5, 5.0]
+
+
+async def test_turns_get_theirs_and_a_failure_is_that_of_the_episode(tmp_path: Path) -> None:
+    found = await rewarded(tmp_path, {"function": "game.py:turnwise"})
+    assert list(found.rewards.values()) == [0.5, 1.5, 0.5] and found.parts["turnwise"] == 1.0
+    with pytest.raises(Broken, match=r"roles.env.rewards: .*wrong raised ValueError: no style in 3 at .*game.py:15"):
+        await rewarded(tmp_path, {"function": "game.py:wrong"})
+
+
+# --- seats
+
+
+class Duel:
+    """The two say numbers in turn, each told of what the other said; who says 4 has won."""
+
+    seats = 2
+
+    def __init__(self, first: int = 0) -> None:
+        self.seat = first
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=f"player {self.seat}", seat=self.seat)
+
+    async def step(self, reply: Reply) -> Step:
+        me, self.seat = self.seat, 1 - self.seat
+        if reply.text == "4":
+            return Step(reward=1.0, rewards={self.seat: -1.0}, done=True)
+        return Step(messages=f"player {self.seat} hears {reply.text}", seat=self.seat, info={"last": float(me)})
+
+
+def duel(make: Callable[[], Any] = Duel) -> Factory:
+    return Factory("test", make, blocking=False, seats=2)
+
+
+def next_number(prompt: str) -> str:
+    heard = [int(word) for word in prompt.replace("<", " ").split() if word.isdigit()]
+    return str(heard[-1] + 1 if "hears" in prompt else 1)
+
+
+async def test_each_seat_has_a_conversation_an_episode_and_a_reward_of_its_own() -> None:
+    first, second = await player(duel(), next_number).play_seats("e", TASK, 3)
+    assert (first.reward, second.reward, first.turns, second.turns) == (-1.0, 1.0, 2, 2)
+    for seat, (one, said) in enumerate(((first, ("1", "3")), (second, ("2", "4")))):
+        (branch,) = one.episode.branches
+        texts = [tokenizer().decode(branch.tokens[turn.start : turn.end]) for turn in branch.turns]
+        assert (
+            tuple(texts[1::2]) == said and f"player {seat}" in texts[0] and f"player {1 - seat}" not in "".join(texts)
+        )
+
+
+async def test_a_game_names_seats_that_there_are_and_lets_all_of_them_speak() -> None:
+    with pytest.raises(Broken, match="in reset: it names seat 2, and the policy has 2"):
+        await player(duel(lambda: Duel(2)), next_number).play_seats("e", TASK, 3)
+    with pytest.raises(Broken, match="seat 1 of the game: it ended before that seat had said anything"):
+        await player(duel(), lambda prompt: "4").play_seats("e", TASK, 3)
+
+
+def test_members_that_are_wanted_play_together_as_they_would_in_a_whole_group() -> None:
+    assert games(range(6), 2) == [[0, 1], [2, 3], [4, 5]]
+    assert games([1, 2, 5], 2) == [[1], [2], [5]] and games([1, 2, 5], 1) == [[1], [2], [5]]
