@@ -138,7 +138,12 @@ def _try_rewards(config: RLConfig, table: EnvSettings, config_dir: Path, tokeniz
     except RelaxError as error:
         yield _problem(error)
         return
-    yield from dry_run(rewards, config_dir, items, task_of(config.data), PLACE, KEY, {"reward": 0.5})
+
+    def about(completion: str) -> dict[str, Any]:
+        turns = [{"role": "user", "text": items[0].question or "…"}, {"role": "assistant", "text": completion}]
+        return {"reward": 0.5, "turns": turns}
+
+    yield from dry_run(rewards, config_dir, items, task_of(config.data), PLACE, KEY, about)
 
 
 def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:

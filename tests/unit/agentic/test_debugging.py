@@ -91,7 +91,7 @@ def home(tmp_path: Path, model: Path) -> Path:
     for kind, text in (("prompts", PROMPTS), ("episodes", EPISODES)):
         (tmp_path / f"{kind}.toml").write_text(text.replace("mine.py", f"{name}.py"))
     (tmp_path / f"{name}.py").write_text(MINE)
-    lines = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    lines = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return tmp_path
 

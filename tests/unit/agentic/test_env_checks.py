@@ -113,6 +113,11 @@ def test_the_first_held_out_task_is_begun_before_a_run(tmp_path: Path) -> None:
         ("raise OSError('no board')", "reset raised OSError: no board"),
         ("return 3", "no Observation and no text"),
         ("import asyncio; await asyncio.sleep(60)", "reset did not return within"),
+        (
+            "from relax_rt.roles.agentic import Observation as O; "
+            "return O(messages=[{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'data:,'}}]}])",
+            "shows parts of type 'image_url': the model, its engines and its trainer take text alone",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_begun_is_told(tmp_path: Path, body: str, why: str, monkeypatch: Any) -> None:
