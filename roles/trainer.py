@@ -38,7 +38,7 @@ REGISTRY_WAIT_S = 600.0
 FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 180.0
-SAVE_ALLOWANCE_S = 120.0
+SAVE_ALLOWANCE_S = STEP_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
 """Steps thrown away one after the other before the trainer gives up."""
 
@@ -76,6 +76,7 @@ class TrainerRole(Role):
         self._saving: asyncio.Task[None] | None = None
         self._skipped = 0
         self._worked = False
+        self._longest_s = 0.0
         self._early = self._passed_over = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
@@ -179,6 +180,19 @@ class TrainerRole(Role):
             self.backend = opened
 
     async def run(self) -> None:
+        finishing = asyncio.create_task(self._time_to_finish())
+        try:
+            await self._work()
+        finally:
+            finishing.cancel()
+
+    async def _time_to_finish(self) -> None:
+        """Asked to stop, it has a step in hand, of which one micro-batch may take longer than other roles have to stop. The
+        step may take what steps have taken, and as much again."""
+        await self.ctx.stopping.wait()
+        self.ctx.progress.extend(max(STEP_ALLOWANCE_S, 2 * self._longest_s), "asked to stop: finishing the step")
+
+    async def _work(self) -> None:
         if self._follower is not None:
             await self.ctx.ready()
             await asyncio.to_thread(self._follower.run)
@@ -318,6 +332,7 @@ class TrainerRole(Role):
             # The engines have the new weights by now: it learns while they sample.
             await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
         batch.spent.on("publish")
+        self._longest_s = max(self._longest_s, batch.spent["train"] + batch.spent["publish"])
         self._tell(batch, result)
         await self._save_if_due()
 

@@ -56,9 +56,9 @@ async def take_newest(ctx: RoleContext, store: CheckpointStore, take: Take) -> t
         passed.append((folder, why))
         ctx.event("checkpoint_damaged", checkpoint=folder.name, why=why)
         ctx.log.warning("passing over a damaged checkpoint", checkpoint=folder.name, error=why)
-    aside = await asyncio.to_thread(store.damaged)
-    if passed or aside:
-        raise _none_readable(store.folder, passed, aside, BadInput if not refused else RelaxError)
+    before = await asyncio.to_thread(store.damaged)
+    if passed or before:
+        raise _none_readable(store.folder, passed, before, BadInput if not refused else RelaxError)
     return None, []
 
 
@@ -69,8 +69,8 @@ def _none_readable(
     reasons += [f"and {len(passed) - NAMED} more"] * (len(passed) > NAMED)
     reasons += [f"set aside before: {', '.join(one.name for one in aside)}"] * bool(aside)
     hint = (
-        "put back a good copy, or model.path and roles.trainer as they were when these were written; to begin again at "
-        f"step 0, move {folder} away or give the run another run.name"
+        "put back a good copy, or the model that model.path had when these were written; to begin again at step 0, "
+        f"move {folder} away or give the run another run.name"
     )
     return kind(f"none of the checkpoints in {folder} can be read", why="; ".join(reasons), hint=hint)
 
