@@ -119,9 +119,9 @@ def scored(
         ended by themselves; turns and tokens: means; versions: first and last policy version sampled from; failed,
         lost: episodes; with `before` also gain of exact.
     """
-    tasks = [[one for one in found[n : n + samples] if one != LOST] for n in range(0, len(found), samples)]
+    tasks = [_there(found[n : n + samples]) for n in range(0, len(found), samples)]
     by_task = [[0.0 if one is None else one.reward for one in task] for task in tasks if task]
-    episodes = [one for one in found if one != LOST]
+    episodes = _there(found)
     wins = sum(one is not None and one.reward > success for one in episodes)
     share, items = wins / len(episodes) if episodes else 0.0, len(by_task)
     low, high = wilson(share * items, items)
@@ -153,3 +153,8 @@ def scored(
         gain_low, gain_high = difference((float(before["exact"]) * n, n), (share * items, items))
         result |= {"gain": share - float(before["exact"]), "gain_low": gain_low, "gain_high": gain_high}
     return result
+
+
+def _there(found: Sequence[Played | Literal["lost"] | None]) -> list[Played | None]:
+    """Without those that were lost."""
+    return [one for one in found if not isinstance(one, str)]

@@ -128,7 +128,8 @@ def _read(path: Path) -> list[Kept]:
         data = path.read_bytes()
     except OSError:
         return []
-    found, at = [], 0
+    found: list[Kept] = []
+    at = 0
     while at + LENGTH.size <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
         at += LENGTH.size + length

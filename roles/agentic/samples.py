@@ -101,7 +101,7 @@ def make_sample(
 
 def _routing(shape: RoutingShape, branches: Sequence[Branch], name: str) -> NDArray[np.int16]:
     """Rows of all branches, int16 [T - 1, layers, k]; between two the last token of the first, sent nowhere."""
-    parts = []
+    parts: list[NDArray[np.int16]] = []
     for number, branch in enumerate(branches):
         if len(branch.routing) != (len(branch.tokens) - 1) * shape.row_bytes:
             raise Refused(

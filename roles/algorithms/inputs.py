@@ -44,7 +44,7 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)
     turn_rewards: list[float] | None = None
     turn_states: list[str] | None = None
-    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    steps: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
 
     def __post_init__(self) -> None:
         if not len(self.penalty):
@@ -134,11 +134,11 @@ def _order(sample: Sample, turns: int) -> list[int]:
     return sample.meta.turn_order
 
 
-def _steps(sample: Sample, mask: NDArray[np.bool_], turns: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def _steps(sample: Sample, mask: NDArray[np.bool_], turns: Sequence[tuple[int, int]]) -> NDArray[np.intp]:
     """See Trajectory.steps. Raises: Refused, if branches have trained tokens in no turn."""
     if not sample.meta.branches:
         return np.flatnonzero(mask)
-    steps = np.concatenate([np.zeros(0, np.int64), *(start + np.flatnonzero(mask[start:end]) for start, end in turns)])
+    steps = np.concatenate([np.zeros(0, np.intp), *(start + np.flatnonzero(mask[start:end]) for start, end in turns)])
     if len(steps) != int(mask.sum()):
         why = f"{int(mask.sum())} tokens are trained, and {len(steps)} of them are in a turn of the assistant"
         raise Refused(f"sample {sample.meta.group}.{sample.meta.member} with branches", why=why)
