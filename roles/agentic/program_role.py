@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from relax_rt.config.loader import role_settings
 from relax_rt.role import RoleContext
 from relax_rt.roles.agentic.episode import Limits
 from relax_rt.roles.agentic.program import Program
@@ -14,6 +15,7 @@ from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.program_play import Programs
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.gateway.remote import Lessee
+from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.sections import RLConfig
 
 GATEWAY = "gateway"
@@ -34,7 +36,7 @@ async def open_programs(
         return
     config, settings = ctx.config, ctx.settings
     assert isinstance(config, RLConfig) and isinstance(settings, EnvSettings)
-    count = config.roles[GATEWAY].count
+    count = role_settings(config, GATEWAY, GatewaySettings).count
     slot = f"{GATEWAY}/{int(ctx.who.slot.rpartition('/')[2]) % count}"
     limits = Limits(
         max_turns=settings.max_turns,
