@@ -14,10 +14,12 @@ from relax_rt.transport.versions import VersionRecord, VersionTree
 
 Line = dict[str, Any]
 
-NEWS_S = 2.0
-"""A router may be so far behind the registry: its watch answers at once, but processes of a busy machine wait."""
-MARK_S = 2.0
-"""A mark that is due is kept within this time: what was sampled in the last of it may be lost with the engine."""
+NEWS_S = 1.0
+"""A router may be so far behind the registry: its watch answers at once, but processes of a busy machine wait. Of the
+length of a step of the soak, so that it hides no more than one version."""
+MARK_S = 0.5
+"""A mark that is due is kept within this time, of which 0.1 s is the pause between marks: what was sampled
+in the last of it may be lost with the engine."""
 FALLS = 0.08
 RISES = 0.03
 ENOUGH_STEPS, TOP = 150, 0.9
@@ -137,7 +139,7 @@ def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], di
     asked: dict[tuple[int, int], list[int]] = {}
     ends = {(i.slot, i.epoch): i.lines[-1]["at"] for i in engines if i.lines}
     held: dict[tuple[int, int], tuple[tuple[str, int], Member]] = {}
-    looked, dropped, wrong, losses = 0, 0, [], list[int]()
+    looked, dropped, owed, wrong, losses = 0, 0, 0, [], list[int]()
     lines = sorted(((line["at"], n, i, line) for i in engines for n, line in enumerate(i.lines)), key=lambda x: x[:2])
     requests: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
     for at, _, incarnation, line in lines:
@@ -151,6 +153,7 @@ def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], di
                     looked += 1
                     marked = kept.get(key, [])
                     due = max((n for t, n in before[1].sampled if t < ends[before[0]] - MARK_S), default=0)
+                    owed += due >= every
                     losses.append(max(n for _, n in before[1].sampled) - len(had))
                     # What the queue was asked to mark it may have, though nobody lived to hear its answer.
                     if had not in (marked[: len(had)], asked.get(key, [])[: len(had)]):
@@ -159,7 +162,7 @@ def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], di
                     dropped += bool(marked and not had)
                     if had and len(had) < len(marked):
                         wrong.append(f"{key} goes on behind {len(had)} of {len(marked)} marked tokens")
-                    if (had or not marked) and due - len(had) > every:
+                    if (had or not marked) and due - len(had) >= every:
                         wrong.append(f"{key} lost {due - len(had)} tokens that were due, the mark is {every}")
                 kept[key] = list(had)
                 asked.pop(key, None)
@@ -179,6 +182,7 @@ def lost(engines: Sequence[Incarnation], every: int) -> tuple[int, list[str], di
                 held[key][1].sampled.append((at, line["upto"]))
     figures = {
         "handed_on": float(looked),
+        "had_due": float(owed),
         "let_go": float(dropped),
         "tokens_lost_median": float(statistics.median(losses)) if losses else 0.0,
         "tokens_lost_max": float(max(losses, default=0)),

@@ -36,6 +36,8 @@ from relax_rt.transport.weights.source import WeightSource
 STEPS = ("before_fetch", "in_fetch", "verified", "in_swap", "swapped")
 WAYS = ("kill", "stop", "hang")
 HANG_S = 60.0
+TURN_S = 0.2
+"""How long a token takes here at least: the tiny model's sequences would be over before a mark of theirs is due."""
 
 
 class Record:
@@ -186,6 +188,17 @@ class StruckEngine:
         self._record("holds", version=self._engine.load().version, digest=digest, after=after)
 
 
+def slow(decoder: Any) -> None:
+    """Have it take TURN_S for each token, on its own thread."""
+    turn = decoder.turn
+
+    def later() -> list[Chunk]:
+        time.sleep(TURN_S)
+        return list(turn())
+
+    decoder.turn = later
+
+
 class StruckRollout(RolloutRole):
     """See the module."""
 
@@ -195,6 +208,8 @@ class StruckRollout(RolloutRole):
         self.record = Record(folder / f"{who.slot.replace('/', '-')}-{who.epoch}.jsonl")
         sabotaged = os.environ.get("ENGINE_CHAOS_SABOTAGE", "")
         sabotage.apply(sabotaged)
+        self.sabotaged = sabotaged
+        slow(self.engine._decoder)  # type: ignore[attr-defined]
         self.engine = StruckEngine(self.engine, Orders(folder, who.slot, self.record), self.record, sabotaged)
 
     def _request(self, number: int, ticket: Any, *more: Any) -> GroupRequest:
@@ -212,6 +227,8 @@ class StruckRollout(RolloutRole):
         """
         for one in due:
             self._note("marking", one.mark)
+        if self.sabotaged == "marks":
+            return
         await super()._keep(due)
         for one in due:
             if one.job.marked[one.place] == one.mark.start + len(one.mark.tokens) // 4:

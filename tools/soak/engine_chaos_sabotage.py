@@ -1,14 +1,17 @@
-"""Half-loaded weights, made on purpose in an engine's process, to see that the checks of engine_chaos.py find them."""
+"""What is broken on purpose, in an engine's process or a caller's, to see that the checks of engine_chaos.py find it:
+weights that are half loaded, routing that looks at no version, marks that never reach the queue."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
 
+from relax_rt.roles import generation
 from relax_rt.roles.engines.weights import FlatWeights
+from relax_rt.roles.router.fleet import Fleet
 from relax_rt.transport.weights.source import WeightSource
 
-EXPECTED = {"fetch": {"weights"}, "swap": {"weights"}}
+EXPECTED = {"fetch": {"weights"}, "swap": {"weights"}, "route": {"routed"}, "marks": {"marks"}}
 """By sabotage: the checks of which at least one must fire."""
 EVERY = 3
 
@@ -41,8 +44,16 @@ def apply(what: str) -> None:
     """What this process does once for all."""
     if what == "swap":
         FlatWeights._point = _point_half  # type: ignore[method-assign]
-    elif what and what != "fetch":
+    elif what == "route":
+        generation.admissible = lambda version, allowed: True
+        Fleet.routable = _reachable  # type: ignore[method-assign]
+    elif what and what not in EXPECTED:
         raise ValueError(f"sabotage {what!r}: known are {', '.join(sorted(EXPECTED))}")
+
+
+def _reachable(fleet: Fleet, slot: str, lag: int) -> bool:
+    """Whether an engine answers, whatever its version."""
+    return fleet.state(slot) in ("healthy", "stale")
 
 
 def tamper(what: str, source: WeightSource) -> WeightSource:

@@ -98,7 +98,7 @@ def handed_on(
 def test_marks() -> None:
     assert handed_on([1, 2, 3], [1, 2, 3], 5) == (
         [],
-        {"handed_on": 1, "let_go": 0, "tokens_lost_median": 2, "tokens_lost_max": 2},
+        {"handed_on": 1, "had_due": 1, "let_go": 0, "tokens_lost_median": 2, "tokens_lost_max": 2},
     )
     assert handed_on([1, 2], [1, 2, 3], 3)[0], "fewer than were acknowledged"
     assert handed_on([1, 9, 3], [1, 2, 3], 3)[0], "others than were acknowledged"
@@ -109,6 +109,7 @@ def test_marks() -> None:
     assert handed_on([1, 2, 3], [1, 2, 3], 9)[0], "more lost than a mark"
     assert not handed_on([1, 2, 3], [1, 2, 3], 9, ago=0.1)[0], "sampled in the moment of its death"
     assert handed_on([], [1, 2, 3], 3)[1]["let_go"] == 1
+    assert handed_on([1, 2, 3], [1, 2, 3], 9, ago=0.1)[1]["had_due"] == 0, "nothing was due yet"
     assert handed_on([], [], 9)[0], "never marked though it was due"
 
 

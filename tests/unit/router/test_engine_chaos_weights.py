@@ -70,7 +70,7 @@ async def test_whole_weights_are_whole(model_dir: Path, tmp_path: Path, monkeypa
     assert await publish(model_dir, tmp_path, "", struck=True) == []
 
 
-@pytest.mark.parametrize("what", sorted(sabotage.EXPECTED))
+@pytest.mark.parametrize("what", [what for what, checks in sorted(sabotage.EXPECTED.items()) if "weights" in checks])
 async def test_half_loaded_weights_are_found(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
