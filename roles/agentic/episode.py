@@ -373,12 +373,13 @@ def _check(answer: Observation | Step, where: str) -> None:
         raise Broken(where, why=f"its messages have a part of type {kind!r}, and the model takes text alone")
     if not isinstance(state, str | None):
         raise Broken(where, why=f"its state is {state!r:.80}, which is no text")
+    info = answer.info if isinstance(answer, Step) else {}
     try:
-        numbers = [float(value) for value in answer.info.values()] if isinstance(answer, Step) else []
+        numbers = [float(value) for value in info.values()]
     except (TypeError, ValueError, AttributeError) as error:
-        raise Broken(where, why=f"its info is {answer.info!r:.80}, which is not numbers by name") from error
+        raise Broken(where, why=f"its info is {info!r:.80}, which is not numbers by name") from error
     if not all(map(math.isfinite, numbers)):
-        raise Broken(where, why=f"its info has numbers that are not finite: {answer.info!r:.80}")
+        raise Broken(where, why=f"its info has numbers that are not finite: {info!r:.80}")
 
 
 async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limits: Limits) -> dict[str, float]:
