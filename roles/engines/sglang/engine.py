@@ -381,7 +381,7 @@ class SglangEngine:
             try:
                 await self._drain()
             except RelaxError as error:
-                self._fail(self._server.explain(error))
+                await self._give_up(error)
                 raise
             except BaseException:
                 # Whoever gave up does not resume: what was interrupted goes on.
@@ -425,6 +425,14 @@ class SglangEngine:
         if self._failed is not None:
             raise EngineEnded("the SGLang engine", why=f"it failed: {self._failed}", hint="its role starts a new one")
 
+    async def _give_up(self, error: RelaxError) -> None:
+        """The engine is out over a call of the server. Where that has ended, this is a better reason than no answer."""
+        try:
+            if isinstance(error, Unreachable):
+                await self._server.end_told()
+        finally:
+            self._fail(self._server.explain(error))
+
     @asynccontextmanager
     async def _still(self, name: str, why: str) -> AsyncIterator[None]:
         """An idle server for a change of it. Where the change fails, the engine is out: nothing half-changed serves."""
@@ -434,7 +442,7 @@ class SglangEngine:
                 await self._drain()
                 yield
             except RelaxError as error:
-                self._fail(self._server.explain(error))
+                await self._give_up(error)
                 raise
             except BaseException as error:
                 self._fail(Refused(f"a change of the SGLang server ({why})", why=f"it was broken off: {error!r}"))
