@@ -62,6 +62,7 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
     yield from _wire(config)
     yield from _adapters(config)
+    yield from _delta(config)
     yield from _broadcasts(config)
     yield from _cuda_ipc(config)
 
@@ -96,6 +97,17 @@ def _adapters(config: RLConfig) -> Iterator[Problem]:
         message = f'adapters = true has no effect with algorithm.mode = "{config.algorithm.mode}"'
         hint = "leave it out: engines let go of their weights for each step, and take the next ones in full"
         yield Problem(path, message, hint)
+
+
+def _delta(config: RLConfig) -> Iterator[Problem]:
+    """What changed lies beside a version on the trainer's node, for engines that map it there."""
+    table = config.publication
+    if table.delta and table.carrier not in ("auto", "shared_memory"):
+        message = f'delta = true has no effect with carrier = "{table.carrier}", which moves each version in full'
+        yield Problem(("publication", "delta"), message, 'leave it out, or set carrier = "auto"')
+    elif table.delta and _rollout_node(config) not in (None, HEAD):
+        message = f'delta = true is for the trainer\'s node, and roles.rollout.node = "{_rollout_node(config)}"'
+        yield Problem(("publication", "delta"), message, "leave it out: other nodes take each version in full")
 
 
 def _broadcasts(config: RLConfig) -> Iterator[Problem]:

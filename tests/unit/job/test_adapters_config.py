@@ -1,4 +1,4 @@
-"""publication.adapters: refused with the reason where there are none, or where nobody would be sent them."""
+"""publication.adapters and publication.delta: refused with the reason where there are none, or where nobody would be sent them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,15 @@ def test_what_is_impossible_or_gains_nothing_is_refused(
 ) -> None:
     found = refused(config(publication, roles, **tables))
     assert (len(found) == 1 and says in found[0]) if says else not found
+
+
+@pytest.mark.parametrize(("carrier", "refused"), [("auto", False), ("shared_memory", False), ("collective", True)])
+def test_a_delta_is_refused_where_it_is_never_taken(carrier: str, refused: bool) -> None:
+    found = [p for p in check_publication(config({"delta": True, "carrier": carrier})) if p.path[-1] == "delta"]
+    assert [f'no effect with carrier = "{carrier}"' in p.message for p in found] == [True] * refused
+    elsewhere = config({"delta": True})
+    elsewhere.roles["rollout"] = RolloutSettings(node="far")
+    assert any('roles.rollout.node = "far"' in p.message for p in check_publication(elsewhere))
 
 
 def test_the_plan_asks_for_the_base_and_the_adapters() -> None:
