@@ -187,8 +187,8 @@ class TrainerRole(Role):
             finishing.cancel()
 
     async def _time_to_finish(self) -> None:
-        """Asked to stop, it has a step in hand, of which one micro-batch may take longer than other roles have to stop. The
-        step may take what steps have taken, and as much again."""
+        """Asked to stop, it has a step in hand, of which one micro-batch may take longer than other roles have to stop.
+        The step may take what steps have taken, and as much again."""
         await self.ctx.stopping.wait()
         self.ctx.progress.extend(max(STEP_ALLOWANCE_S, 2 * self._longest_s), "asked to stop: finishing the step")
 
