@@ -1,4 +1,4 @@
-"""publication.adapters and publication.delta: refused with the reason where there are none, or where nobody would be sent them."""
+"""publication.adapters and .delta: refused with the reason where there are none, or where nobody would take them."""
 
 from __future__ import annotations
 
