@@ -30,6 +30,7 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
     """The engine of a role, not started yet."""
     from relax_rt.roles.engines.sglang.engine import SglangEngine
     from relax_rt.roles.engines.sglang.server import Place
+    from relax_rt.roles.engines.tables import SHARING
     from relax_rt.roles.locations import config_dir
     from relax_rt.roles.sections import RLConfig
     from relax_rt.supervision.rundir import slot_file
@@ -50,7 +51,8 @@ def make(ctx: RoleContext, model: Path, settings: EngineSettings) -> SglangEngin
     )
     longest = longest_tokens(config)
     kv_tokens = max(MIN_KV_TOKENS, settings.max_sequences * (longest + KEPT_BACK))
-    options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens)
+    shares = config.algorithm.mode in SHARING
+    options = functools.partial(server_options, settings, device, kv_tokens=kv_tokens, shares=shares)
 
     def not_shown(version: int, why: str) -> None:
         ctx.event("handles_unused", version=version, why=why)

@@ -28,7 +28,7 @@ OURS = frozenset(
         "model-path", "host", "port", "api-key", "admin-api-key", "config", "served-model-name", "weight-version",
         "skip-tokenizer-init", "incremental-streaming-output", "dtype", "tp-size", "tp", "tensor-parallel-size",
         "dp-size", "dp", "data-parallel-size", "enable-deterministic-inference", "disable-radix-cache",
-        "enable-return-routed-experts",
+        "enable-return-routed-experts", "enable-memory-saver",
     }
 )  # fmt: skip
 """Options that the engine rests on; settings of ours name them where they can be chosen."""
@@ -61,13 +61,14 @@ def device_of(wanted: Literal["auto", "cuda", "cpu"]) -> Device:
 
 
 def server_options(
-    settings: EngineSettings, device: Device, boot: Boot, *, kv_tokens: int, context: int
+    settings: EngineSettings, device: Device, boot: Boot, *, kv_tokens: int, context: int, shares: bool = False
 ) -> dict[str, Option]:
     """Options of `sglang.launch_server`, True for a flag.
 
     Args:
         kv_tokens: room of the cache on the CPU, where no share of a device's memory says it.
         context: positions that the model has.
+        shares: whether the trainer uses the same device in turns.
 
     Raises:
         Refused: roles.<kind>.sglang.arguments names an option that the engine rests on.
@@ -103,6 +104,9 @@ def server_options(
         }
     else:
         options["mem-fraction-static"] = settings.memory_fraction
+        if shares:
+            # Without it the server says yes to a release of its memory, and keeps it.
+            options["enable-memory-saver"] = True
     if settings.expert_parallel > 1:
         options["ep-size"] = settings.expert_parallel
     if settings.sglang.deterministic:

@@ -26,9 +26,10 @@ from relax_rt.roles.engines.sglang.options import (
     interpreter,
     server_environment,
     server_options,
+    user_options,
 )
 from relax_rt.roles.engines.sglang.server import Place, Server, ServerDied
-from relax_rt.roles.sections import EngineSettings, RLConfig
+from relax_rt.roles.sections import AlgorithmTable, EngineSettings, RLConfig
 from relax_rt.supervision.process import kill_strays
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
@@ -343,23 +344,28 @@ def test_the_servers_environment_lacks_what_is_the_roles() -> None:
     assert server_environment("cuda", 2, Path("/t"), base)["PYTHONPATH"] == "/role"
 
 
-def with_sglang(tmp_path: Path) -> Path:
+def with_sglang(tmp_path: Path, saver: str = "0.0.9") -> Path:
     python = tmp_path / "with"
-    python.write_text(f"#!/bin/sh\necho {SUPPORTED} 2.13.0 5.19.0 3.11\n")
+    python.write_text(f"#!/bin/sh\necho {SUPPORTED} 2.13.0 5.19.0 {saver} 3.11\n")
     python.chmod(0o755)
     return python
 
 
-def problems(python: Path | str, **table: object) -> list[Problem]:
+def problems(python: Path | str, mode: str = "asynchronous", **table: object) -> list[Problem]:
     rollout = EngineSettings.model_validate({"engine": "sglang", "sglang": {"python": str(python), **table}})
-    config = RLConfig.model_construct(roles={"rollout": rollout}, supervision=SupervisionTable(start_timeout_s=600))
+    config = RLConfig.model_construct(
+        roles={"rollout": rollout},
+        supervision=SupervisionTable(start_timeout_s=600),
+        algorithm=AlgorithmTable.model_construct(mode=mode),
+    )
     return list(check_sglang(config, Path("/")))
 
 
 def several_ranks(python: Path) -> list[Problem]:
     table = {"engine": "sglang", "tensor_parallel": 2, "sglang": {"python": str(python), "device": "cpu"}}
     roles = {"rollout": EngineSettings.model_validate(table)}
-    config = RLConfig.model_construct(roles=roles, supervision=SupervisionTable(start_timeout_s=600))
+    supervision = SupervisionTable(start_timeout_s=600)
+    config = RLConfig.model_construct(roles=roles, supervision=supervision, algorithm=AlgorithmTable())
     return list(check_sglang(config, Path("/")))
 
 
@@ -368,7 +374,7 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho no good >&2; exit 1\n")
     broken.chmod(0o755)
     without = tmp_path / "without"
-    without.write_text("#!/bin/sh\necho - 2.13.0 5.19.0 3.11\n")
+    without.write_text("#!/bin/sh\necho - 2.13.0 5.19.0 - 3.11\n")
     without.chmod(0o755)
     for python, why in (
         (tmp_path / "none", "there is no interpreter"),
@@ -386,7 +392,21 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
     (found,) = several_ranks(with_sglang(tmp_path))
     assert found.path == ("roles", "rollout", "tensor_parallel") and "cannot be verified" in found.message
     # A real one answers the question that is put to it.
-    assert ask(sys.executable) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
+    version, why, _ = ask(sys.executable)
+    assert (version, why) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
+
+
+def test_a_server_that_shares_its_device_can_give_the_memory_back(tmp_path: Path) -> None:
+    table = EngineSettings.model_validate({"engine": "sglang"})
+    for device, shares in (("cuda", True), ("cuda", False), ("cpu", True)):
+        options = server_options(table, device, BOOT, kv_tokens=1, context=512, shares=shares)  # type: ignore[arg-type]
+        assert ("enable-memory-saver" in options) == (device == "cuda" and shares)
+    with pytest.raises(Refused, match="enable-memory-saver"):
+        user_options({"enable_memory_saver": False})
+    for saver, mode, told in (("-", "hybrid", 1), ("0.0.9", "hybrid", 0), ("-", "asynchronous", 0)):
+        found = problems(with_sglang(tmp_path, saver), mode, device="cuda")
+        assert len([problem for problem in found if "torch_memory_saver" in problem.message]) == told
+    assert not problems(with_sglang(tmp_path, "-"), "hybrid", device="cpu")
 
 
 def test_weights_in_requests_need_torch_in_the_roles_own_interpreter(
