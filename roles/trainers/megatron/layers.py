@@ -112,7 +112,7 @@ class _Gathered(torch.autograd.Function):
         return torch.empty_like(whole).index_copy_(0, places, whole)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Add up what all ranks have, and take this one's."""
         by_rank = gradient[ctx.places]
         dist.all_reduce(by_rank, group=ctx.group)

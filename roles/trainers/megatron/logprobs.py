@@ -109,7 +109,7 @@ class Whole(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """That of this rank's places."""
         (places,) = ctx.saved_tensors
         return gradient[places], None, None, None

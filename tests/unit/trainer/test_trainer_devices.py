@@ -151,7 +151,7 @@ def test_what_runs_out_of_memory_gives_back_what_it_holds(model_dir: Path, monke
         return predicted(*arguments, **options)
 
     monkeypatch.setattr(trainer, "_predicted", scarce)
-    monkeypatch.setattr("relax_rt.roles.trainers.torch_backend.free_cached", freed.append)
+    monkeypatch.setattr("relax_rt.roles.trainers.budget.free_cached", freed.append)
     assert trainer.step(SAMPLES, 1).others["micro_batches_halved"] == 1
     assert freed == [CPU]
     calls: list[int] = []
