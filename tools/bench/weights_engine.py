@@ -24,8 +24,11 @@ from relax_rt.transport.weights.stage import WeightStage
 SEQUENCES, POSITIONS = 4, 8192
 CALM_S, SETTLE_S = 2.5, 0.5
 """Of undisturbed generation between two updates: what is usual is measured in it. Before it, tokens go by."""
-GAPS = 4
-"""Behind the order to swap that are looked at: in one of the first is the swap, and new weights are in no cache."""
+APART_S = 1.0
+"""Between a transfer and its swap, so that what each costs is told apart."""
+GAPS = 2.5
+"""Behind the end of a transfer, or the order to swap, that are looked at: in the first is the swap, and in the next the
+first pass with new weights, which are in no cache."""
 FIRST_TOKENS_S = 120.0
 
 
@@ -35,14 +38,14 @@ class Updates:
 
     Attributes:
         transfer_s, pause_s: of each update, until the version was verified, and by the engine's own word at the swap.
-        swap: from the order to swap on. whole: from the beginning of the transfer on.
+        transfer, swap: windows with these in them, and with nothing.
     """
 
     parameters: int = 0
     transfer_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
     swap: Compared = field(default_factory=Compared)
-    whole: Compared = field(default_factory=Compared)
+    transfer: Compared = field(default_factory=Compared)
 
 
 def random_model(folder: pathlib.Path) -> pathlib.Path:
@@ -80,7 +83,7 @@ async def updates(model: pathlib.Path, stage_folder: pathlib.Path, swaps: int) -
 
     failures: list[BaseException] = []
     await engine.start(arrive, failures.append)
-    times: list[tuple[float, float]] = []
+    times: list[tuple[float, float, float]] = []
     calm: list[tuple[float, float]] = []
     try:
         engine.submit([_endless()])
@@ -91,8 +94,10 @@ async def updates(model: pathlib.Path, stage_folder: pathlib.Path, swaps: int) -
             began = time.perf_counter()
             await engine.prepare(StageSource(stage_folder, record))
             fetched = time.perf_counter()
+            await asyncio.sleep(APART_S)
+            ordered = time.perf_counter()
             swap = await engine.commit(record, "keep")
-            times.append((began, fetched))
+            times.append((began, fetched, ordered))
             found.transfer_s.append(fetched - began)
             found.pause_s.append(swap.pause_s)
             await asyncio.sleep(SETTLE_S)
@@ -105,8 +110,8 @@ async def updates(model: pathlib.Path, stage_folder: pathlib.Path, swaps: int) -
     # At the first one the engine's memory was not there before.
     del times[0], calm[0], found.transfer_s[0], found.pause_s[0]
     behind_s = GAPS * mean_gap(arrivals, calm)
-    found.swap = compare(arrivals, [(fetched, fetched + behind_s) for _, fetched in times], calm)
-    found.whole = compare(arrivals, [(began, fetched + behind_s) for began, fetched in times], calm)
+    found.swap = compare(arrivals, [(ordered, ordered + behind_s) for *_, ordered in times], calm)
+    found.transfer = compare(arrivals, [(began, fetched + behind_s) for began, fetched, _ in times], calm)
     return found
 
 
