@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,15 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sim-seed", type=int, default=None, help="play this run of the simulation alone")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """What outlives a file, modules above all, is not looked at again by the collector: a pass over it takes a second
+    in the end, and some tests ask for many. What is garbage by then has been found before."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
