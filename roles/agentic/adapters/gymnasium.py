@@ -98,7 +98,7 @@ class Game:
         if self._pixels:
             if seen is not None:
                 pixels = seen if _is_picture(seen) else self._env.render()
-                self._drawing, self._state = picture(pixels), xxhash.xxh3_128_hexdigest(np.ascontiguousarray(pixels))
+                self._drawing, self._state = picture(pixels), xxhash.xxh3_128_hexdigest(pixels.tobytes())
             image = {"type": "image_url", "image_url": {"url": self._drawing}}
             return [{"type": "text", "text": words}, image] if words else [image], self._state
         if self._env.render_mode == "ansi":
@@ -193,7 +193,7 @@ def _drawn(spec: Any, options: dict[str, Any], target: str) -> dict[str, Any]:
     if "rgb_array" in _modes(spec):
         return {**options, "render_mode": "rgb_array"}
     space = getattr(spec.make(**options), "observation_space", None)
-    shape = getattr(space, "shape", None) or ()
+    shape: tuple[int, ...] = getattr(space, "shape", None) or ()
     if len(shape) != 3 or shape[2] != 3 or getattr(space, "dtype", None) != np.uint8:
         why = f"{target} draws no pictures, and its observations are {space}"
         raise RelaxError("roles.env.options.pixels", why=why, hint="leave it out: what it sees is told as text")
