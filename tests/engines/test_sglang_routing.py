@@ -9,8 +9,10 @@ import pytest
 import pytest_asyncio
 from harness import Driver, Traits
 from moe_conformance import *  # noqa: F403
+from moe_conformance import check
 from sglang_parts import make_engine, needs_server
 
+from relax_rt.roles.engines.sglang.engine import SglangEngine
 from relax_rt.transport.errors import Refused
 
 pytestmark = [pytest.mark.engines, needs_server, pytest.mark.asyncio(loop_scope="module")]
@@ -24,6 +26,21 @@ async def driver(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         yield await driver.start()
     finally:
         await engine.close(10.0)
+
+
+async def test_experts_are_shown_to_the_server_under_its_own_names(driver: Driver) -> None:
+    assert isinstance(driver.engine, SglangEngine)
+    loader, source = driver.engine._loader, driver.source()
+    loader._handles = True
+    try:
+        await driver.engine.prepare(source)
+        await driver.engine.commit(source.record, "recompute")
+        assert loader._handles, "it had to take the file"
+    finally:
+        loader._handles = False
+    asked = driver.request([7, 8, 9], 3, new=20, routing=True)
+    for completion in await driver.complete(asked):
+        check(driver, asked, completion)
 
 
 async def test_a_dense_model_has_none(conformance_model: Path, tmp_path: Path) -> None:

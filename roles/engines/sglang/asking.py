@@ -98,7 +98,7 @@ class RowReader:
             ProtocolError: see read.
         """
         string = memoryview(meta.routed_experts)
-        if string[:1] != b'"' or len(string) == 2:  # null is none either
+        if bytes(string[:1]) != b'"' or len(string) == 2:  # null is none either
             return None
         text = string[1:-1]
         return await asyncio.to_thread(self.read, text) if len(text) > LARGE_BYTES else self.read(text)

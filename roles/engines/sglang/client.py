@@ -248,7 +248,8 @@ def _events_of(pieces: Sequence[bytes]) -> list[Event]:
     """Those of whole lines. Nothing in them is copied once more: an event may be of hundreds of megabytes."""
     events: list[Event] = []
     for line in _lines(b"".join(pieces)):
-        if line[:6] != b"data: " or line == b"data: [DONE]":
+        begins = bytes(line[:13])
+        if not begins.startswith(b"data: ") or begins == b"data: [DONE]":
             continue
         try:
             events.append(_events.decode(line[6:]))

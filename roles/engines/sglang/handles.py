@@ -71,7 +71,7 @@ class Shown:
         if self._cuda:
             import torch
 
-            torch.cuda.ipc_collect()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
 
