@@ -206,27 +206,27 @@ class StageMirror:
     def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
         """Fill `into` with the version, of adapters or fewer bits where it has them and most of it is not there yet.
         What is not right afterwards is fetched as it is."""
-        self.payload, self.not_adapted = "full", ""
+        self.not_adapted, adapted = "", False
         small = manifest.wire_bytes or manifest.adapter_bytes
         if small and _lacks_more(manifest, into, small):
             if manifest.wire_bytes:
                 _widen(reader, manifest, into)
             else:
-                self._adapt(reader, stage, manifest, into, until)
+                adapted = self._adapt(reader, stage, manifest, into, until)
         wrong = _missing(manifest, into)
-        if self.payload == "adapters" and wrong:
-            self.payload = "full"
+        if adapted and wrong:
             nbytes = sum(part.stop - part.start for part in wrong.values())
             self.not_adapted = f"{nbytes} bytes of the result do not match their digests"
+        self.payload = "adapters" if adapted and not wrong else "full"
         reader.weights(manifest, into, wrong)
 
-    def _adapt(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
-        """Fill `into` with the base, which is fetched once, and add the version's adapters; `payload` says whether that
-        was done."""
+    def _adapt(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> bool:
+        """Fill `into` with the base, which is fetched once, and add the version's adapters. False: that was not done,
+        and `not_adapted` says why."""
         if self._in_full:
             self._in_full -= 1
             self.not_adapted = "adapters of a version before were not added in time"
-            return
+            return False
         blob = bytearray(manifest.adapter_bytes)
         try:
             base = self._base(reader, stage, manifest, into)
@@ -238,11 +238,12 @@ class StageMirror:
             except DeadlineExceeded as error:
                 self._in_full = SLOW_VERSIONS
                 self.not_adapted = f"{error} in {MERGE_PART * left_s:.1f} s"
-                return
-            self.payload = "adapters"
+                return False
         except (Gone, Corrupt, Refused, OutOfSpace) as error:
             self.not_adapted = str(error)
             reader.start_over()
+            return False
+        return True
 
     def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
         """Copy what the version's adapters are added to from this node's stage; fetched if it is not there, or not
