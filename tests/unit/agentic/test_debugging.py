@@ -131,7 +131,7 @@ async def test_a_prompt_and_its_rewards(home: Path, stops: list[dict[str, Any]])
     async with relax_rt.Runtime.from_toml(home / "prompts.toml", debug=True) as debug:
         shown: Shown = await debug.play(3, words=add)
         held_out: Shown = await debug.play(1, split="held_out", words=["that is long"])
-        with pytest.raises(RelaxError, match="held-out item 99: there are 4"):
+        with pytest.raises(RelaxError, match="held-out item 99: there are 2"):
             await debug.play(99, split="held_out")
     assert [(stop["function"], stop["right"]) for stop in stops] == [("score", True), ("score", False)]
     assert (shown.split, shown.reward, shown.rewards["score"], shown.truncated) == ("train", 0.75, 1.0, False)
