@@ -273,8 +273,8 @@ class SglangTable(Table):
     """How new weights reach the server: a safetensors file in shared memory; in the requests themselves; or handles of
     where they lie, which the server opens: on a GPU a copy in its memory beside the server's own (CUDA IPC)."""
     boot_timeout_s: Seconds = 500.0
-    """From the server's start to its first token. The role's own start_timeout_s, unless it is set, is a minute more; or
-    that of [supervision], where it is longer."""
+    """From the server's start to its first token. The role's start_timeout_s, unless it is set, is a minute more, or
+    that of [supervision] where it is longer."""
     update_timeout_s: Seconds = 120.0
     """For each step of a weight update; a server that takes longer is given up."""
     stall_timeout_s: Seconds = 90.0
