@@ -7,7 +7,7 @@ from typing import Any
 
 
 def score(completion: str, answer: str, turns: list[dict[str, Any]]) -> dict[str, float]:
-    """0.3 for having called the calculator, 0.3 for having printed the right number, 0.4 more if it is all it printed."""
+    """0.3 for having called the calculator, 0.3 for the right number in what it printed, 0.4 more if it is all."""
     said = [turn["text"] for turn in turns if turn["role"] == "assistant"]
     called = any("<tool_call>" in text and "</tool_call>" in text for text in said[:-1])
     told = answer in re.findall(r"\d+", completion)
