@@ -551,7 +551,10 @@ class EnvRole(Role):
         return sample_seed(self.config.run.seed, prompt, member, attempt)
 
     def _too_old(self, version: int) -> bool:
-        return bool(self.router.core.fleet.lag(version) > self.config.algorithm.max_staleness)
+        # What a new router has not heard of yet is not old; the queue looks once more when the episode is put.
+        fleet = self.router.core.fleet
+        known = fleet.committed.version >= self.record.version
+        return known and bool(fleet.lag(version) > self.config.algorithm.max_staleness)
 
     def _lag(self, oldest: int) -> int:
         """A reply may come from weights as old as the episode's oldest token: it is no staler for it."""
