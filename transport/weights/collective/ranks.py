@@ -64,6 +64,7 @@ class Ranks:
         self._channels: dict[Key, socket.socket] = {}
         self._pidfds: dict[Key, int] = {}
         self._doomed: set[Key] = set()
+        self._heard: set[Key] = set()
         self._pids: dict[int, Key] = {}
 
     @property
@@ -98,7 +99,8 @@ class Ranks:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         else:
             self._doomed.add(key)
-            if self._spoken and key not in (waiting for waiting, _ in self._orders):
+            waits = key in self._heard or key in (waiting for waiting, _ in self._orders)
+            if self._spoken and not waits:
                 self._end_launcher()  # it has forked others, and not this one: it hangs
         self._hang_up(key)
 
@@ -140,17 +142,16 @@ class Ranks:
         ours.setblocking(False)
         module = "relax_rt.transport.weights.collective.launcher"
         argv = [sys.executable, "-m", module, self._communicator, str(theirs.fileno()), str(os.getpid())]
-        loop = asyncio.get_running_loop()
+        loop, before = asyncio.get_running_loop(), self._child
+
+        def start() -> subprocess.Popen[bytes]:
+            if before is not None:
+                _end(before)
+            environment = {**os.environ, **self._environment}
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+
         with theirs:
-            self._child = await loop.run_in_executor(
-                self._thread,
-                lambda: subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env={**os.environ, **self._environment},
-                ),
-            )
+            self._child = await loop.run_in_executor(self._thread, start)
         self._launcher = ours
         loop.add_reader(ours.fileno(), self._launcher_readable)
         self._flush()
@@ -175,6 +176,7 @@ class Ranks:
 
     def _forked(self, key: Key, pid: int, pidfd: int) -> None:
         self._spoken = True
+        self._heard.discard(key)
         self._pids[pid] = key
         self._pidfds[key] = pidfd
         if key in self._doomed:
@@ -200,6 +202,7 @@ class Ranks:
         for _, theirs in orders:
             theirs.close()
         self._doomed.clear()
+        self._heard.clear()
         unborn = self._channels.keys() - set(self._pids.values())
         for pid, key in self._pids.items():
             # The kernel is about to end them: each is told of once it can write nothing any more.
@@ -237,6 +240,8 @@ class Ranks:
             except msgspec.DecodeError:
                 self.kill(key)
                 return
+            if key not in self._pidfds:
+                self._heard.add(key)  # a rank may speak before the launcher has told of it
             self._on_said(key, said)
             if key not in self._channels:
                 return  # what it said has been its end
