@@ -158,7 +158,10 @@ class Terminal:
         self.text = ""
 
     def shows(self, words: str) -> None:
-        until(f"the terminal shows {words!r}", lambda: self._read() and words in self.text, self._ended)
+        try:
+            until(f"the terminal shows {words!r}", lambda: self._read() and words in self.text, self._ended)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it shows\n{self.text[-4000:]}") from None
 
     def press(self, key: bytes) -> None:
         os.write(self._fd, key)

@@ -16,7 +16,7 @@ from relax_rt.supervision import control, procfs
 from relax_rt.supervision.rundir import RunPaths, read_run
 
 TOYS = Path(__file__).parent
-WAIT_S = 30.0
+WAIT_S = 120.0
 """How long a test waits for what must come to pass; nothing is expected to take that long."""
 
 
