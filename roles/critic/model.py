@@ -23,6 +23,7 @@ from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import CriticSettings
 from relax_rt.roles.trainers.budget import Budget, Fitting
+from relax_rt.roles.trainers.checkpoint import passing
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, hidden_states
 from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
 from relax_rt.transport.errors import Refused
@@ -163,11 +164,14 @@ class CriticModel:
         """Go on from what `write` wrote.
 
         Raises:
+            OSError: the file system refused it: another try may read it.
             Refused: it is not there, cannot be read, or is of another model; the weights may be of both then.
         """
         try:
             tensors, optimizer = load_file(folder / MODEL_FILE), load_file(folder / OPTIMIZER_FILE)
         except (OSError, SafetensorError) as error:
+            if passing(error):
+                raise
             raise Refused(f"critic of checkpoint {folder}", why=str(error)) from error
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():

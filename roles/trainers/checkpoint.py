@@ -59,6 +59,11 @@ class Found(NamedTuple):
     why: str
 
 
+def passing(error: BaseException) -> bool:
+    """Whether the file system failed, and not the checkpoint: another try may read it, and it must not be set aside."""
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError)
+
+
 class CheckpointStore:
     """The checkpoints of a run, in one folder.
 
@@ -74,12 +79,18 @@ class CheckpointStore:
             shutil.rmtree(partial)
 
     def found(self) -> list[Found]:
-        """All checkpoint folders, highest step first; those that were set aside are not among them."""
+        """All checkpoint folders, highest step first; those that were set aside are not among them.
+
+        Raises:
+            OSError: the file system refused one, see `passing`.
+        """
         found = []
         for folder in self.folder.glob(f"{PREFIX}*"):
             try:
                 found.append(Found(folder, read_state(folder), ""))
             except (Refused, Corrupt, OSError) as error:
+                if passing(error):
+                    raise
                 found.append(Found(folder, None, error.why if isinstance(error, RelaxError) else str(error)))
         return sorted(found, key=lambda one: one.state.step if one.state else _step_of(one.folder), reverse=True)
 

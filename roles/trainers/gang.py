@@ -24,6 +24,7 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import AdapterBackend, Partial, StepResult
 from relax_rt.roles.trainers.blocks import failure_of
+from relax_rt.roles.trainers.checkpoint import passing
 from relax_rt.roles.trainers.orders import Order, give, received, sent, take
 from relax_rt.roles.trainers.sharing import Numbered, share
 from relax_rt.transport.errors import Refused
@@ -129,15 +130,24 @@ class Member:
         self.backend.accumulate([sample for _, sample in self._share(samples)])
 
     def _restore(self, folder: Path) -> None:
-        """All ranks or none go on from it."""
-        why = ""
+        """All ranks or none go on from it.
+
+        Raises:
+            OSError: the file system refused it to one of them.
+            Refused: one of them cannot read it, or it is of another model.
+        """
+        why, again = "", False
         try:
             self.backend.restore(folder)
         except UNREADABLE as error:
-            why = str(error) or type(error).__name__
-        reasons = [(rank, reason) for rank, reason in enumerate(self.ranks.gather(why)) if reason]
-        if reasons:
-            raise Refused(f"checkpoint {folder}", why=f"rank {reasons[0][0]}: {reasons[0][1]}")
+            why, again = str(error) or type(error).__name__, passing(error)
+        told = [
+            (f"rank {rank}: {why}", again) for rank, (why, again) in enumerate(self.ranks.gather((why, again))) if why
+        ]
+        if any(again for _, again in told):
+            raise OSError(next(why for why, again in told if again))
+        if told:
+            raise Refused(f"checkpoint {folder}", why=told[0][0])
 
 
 class Leader(Member):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from relax_rt.config.problems import BadInput
 from relax_rt.role import RoleContext
-from relax_rt.roles.trainers.checkpoint import PARTIAL, CheckpointState, CheckpointStore
+from relax_rt.roles.trainers.checkpoint import PARTIAL, CheckpointState, CheckpointStore, passing
 from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
 
 LOOK_S = 1.0
@@ -33,11 +34,10 @@ async def take_newest(ctx: RoleContext, store: CheckpointStore, take: Take) -> t
 
     Raises:
         BadInput: there are some, and none can be read; all are left as they are. To begin at step 0 would undo the run.
-        RelaxError: the same, and the file system refused one: another try may find it.
+        RelaxError: the file system refused one: another try may read it, so nothing is passed over.
         StaleEpoch: a newer incarnation of the trainer has begun.
     """
     passed: list[tuple[Path, str]] = []
-    refused = False
     for folder, state, why in await asyncio.to_thread(store.found):
         if state is not None:
             try:
@@ -46,7 +46,9 @@ async def take_newest(ctx: RoleContext, store: CheckpointStore, take: Take) -> t
                 raise
             except (SafetensorError, OSError, Refused) as error:
                 why = str(error) or type(error).__name__
-                refused = refused or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError))
+                if passing(error):
+                    hint = "the trainer is started again and looks once more; is the file system there?"
+                    raise RelaxError(f"checkpoint {folder}", why=why, hint=hint) from error
             else:
                 for damaged, reason in passed:
                     aside = await asyncio.to_thread(store.set_aside, damaged)
@@ -58,13 +60,11 @@ async def take_newest(ctx: RoleContext, store: CheckpointStore, take: Take) -> t
         ctx.log.warning("passing over a damaged checkpoint", checkpoint=folder.name, error=why)
     before = await asyncio.to_thread(store.damaged)
     if passed or before:
-        raise _none_readable(store.folder, passed, before, BadInput if not refused else RelaxError)
+        raise _none_readable(store.folder, passed, before)
     return None, []
 
 
-def _none_readable(
-    folder: Path, passed: list[tuple[Path, str]], aside: list[Path], kind: type[RelaxError]
-) -> RelaxError:
+def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Path]) -> BadInput:
     reasons = [f"{one.name}: {why}" for one, why in passed[:NAMED]]
     reasons += [f"and {len(passed) - NAMED} more"] * (len(passed) > NAMED)
     reasons += [f"set aside before: {', '.join(one.name for one in aside)}"] * bool(aside)
@@ -72,7 +72,7 @@ def _none_readable(
         "put back a good copy, or the model that model.path had when these were written; to begin again at step 0, "
         f"move {folder} away or give the run another run.name"
     )
-    return kind(f"none of the checkpoints in {folder} can be read", why="; ".join(reasons), hint=hint)
+    return BadInput(f"none of the checkpoints in {folder} can be read", why="; ".join(reasons), hint=hint)
 
 
 async def through(saving: asyncio.Task[None], store: CheckpointStore, tell: Callable[[int, str], None]) -> None:
@@ -98,9 +98,8 @@ async def through(saving: asyncio.Task[None], store: CheckpointStore, tell: Call
 def _being_written(folder: Path) -> int:
     """Bytes of checkpoints that are not complete."""
     found = 0
-    for path in folder.glob(f"{PARTIAL}*/**/*"):
-        try:
+    # What is renamed or removed meanwhile ends the look, and the next one sees the rest.
+    with suppress(OSError):
+        for path in folder.glob(f"{PARTIAL}[0-9]*/**/*"):
             found += path.stat().st_size
-        except OSError:
-            continue  # it was renamed meanwhile
     return found

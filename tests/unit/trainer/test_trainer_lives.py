@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa:
 
 from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
+from relax_rt.roles.trainers import checkpoint  # noqa: E402
 from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
+from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import RelaxError  # noqa: E402
 
 
@@ -65,6 +68,27 @@ async def test_where_none_can_be_read_the_run_ends_and_nothing_is_touched(lives:
     assert str(lives.checkpoints) in caught.value.hint and "step 0" in caught.value.hint
     assert lives.folders() == ["step-000002", "step-000004"]
     assert not lives.contexts[-1].told("checkpoint_set_aside") and not lives.contexts[-1].records
+
+
+@pytest.mark.parametrize("of", [(checkpoint, "read_state"), (TorchBackend, "restore")], ids=["state", "weights"])
+async def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(
+    lives: Lives, model: Path, of: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await lives.life(model, steps=9, stop_after=4)
+    real = getattr(*of)
+
+    def stale(*what: Any) -> Any:
+        if what[-1].name == "step-000004":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(*what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*of, stale)
+        with pytest.raises((RelaxError, OSError), match="Stale file handle") as caught:
+            await lives.life(model, steps=9)
+    assert not isinstance(caught.value, BadInput) and lives.folders() == ["step-000002", "step-000004"]
+    ctx = await lives.life(model, steps=5)
+    assert ctx.told("resumed")[0]["step"] == 4
 
 
 async def test_what_was_set_aside_is_no_reason_to_begin_at_step_0(lives: Lives, model: Path) -> None:
