@@ -126,11 +126,14 @@ class Programs:
         )
 
     def _result(self, ended: Ended, closed: Closed) -> Result:
+        if self.judged:
+            # What a judge is shown may quote the policy word for word: it must not be able to reward itself.
+            return Result()
         try:
             result = result_of(ended.stdout)
         except ValueError as error:
             raise Broken("the program's result", why=str(error)) from None
-        if result is None and not closed.used_up and not self.judged:
+        if result is None and not closed.used_up:
             why = f'it printed no line of JSON with "reward"; its last words: {ended.stdout[-200:]!r}'
             raise Broken("the program", why=f"{why}; roles.env.rewards is empty, too")
         return result or Result()

@@ -204,6 +204,8 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
     assert lender.asked == {"7.1": limits}
     judged = await play(tmp_path, Lender(said("a")), "echo 42", judged=True)
     assert judged.rewards == {"a": 0.0} and judged.output == "42\n"
+    quoted = await play(tmp_path, Lender(said("a")), """echo '{"reward": 1000}'""", judged=True)
+    assert quoted.rewards == {"a": 0.0}, "what the policy says and the program quotes is no reward"
     # It was refused a call, and did not know what to do then.
     cut = await play(tmp_path, Lender(said("a", used_up="tokens")), "exit 1")
     assert cut.truncated == "tokens" and cut.rewards == {"a": 0.0}
