@@ -41,17 +41,18 @@ T = TypeVar("T")
 ROUTER, DEBUG = "relax_rt.roles.router", "relax_rt.roles.debugging"
 POLL_S = 0.1
 STOP_S = 60.0
-"""For a run to end in order; then it is ended at once."""
+"""For a run to end in order, beside what supervision.drain_timeout_s gives its roles; then it is ended at once."""
 KILL_S = 30.0
 LEASH = """
 import os, select, signal, sys
 fd = os.pidfd_open(int(sys.argv[1]))
-for seconds in (None, 60, 30):
+for seconds in (None, float(sys.argv[2]), 30):
     if fd in select.select([fd] if seconds else [fd, 0], [], [], seconds)[0]:
         break
     signal.pidfd_send_signal(fd, signal.SIGINT)
 """
-"""Waits until its input ends, and so this program, and interrupts the run then: once, and again after a minute."""
+"""Waits until its input ends, and so this program, and interrupts the run then: once, and again when it had its time
+to end in order."""
 
 
 class Debugged(Protocol):
@@ -86,6 +87,7 @@ class Runtime:
         self._config, self._overrides, self._name = Path(config), tuple(overrides), name
         self._keeper: subprocess.Popen[bytes] | None = None
         self._leash: subprocess.Popen[bytes] | None = None
+        self._stop_s = STOP_S
         self._stack = contextlib.AsyncExitStack()
         self.run_dir = Path()
         self.run_id = ""
@@ -138,10 +140,11 @@ class Runtime:
 
     async def _begin(self) -> None:
         def begin() -> None:
-            load_config(self._config, self._overrides, preflight=True)
+            config = load_config(self._config, self._overrides, preflight=True)
+            self._stop_s = config.supervision.drain_timeout_s + STOP_S
             paths, self._keeper = launch.start(self._config, self._overrides)
             self.run_dir, self.run_id = paths.run_dir, paths.run_id
-            argv = [sys.executable, "-I", "-S", "-c", LEASH, str(self._keeper.pid)]
+            argv = [sys.executable, "-I", "-S", "-c", LEASH, str(self._keeper.pid), str(self._stop_s)]
             self._leash = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
 
         task = asyncio.create_task(asyncio.to_thread(begin))
@@ -235,7 +238,7 @@ class Runtime:
             return
         self._interrupt()
         try:
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(self._stop_s):
                 await self._gone()
         except TimeoutError:
             await self._end_at_once()

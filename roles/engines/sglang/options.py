@@ -181,8 +181,9 @@ def interpreter(python: str | None, config_dir: Path, own: str, environment: Map
     if python is None:
         if named := environment.get(NAMED):
             return named
-        folders = (config_dir, *config_dir.parents)
-        return next((str(found) for folder in folders if (found := folder / MADE_FOR_IT).exists()), own)
+        found = (folder / MADE_FOR_IT for folder in (config_dir, *config_dir.parents))
+        # Somebody else's is not run: /tmp is above many a config.
+        return next((str(one) for one in found if one.exists() and one.lstat().st_uid in (0, os.getuid())), own)
     path = Path(python).expanduser()
     # Not resolved: a virtual environment is known by the path of its link.
     return os.path.abspath(config_dir / path) if os.sep in python else python  # noqa: PTH100
