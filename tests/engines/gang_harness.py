@@ -22,6 +22,10 @@ VOCABULARY = 131
 """Odd, so that it is padded where it is cut."""
 
 
+LIVING: list[Gang] = []
+"""Those that were started and not ended yet."""
+
+
 class Gang:
     """Processes that call collectives together. Starting one costs seconds: it serves many tests.
 
@@ -45,6 +49,7 @@ class Gang:
             found[connection.recv()] = connection
         listener.close()
         self._ranks = [found[rank] for rank in range(world)]
+        LIVING.append(self)
 
     def call(self, name: str, **options: Any) -> list[Any]:
         """Run a function of `work` on all ranks; their answers."""
@@ -76,6 +81,9 @@ class Gang:
         return [found[index] for index in range(len(batch))]
 
     def close(self) -> None:
+        if self not in LIVING:
+            return
+        LIVING.remove(self)
         for rank in self._ranks:
             rank.close()
         for process in self._processes:
