@@ -148,7 +148,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-c", own, *RELAX, *argv],
             cwd=toys.folder,
-            env={**environment(), "TERM": "xterm-256color"},
+            env={**environment(), "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"},
             stdin=slave,
             stdout=slave,
             stderr=slave,

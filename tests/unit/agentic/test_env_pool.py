@@ -126,7 +126,9 @@ async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: P
         playing = await pool.environment("1.0")
         await playing.reset(task("hide"))
         await playing.step(REPLY)
-        assert len(living(tmp_path)) == 2
+        async with asyncio.timeout(60):
+            while len(living(tmp_path)) != 2:  # noqa: ASYNC110 - it may not have become what it is to be yet
+                await asyncio.sleep(0.02)
     assert not living(tmp_path)
 
 

@@ -94,6 +94,7 @@ async def test_a_program_that_is_given_up_is_killed_with_its_group_and_so_are_al
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
         await until(lambda: not lives(child))
+        await until(lambda: len(programs_of(spawner)) == 1)
         (left,) = programs_of(spawner)
         # The spawner is killed: its programs end with it, who waits hears of it, and the next one has another spawner.
         os.kill(spawner, signal.SIGKILL)
@@ -192,7 +193,9 @@ async def play(folder: Path, lender: Lender, script: str, *, judged: bool = Fals
         try:
             return await programs.play("7.1", TASK, 11, temperature=0.5)
         finally:
-            assert not programs.doing and host._process is not None and not programs_of(host._process.pid)
+            assert not programs.doing and host._process is not None
+            spawner = host._process.pid
+            await until(lambda: not programs_of(spawner))
 
 
 async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_path: Path) -> None:
