@@ -27,7 +27,7 @@ def check_engines(config: RLConfig) -> Iterator[Problem]:
         if not isinstance(table, EngineSettings):
             continue
         if isinstance(table, RolloutSettings) and table.routing and "env" in config.roles:
-            message = "routing rows of episodes are not recorded: they do not come through the router"
+            message = "routing rows of episodes are not recorded: the gateway does not ask for them"
             yield Problem(("roles", kind, "routing"), message, "leave it out", at="key")
         path = ("roles", kind, "sglang")
         if table.engine != "sglang":
