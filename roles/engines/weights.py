@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_rt.transport.errors import Refused
-from relax_rt.transport.weights.manifest import Layout, TensorEntry, layout_of
+from relax_rt.transport.weights.manifest import Layout, layout_of
 
 
 def model_layout(model: torch.nn.Module, dtype: torch.dtype) -> Layout:
@@ -24,13 +24,15 @@ class FlatWeights:
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        self._model, self._dtype, self._device = model, dtype, device
+        self._dtype, self._device = dtype, device
+        # Walking the modules and making views takes most of the time of a swap: neither is left to it.
+        self._parameters = list(model.parameters())
+        self._standby_views: list[torch.Tensor] | None = None
         self.layout = model_layout(model, dtype)
         self._active = self._new(device)
         self._standby: torch.Tensor | None = None
         self._host: torch.Tensor | None = None
-        for entry, parameter in zip(self.layout.entries, model.parameters(), strict=True):
-            view = self._view(self._active, entry)
+        for view, parameter in zip(self._views_of(self._active), self._parameters, strict=True):
             view.copy_(parameter.data)
             parameter.data = view
             parameter.requires_grad_(False)
@@ -48,6 +50,8 @@ class FlatWeights:
         if self._host is not None:
             self._standby = self._standby if self._standby is not None else self._new(self._device)
             self._standby.copy_(self._host)
+        if self._standby is not None:
+            self._standby_views = self._views_of(self._standby)
 
     def check(self, layout: Layout) -> None:
         """Refuse a publication of another model before a byte of it is used.
@@ -68,35 +72,37 @@ class FlatWeights:
     def flip(self) -> None:
         """Point the parameters at the standby buffer."""
         assert self._standby is not None
+        assert self._standby_views is not None
+        views, self._standby_views = self._standby_views, None
         # Nothing is in use where the weights were let go of: then the next fetch has a buffer made for it.
         self._active, self._standby = self._standby, self._active if self._active.numel() else None
-        self._point()
+        self._point(views)
 
     def release(self, *, keep: bool = True) -> None:
         """Let go of all memory on the device, and of what a fetch would fill; the weights in use stay in this process'
         memory, unless `keep` is False: then there are none until the next flip."""
-        self._standby = None
+        self._standby = self._standby_views = None
         if not keep:
             self._host, self._active = None, torch.empty(0, dtype=torch.uint8)
-            for parameter in self._model.parameters():
+            for parameter in self._parameters:
                 parameter.data = torch.empty(0, dtype=self._dtype)
             return
         if self._device.type == "cpu":
             return
         self._host = self._active.cpu()
         self._active = self._host
-        self._point()
+        self._point(self._views_of(self._active))
 
     def resume(self) -> None:
         """The weights in use, if they were kept, are on the device again."""
         if not self._active.numel():
             return
         self._active = self._active.to(self._device)
-        self._point()
+        self._point(self._views_of(self._active))
 
-    def _point(self) -> None:
-        for entry, parameter in zip(self.layout.entries, self._model.parameters(), strict=True):
-            parameter.data = self._view(self._active, entry)
+    def _point(self, views: list[torch.Tensor]) -> None:
+        for view, parameter in zip(views, self._parameters, strict=True):
+            parameter.data = view
 
     def _target(self) -> torch.Tensor:
         if self._device.type == "cpu":
@@ -108,6 +114,9 @@ class FlatWeights:
     def _new(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
 
-    def _view(self, buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-        raw = buffer[entry.offset : entry.offset + entry.nbytes]
-        return raw.view(self._dtype).view(entry.shape)
+    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor for each entry of the layout, in the memory of `buffer` (uint8, [layout.nbytes])."""
+        return [
+            buffer[entry.offset : entry.offset + entry.nbytes].view(self._dtype).view(entry.shape)
+            for entry in self.layout.entries
+        ]

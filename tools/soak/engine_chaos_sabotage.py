@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from relax_rt.roles import generation
 from relax_rt.roles.engines.weights import FlatWeights
 from relax_rt.roles.router.fleet import Fleet
@@ -61,8 +63,8 @@ def tamper(what: str, source: WeightSource) -> WeightSource:
     return Torn(source) if what == "fetch" and not source.record.version % EVERY else source
 
 
-def _point_half(weights: FlatWeights) -> None:
+def _point_half(weights: FlatWeights, views: list[torch.Tensor]) -> None:
     """A swap that stops in the middle: the other parameters keep the buffer that is filled next."""
-    together = list(zip(weights.layout.entries, weights._model.parameters(), strict=True))
-    for entry, parameter in together[: len(together) // 2]:
-        parameter.data = weights._view(weights._active, entry)
+    together = list(zip(views, weights._parameters, strict=True))
+    for view, parameter in together[: len(together) // 2]:
+        parameter.data = view
