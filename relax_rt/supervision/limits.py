@@ -70,6 +70,17 @@ def _limit_files(wanted: int, pid: int) -> list[str]:
     return [] if allowed == wanted else [f"open_files = {wanted} is above the hard limit: {allowed} it is"]
 
 
+def raise_open_files(wanted: int) -> int:
+    """Let this process have so many open files, as far as its hard limit goes; says how many it may have then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
 def own_memory(pid: int) -> int:
     """Bytes that a process has of its own, resident or in swap; 0 when it is gone."""
     try:

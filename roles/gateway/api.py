@@ -47,11 +47,15 @@ class Access(msgspec.Struct, frozen=True):
     Attributes:
         base_url, api_key: of an OpenAI client. For Anthropic's, the base URL goes without ``/v1``.
         gateway: the incarnation that has the session: with another one it is gone.
+        node: where `base_url` holds; empty in a run of one node.
+        remote_url: the base URL on other nodes; empty: it cannot be reached from them.
     """
 
     base_url: str
     api_key: str
     gateway: str = ""
+    node: str = ""
+    remote_url: str = ""
 
 
 class Said(msgspec.Struct, frozen=True):

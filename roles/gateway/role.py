@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
-import resource
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import MIB, RoleSettings
+from relax_rt.nodes.links import Links
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.gateway.admission import Load, Marks
 from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, SessionLimits
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
-from relax_rt.roles.gateway.settings import GatewaySettings
+from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
 from relax_rt.roles.sections import RLConfig
+from relax_rt.supervision.limits import raise_open_files
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
 
@@ -67,7 +67,9 @@ class GatewayRole(Role):
         self.service: Service
         self.keys: Keys
         self.listening: socket.socket
-        self.url = ""
+        self.url = self.remote_url = ""
+        """Its address on its node, and on others."""
+        self.node = ""
         self._worked = False
         self._told: dict[str, Any] = {}
 
@@ -78,7 +80,9 @@ class GatewayRole(Role):
     ) -> Access:
         """See GatewayApi."""
         self.sessions.open(session, limits, nonce, owner)
-        return Access(f"{self.url}/v1", self.keys.of_session(session, nonce), str(self.ctx.who))
+        key = self.keys.of_session(session, nonce)
+        remote = f"{self.remote_url}/v1" if self.remote_url else ""
+        return Access(f"{self.url}/v1", key, str(self.ctx.who), self.node, remote)
 
     async def renew(self, owner: Incarnation) -> str:
         """See GatewayApi."""
@@ -103,14 +107,20 @@ class GatewayRole(Role):
     # --- Role
 
     async def setup(self) -> None:
-        from relax_rt.roles.gateway.server import listen, url_of
+        from relax_rt.roles.gateway.server import listen, remote_url_of, url_of
         from relax_rt.roles.gateway.sessions import Sessions
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the tokenizer")
         await asyncio.to_thread(self._load)
         self.keys = Keys(run_token(self.ctx.run_dir))
-        self.listening = listen(self.settings.host, self.settings.port)
+        links = Links.from_environment()
+        host = self.settings.host
+        if host == OF_THE_NODE:
+            host = links.host if links else LOOPBACK
+        self.listening = listen(host, self.settings.port)
         self.url = url_of(self.listening)
+        if links:
+            self.node, self.remote_url = links.node, remote_url_of(self.listening, links.host)
         table = self.settings
         self.sessions = Sessions(
             self._ledger,
@@ -210,17 +220,14 @@ class GatewayRole(Role):
     def _connections(self) -> int:
         """As many as the process may have files."""
         wanted = self.settings.connections
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        need = wanted + OTHER_FILES
-        if soft != resource.RLIM_INFINITY and soft < need:
-            soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            if soft < need:
-                self.ctx.log.warning("fewer connections than asked for", limit=soft, asked=wanted)
-                return max(1, soft - OTHER_FILES)
+        if (allowed := raise_open_files(wanted + OTHER_FILES)) < wanted + OTHER_FILES:
+            self.ctx.log.warning("fewer connections than asked for", limit=allowed, asked=wanted)
+            return max(1, allowed - OTHER_FILES)
         return wanted
 
     async def _tell_where(self) -> None:
+        from relax_rt.roles.gateway.server import is_loopback
+
         token = str(self.ctx.run_dir / FILE)
         self.ctx.event("gateway_listening", slot=self.ctx.who.slot, url=f"{self.url}/v1", token_file=token)
         self.ctx.log.info("listening", url=f"{self.url}/v1", token_file=token)
@@ -290,11 +297,6 @@ class GatewayRole(Role):
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what="a call answered")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a numeric address is reached from this machine alone."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def load_of(router: Router) -> Load:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -240,3 +241,20 @@ def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def remote_url_of(listening: socket.socket, node_host: str) -> str:
+    """The same for other nodes; empty: they cannot reach it.
+
+    Args:
+        node_host: the address of this node for the others.
+    """
+    host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        return f"http://[{node_host}]:{port}" if ":" in node_host else f"http://{node_host}:{port}"
+    return "" if is_loopback(host) else url_of(listening)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address is reached from this machine alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -8,12 +8,15 @@ from pydantic import Field
 
 from relax_rt.config.schema import RoleSettings, Seconds
 
+LOOPBACK, OF_THE_NODE = "127.0.0.1", "node"
+
 
 class GatewaySettings(RoleSettings):
     """The policy as an HTTP endpoint, for programs that speak OpenAI's or Anthropic's API (docs/gateway.md)."""
 
-    host: str = "127.0.0.1"
-    """Address to listen at. Others than this machine's own reach the model with the run's token alone, unencrypted."""
+    host: str = LOOPBACK
+    """Address to listen at; "node": the one by which the other nodes of the run reach its node. Others than this
+    machine's own reach the model with the run's token alone, unencrypted."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """0: a free one, told in `relax-rt ps`, the event log and the run's folder (gateway-0.json)."""
     models: Annotated[list[str], Field(min_length=1)] = Field(default=["policy"])
