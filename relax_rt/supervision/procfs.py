@@ -166,6 +166,21 @@ def kill_until_none(find: Callable[[], Iterable[int]], *, reap: bool, limit_s: f
         time.sleep(0.005)
 
 
+def kill_descendants(limit_s: float = 10.0) -> None:
+    """End and reap all that this process, a subreaper, has below it. They are stopped first, until none is left that
+    runs: what is stopped forks no more."""
+    end = time.monotonic() + limit_s
+    stopped: set[int] = set()
+    while (fresh := descendants(os.getpid()) - stopped) and time.monotonic() < end:
+        for pid in fresh:
+            try:
+                os.kill(pid, signal.SIGSTOP)
+            except (ProcessLookupError, PermissionError):
+                continue
+        stopped |= fresh
+    kill_until_none(lambda: descendants(os.getpid()), reap=True, limit_s=limit_s)
+
+
 def reap_all() -> None:
     """Reap every dead child of this process."""
     while True:

@@ -75,7 +75,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
         turns: replies. cut: how many of them had their length cut.
         info: what the environment reports.
         parts: of the reward, by name, where there is more than the environment's; `episode` is all of it.
-        output: what the program printed, where one played.
+        output: what the program printed, where one played. left: answers that it left before their end, dropped.
     """
 
     episode: Episode
@@ -87,6 +87,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     info: dict[str, float]
     parts: dict[str, float] = {}
     output: str | None = None
+    left: int = 0
 
     @property
     def reward(self) -> float:

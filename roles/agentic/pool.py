@@ -51,6 +51,10 @@ class Broken(RelaxError):
     """An environment raised an error, or its process ended in a call."""
 
 
+class OverLimit(Broken):
+    """A program was ended, or failed, because it took more than it may have."""
+
+
 class Lost(RelaxError):
     """An episode is gone through no fault of its own: its process was killed because of another one."""
 

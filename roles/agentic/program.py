@@ -11,11 +11,12 @@ import math
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,6 +29,22 @@ PLACEHOLDER = re.compile(r"\{(question|answer|item|seed|split|index)\}")
 PYTHON = ("python", "python3")
 
 
+class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a program may have with all that it starts.
+
+    Attributes:
+        memory_mib: of its processes' own, together; None: no bound.
+        processes: at a time. open_files: of each process.
+        file_mib: of the longest file that it writes. output_mib: that it prints.
+    """
+
+    memory_mib: int | None = 4096
+    processes: int = 128
+    open_files: int = 1024
+    file_mib: int = 1024
+    output_mib: int = 64
+
+
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A program that plays an episode.
 
@@ -37,6 +54,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         stdin: what it may read: the task as a line of JSON, its question, or nothing.
         env: set for it, besides what it needs to find the gateway.
         preload: modules that it finds imported: it is begun in a fork of a process that has them.
+        limits: of each episode's.
     """
 
     argv: tuple[str, ...]
@@ -44,6 +62,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     stdin: str = "task"
     env: dict[str, str] = {}
     preload: tuple[str, ...] = ()
+    limits: ProgramLimits = ProgramLimits()
 
     def words(self, task: Task) -> list[str]:
         """The words for one task. Python is the one that runs this."""
@@ -61,12 +80,32 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
                 return b""
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+OPEN_FILES = 16
+"""An interpreter has some to begin with."""
+
+
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """roles.env.options of a program; see Program."""
+    """roles.env.options of a program; see Program and ProgramLimits. memory_mib = 0: no bound."""
 
     stdin: str = "task"
     env: dict[str, str] = {}
     preload: list[str] = []
+    memory_mib: Annotated[int, msgspec.Meta(ge=0)] = ProgramLimits().memory_mib or 0
+    processes: Count = ProgramLimits().processes
+    open_files: Annotated[int, msgspec.Meta(ge=OPEN_FILES)] = ProgramLimits().open_files
+    file_mib: Count = ProgramLimits().file_mib
+    output_mib: Count = ProgramLimits().output_mib
+
+    def limits(self) -> ProgramLimits:
+        """Those of each program."""
+        return ProgramLimits(
+            memory_mib=self.memory_mib or None,
+            processes=self.processes,
+            open_files=self.open_files,
+            file_mib=self.file_mib,
+            output_mib=self.output_mib,
+        )
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +148,38 @@ def result_of(stdout: str) -> Result | None:
     return None
 
 
+OVER = {
+    "memory": f"it took more than {{memory_mib}} MiB ({OPTIONS}.memory_mib)",
+    "processes": f"it had more than {{processes}} processes ({OPTIONS}.processes)",
+    "output": f"it printed more than {{output_mib}} MiB ({OPTIONS}.output_mib)",
+    "file": f"it wrote a file of more than {{file_mib}} MiB ({OPTIONS}.file_mib)",
+    "files": f"a process of it had more than {{open_files}} files open ({OPTIONS}.open_files)",
+}
+"""Limit -> what is said of a program that passed it."""
+SAID = {
+    "File too large": "file",
+    "File size limit exceeded": "file",
+    "Too many open files": "files",
+    "Cannot allocate memory": "memory",
+    "MemoryError": "memory",
+}
+"""How a program that fails tells of a limit that the kernel keeps."""
+
+
+def passed_limit(over: str, code: int, last_words: str, limits: ProgramLimits) -> str:
+    """Which limit a program's end was about, in words; empty: none.
+
+    Args:
+        over: the limit that it was ended for; empty: it ended by itself.
+        code: its exit code; negative: a signal. last_words: the end of its standard error.
+    """
+    if not over and code == -signal.SIGXFSZ:
+        over = "file"
+    if not over and code:
+        over = next((limit for words, limit in SAID.items() if words in last_words), "")
+    return OVER[over].format(**msgspec.to_builtins(limits)) if over else ""
+
+
 def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> Program:
     """What ``program:COMMAND`` and its options say.
 
@@ -144,6 +215,7 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
         stdin=asked.stdin,
         env=dict(asked.env),
         preload=tuple(asked.preload),
+        limits=asked.limits(),
     )
 
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from relax_rt.roles.agentic.episode import Limits, NotMade, Played, checked
 from relax_rt.roles.agentic.interface import Task
-from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
-from relax_rt.roles.agentic.program import Program, Result, result_of
+from relax_rt.roles.agentic.pool import Broken, Lost, OverLimit, Stuck
+from relax_rt.roles.agentic.program import Program, Result, passed_limit, result_of
 from relax_rt.roles.agentic.program_host import Ended, ProgramHost
+from relax_rt.roles.agentic.program_link import NotStarted
 from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
 from relax_rt.roles.gateway.remote import Lent, Lessee
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
 
 LAST_LINES, LAST_CHARS = 5, 600
 """Of what a program that failed wrote to its standard error: they are told."""
-LOCAL = "127.0.0.1,localhost"
+LOCAL = ("127.0.0.1", "localhost")
+START_AGAIN_S = (0.5, 1.0, 2.0, 4.0, *[8.0] * 7)
+"""Pauses before an episode is tried again for whose program, or session, there was no room."""
+
+
+class NotReachable(RelaxError):
+    """The gateway cannot be reached from the node where the programs run, and never will be."""
 
 
 @dataclass
@@ -39,14 +49,18 @@ class Programs:
     max_tokens: int
     judged: bool
     told: Callable[[int], None]
+    node: str = ""
+    """Where the programs run; empty in a run of one node."""
     doing: dict[str, str] = field(default_factory=dict)
     """What each episode is at, in words."""
 
     async def play(self, name: str, task: Task, seed: int, *, temperature: float, fresh: bool = False) -> Played:
-        """Play one episode; see `Player.play`.
+        """Play one episode; see `Player.play`. It waits for a place among the programs, and where the machine has no
+        room for one more process, its time not running.
 
         Raises:
             Stuck, Broken, Lost, NotMade: see `episode.play_seats`.
+            NotReachable: programs of this node cannot reach the gateway.
         """
         limits = SessionLimits(
             tokens=self.max_tokens,
@@ -57,26 +71,52 @@ class Programs:
             temperature=temperature,
             weights="newest" if fresh else "episode",
         )
-        self.doing[name] = f"waits for {self.gateway.slot}"
+        self.doing[name] = f"waits for a place ({self.host.places} programs at a time)"
         try:
-            async with self.gateway.session(name.replace(" ", "-"), limits) as lent:
-                self.doing[name] = "runs its program"
-                ended = await self._run(task, lent)
-                closed = await lent.close()
-            return self._played(ended, closed)
-        except (Stuck, Broken, Lost, NotMade):
+            async with self.host.place():
+                return await self._started(name, task, limits)
+        except (Stuck, Broken, Lost, NotMade, NotReachable):
             raise
         except RelaxError as error:
             raise Lost(f"the episode {self.doing[name]}", why=str(error)) from error
         finally:
             del self.doing[name]
 
-    async def _run(self, task: Task, lent: Lent) -> Ended:
+    async def _started(self, name: str, task: Task, limits: SessionLimits) -> Played:
+        """Play it; again, a number of times, while there is no room for it."""
+        why = ""
+        for wait_s in (0.0, *START_AGAIN_S):
+            if wait_s:
+                self.doing[name] = f"waits for room ({why})"
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            try:
+                return await self._once(name, task, limits)
+            except NotStarted as error:
+                why = error.why or error.what
+        raise Lost("the program", why=f"it could not be started within {sum(START_AGAIN_S):g} s: {why}")
+
+    async def _once(self, name: str, task: Task, limits: SessionLimits) -> Played:
+        async with contextlib.AsyncExitStack() as stack:
+            self.doing[name] = f"waits for {self.gateway.slot}"
+            session = self.gateway.session(name.replace(" ", "-"), limits)
+            try:
+                lent = await stack.enter_async_context(session)
+            except Refused as error:
+                if isinstance(error, StaleEpoch):
+                    raise
+                # As many are open as may be, or an earlier one of this name is not forgotten yet.
+                raise NotStarted("a session", why=str(error)) from error
+            base_url = url_from(lent.access, self.node)
+            self.doing[name] = "runs its program"
+            ended = await self._run(task, lent, base_url)
+            closed = await lent.close()
+        return self._played(ended, closed)
+
+    async def _run(self, task: Task, lent: Lent, base_url: str) -> Ended:
         """Run the program to its end, within the episode's time and the session's life."""
         limit_s = self.limits.episode_timeout_s
-        run = asyncio.ensure_future(
-            self.host.run(self.program.words(task), environment(self.program, lent.access), self.program.given(task))
-        )
+        env = environment(self.program, base_url, lent.access.api_key)
+        run = asyncio.ensure_future(self.host.run(self.program.words(task), env, self.program.given(task)))
         either: list[asyncio.Future[Any]] = [run, lent.gone]
         try:
             await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -93,6 +133,8 @@ class Programs:
             await asyncio.gather(run, return_exceptions=True)
 
     def _played(self, ended: Ended, closed: Closed) -> Played:
+        if over := passed_limit(ended.over, ended.code, last_words(ended), self.program.limits):
+            raise OverLimit("the program", why=over if ended.over else f"{over}; it ended with {how(ended)}")
         if closed.trouble:
             raise (NotMade if closed.never else Lost)(
                 "the program", why=f"its last call had no answer: {closed.trouble}"
@@ -139,25 +181,48 @@ class Programs:
         return result or Result()
 
 
-def environment(program: Program, access: Access) -> dict[str, str]:
+def url_from(access: Access, node: str) -> str:
+    """The gateway's base URL for programs of a node.
+
+    Raises:
+        NotReachable: it has none there.
+    """
+    if access.node == node:
+        return access.base_url
+    if access.remote_url:
+        return access.remote_url
+    raise NotReachable(
+        f"{access.gateway} from node {node!r}",
+        why=f"it is on node {access.node!r} and listens there for that machine alone ({access.base_url})",
+        hint='set roles.gateway.host = "node", or node of roles.env and roles.gateway to the same one',
+    )
+
+
+def environment(program: Program, base_url: str, api_key: str) -> dict[str, str]:
     """The environment variables of a program: those of this process, the way to the gateway, and the user's own.
 
     A proxy that the user's machine has for the outer world is not asked for the gateway.
     """
     found = dict(os.environ)
+    here = ",".join(dict.fromkeys((*LOCAL, urlsplit(base_url).hostname or "")))
     for name in ("NO_PROXY", "no_proxy"):
-        found[name] = f"{found[name]},{LOCAL}" if found.get(name) else LOCAL
+        found[name] = f"{found[name]},{here}" if found.get(name) else here
     found |= {
-        "OPENAI_BASE_URL": access.base_url,
-        "OPENAI_API_KEY": access.api_key,
-        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": access.api_key,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
     }
     return {**found, **program.env}
+
+
+def last_words(ended: Ended) -> str:
+    """The last lines of standard error."""
+    lines = [line for line in ended.stderr.splitlines() if line.strip()][-LAST_LINES:]
+    return " / ".join(lines)[-LAST_CHARS:]
 
 
 def how(ended: Ended) -> str:
     """An exit code, and the last lines of standard error."""
     code = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    lines = [line for line in ended.stderr.splitlines() if line.strip()][-LAST_LINES:]
-    return f"{code}: {' / '.join(lines)[-LAST_CHARS:]}" if lines else code
+    return f"{code}: {said}" if (said := last_words(ended)) else code

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from relax_rt.config.loader import role_settings
+from relax_rt.nodes.links import Links
 from relax_rt.role import RoleContext
 from relax_rt.roles.agentic.episode import Limits
 from relax_rt.roles.agentic.program import Program
@@ -23,13 +24,14 @@ GATEWAY = "gateway"
 
 @contextlib.asynccontextmanager
 async def open_programs(
-    ctx: RoleContext, program: Program | None, told: Callable[[int], None], fenced: Callable[[BaseException], None]
+    ctx: RoleContext, program: Program | None, told: Callable[[int], None], broken: Callable[[BaseException], None]
 ) -> AsyncIterator[Programs | None]:
     """A host for a slot's programs, and the gateway that they speak to: slots take turns at several gateways. None
     where there is no program.
 
     Args:
-        told: is called with the tokens of each episode. fenced: with why the slot must end, when a newer epoch has it.
+        told: is called with the tokens of each episode. broken: with why the slot must end: a newer epoch has it, or no
+            program can be started any more.
     """
     if program is None:
         yield None
@@ -44,11 +46,23 @@ async def open_programs(
         turn_timeout_s=settings.turn_timeout_s,
         episode_timeout_s=settings.episode_timeout_s,
     )
-    async with ProgramHost(Path(program.cwd), program.preload) as host, Lessee(ctx, slot) as gateway:
-        gateway.fenced.add_done_callback(lambda done: _tell(done, fenced))
-        yield Programs(program, host, gateway, limits, settings.max_tokens, bool(settings.rewards), told)
+    host = ProgramHost(
+        Path(program.cwd), program.preload, program.limits, files=settings.open_files or 0, tell=ctx.event
+    )
+    if host.places < settings.episodes_in_flight:
+        hint = "raise the hard limit of open files (ulimit -Hn), or lower roles.env.episodes_in_flight"
+        why = f"open files of the slot; {settings.episodes_in_flight} are asked for"
+        ctx.event("programs_bounded", places=host.places, why=why, hint=hint)
+        ctx.log.warning("fewer programs at a time than asked for", places=host.places, why=why, hint=hint)
+    links = Links.from_environment()
+    async with host, Lessee(ctx, slot) as gateway:
+        for watched in (gateway.fenced, host.broken):
+            watched.add_done_callback(lambda done: _tell(done, broken))
+        judged = bool(settings.rewards)
+        node = links.node if links else ""
+        yield Programs(program, host, gateway, limits, settings.max_tokens, judged, told, node)
 
 
-def _tell(done: asyncio.Future[None], fenced: Callable[[BaseException], None]) -> None:
+def _tell(done: asyncio.Future[None], broken: Callable[[BaseException], None]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
-        fenced(error)
+        broken(error)

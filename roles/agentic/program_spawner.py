@@ -4,185 +4,205 @@ One process of one thread between the slot and its programs, for three reasons. 
 slot, whoever was killed, without the program's help. A Python program can be begun in a fork that has its slow imports
 done. And it alone waits for them, so that none is killed by a number that another process has meanwhile.
 
+Each program has a keeper in between (see program_keeper.py), below which all of its processes are; they are looked at
+together, and a program that has too many or takes too much is ended.
+
 Messages are JSON, one a datagram (SOCK_SEQPACKET). From the slot: ``{"start": n, "argv": [...], "env": {...}}`` with
-the descriptors of standard input, output and error; ``{"kill": n}``. To the slot: ``{"ready": error}``, ``{"started":
-n, "pid": pid}``, ``{"ended": n, "code": code}`` (negative: a signal's number).
+the descriptors of standard input, output and error; ``{"kill": n}``; ``{"ping": k}``. To the slot: ``{"ready":
+error}``, ``{"not_started": n, "why": why}`` (there is no room for it), ``{"pong": k}``, ``{"ended": n, "code": code,
+"over": limit}`` (a negative code: a signal's number).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
+import gc
 import importlib
 import json
 import os
-import resource
-import runpy
 import select
 import signal
 import socket
 import sys
-import threading
-import traceback
-from pathlib import Path
+import time
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from relax_rt.roles.agentic import program_keeper
+from relax_rt.supervision import procfs
+from relax_rt.supervision.limits import MIB, own_memory
+
 MOST_BYTES = 1 << 17
-CANNOT_START = 127
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; at once if it has ended."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+LOOK_S = 0.25
+LOOK_SHARE = 20
+"""Looking at all processes may take one part in so many of the time."""
+END_S = 4.0
+"""For all programs to end, with what they started, when the slot closes the link."""
 
 
 class Spawner:
     """See the module.
 
     Args:
-        link: to the slot. cwd: where programs are started. preload: modules, imported once.
+        link: to the slot.
+        setup: cwd: where programs are started; preload: modules, imported once; limits: those of each program, by name.
     """
 
-    def __init__(self, link: socket.socket, cwd: str, preload: list[str]) -> None:
-        self._link, self._cwd, self._preload, self._pid = link, cwd, preload, os.getpid()
+    def __init__(self, link: socket.socket, setup: dict[str, Any]) -> None:
+        self._link, self._setup, self._pid = link, setup, os.getpid()
+        self._limits = setup["limits"]
         self._poll = select.poll()
         self._poll.register(link.fileno(), select.POLLIN)
         self._programs: dict[int, tuple[int, int]] = {}
-        """pidfd -> (the slot's number, process)."""
+        """pidfd of its keeper -> (the slot's number, the keeper)."""
+        self._over: dict[int, str] = {}
+        """Programs that are being ended -> which limit they passed."""
+        self._look_at = 0.0
 
     def serve(self) -> None:
-        """Until the slot closes the link."""
+        """Until the slot closes the link; then all programs are ended."""
         error = ""
-        for name in self._preload:
+        for name in self._setup["preload"]:
             try:
                 importlib.import_module(name)
             except Exception as caught:  # noqa: BLE001 - a module may raise anything
                 error = f"{name}: {type(caught).__name__}: {caught}"
+        gc.collect()
+        # Collections in forks leave these objects alone, and the pages that they lie in shared.
+        gc.freeze()
+        # Keepers have them blocked from their first instant.
+        signal.pthread_sigmask(signal.SIG_BLOCK, program_keeper.ORDERS)
+        # What a keeper leaves behind that was killed.
+        procfs.become_subreaper()
         self._say({"ready": error})
-        while True:
-            for fd, _ in self._poll.poll():
+        wanted = True
+        while wanted:
+            timeout_s = max(0.0, self._look_at - time.monotonic()) if self._programs else LOOK_S
+            for fd, _ in self._poll.poll(1000 * timeout_s):
                 if fd != self._link.fileno():
                     self._ended(fd)
-                elif not self._listen():
-                    return
+                else:
+                    wanted = self._listen()
+            if time.monotonic() >= self._look_at:
+                self._look()
+        self._end_all()
 
     def _listen(self) -> bool:
         """One message; False: the slot is gone."""
-        body, fds, _, _ = socket.recv_fds(self._link, MOST_BYTES, 3)
+        try:
+            body, fds, flags, _ = socket.recv_fds(self._link, MOST_BYTES, 3)
+        except ConnectionError:
+            return False
         if not body:
             return False
         asked = json.loads(body)
-        if "kill" in asked:
-            for number, pid in self._programs.values():
-                if number == asked["kill"]:
-                    kill_group(pid)
-            return True
         try:
-            self._start(asked, fds)
+            if "ping" in asked:
+                self._say({"pong": asked["ping"]})
+            elif "kill" in asked:
+                self._kill(asked["kill"])
+            elif flags & socket.MSG_CTRUNC or len(fds) < 3:
+                self._refuse(asked["start"], "the spawner of programs has too many open files")
+            else:
+                self._start(asked, fds)
         finally:
             for fd in fds:
                 os.close(fd)
         return True
 
     def _start(self, asked: dict[str, Any], fds: list[int]) -> None:
-        pid = os.fork()
-        if not pid:
-            self._be_program(asked, fds)
-        # In both processes, so that the group is there whoever is first.
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        pidfd = os.pidfd_open(pid)
-        self._programs[pidfd] = asked["start"], pid
+        number = asked["start"]
+        try:
+            keeper = os.fork()
+        except OSError as error:
+            self._refuse(number, f"no new process: {error.strerror}")
+            return
+        if not keeper:
+            program_keeper.keep(
+                self._pid,
+                lambda ours: program_keeper.begin(asked, fds, self._setup, ours),
+                lambda error: self._refuse(number, f"no new process: {error.strerror}"),
+            )
+        try:
+            pidfd = os.pidfd_open(keeper)
+        except OSError as error:
+            os.kill(keeper, signal.SIGTERM)
+            os.waitpid(keeper, 0)
+            self._refuse(number, f"no new descriptor: {error.strerror}")
+            return
+        self._programs[pidfd] = number, keeper
         self._poll.register(pidfd, select.POLLIN)
-        self._say({"started": asked["start"], "pid": pid})
+
+    def _refuse(self, number: int, why: str) -> None:
+        self._say({"not_started": number, "why": why})
+
+    def _kill(self, number: int) -> None:
+        for one, keeper in self._programs.values():
+            if one == number:
+                os.kill(keeper, signal.SIGTERM)
 
     def _ended(self, pidfd: int) -> None:
-        number, pid = self._programs.pop(pidfd)
+        number, keeper = self._programs.pop(pidfd)
         self._poll.unregister(pidfd)
         os.close(pidfd)
-        # What it leaves running in its group ends with it; the process itself still holds the group's number.
-        kill_group(pid)
-        _, status = os.waitpid(pid, 0)
-        self._say({"ended": number, "code": os.waitstatus_to_exitcode(status)})
+        _, status = os.waitpid(keeper, 0)
+        self._end_strays()
+        over = self._over.pop(number, "")
+        self._say({"ended": number, "code": os.waitstatus_to_exitcode(status), "over": over})
+
+    def _look(self) -> None:
+        """End the programs that have passed a limit."""
+        began = time.monotonic()
+        keepers = {keeper: number for number, keeper in self._programs.values()}
+        for keeper, living in procfs.descendants_of_each(keepers).items():
+            if (over := self._passed(living)) and keepers[keeper] not in self._over:
+                self._over[keepers[keeper]] = over
+                os.kill(keeper, signal.SIGTERM)
+        self._end_strays()
+        took = time.monotonic() - began
+        self._look_at = began + took + max(LOOK_S, LOOK_SHARE * took)
+
+    def _passed(self, living: set[int]) -> str:
+        if len(living) > self._limits["processes"]:
+            return "processes"
+        most = self._limits["memory_mib"]
+        return "memory" if most is not None and sum(map(own_memory, living)) > most * MIB else ""
+
+    def _end_strays(self) -> None:
+        """What a keeper that was killed has left here."""
+        keepers = {keeper for _, keeper in self._programs.values()}
+        for pid in procfs.children(self._pid):
+            if pid not in keepers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _end_all(self) -> None:
+        for _, keeper in self._programs.values():
+            os.kill(keeper, signal.SIGTERM)
+        end = time.monotonic() + END_S
+        while self._programs and (left_s := end - time.monotonic()) > 0:
+            for fd, _ in self._poll.poll(1000 * left_s):
+                if fd in self._programs:
+                    _, keeper = self._programs.pop(fd)
+                    self._poll.unregister(fd)
+                    os.waitpid(keeper, 0)
+                else:
+                    self._poll.unregister(fd)
+        self._end_strays()
 
     def _say(self, what: dict[str, Any]) -> None:
         try:
             self._link.send(json.dumps(what).encode())
         except OSError:
-            os._exit(1)
-
-    # --- in the fork
-
-    def _be_program(self, asked: dict[str, Any], fds: list[int]) -> None:
-        """Never returns."""
-        code = CANNOT_START
-        try:
-            os.setpgid(0, 0)
-            die_with(self._pid)
-            signal.signal(signal.SIGINT, signal.default_int_handler if self._preload else signal.SIG_DFL)
-            for target, fd in enumerate(fds):
-                os.dup2(fd, target)
-            # The descriptors of other programs are none of its business, nor is the link.
-            os.closerange(3, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096))
-            os.chdir(self._cwd)
-            os.environ.clear()
-            os.environ.update(asked["env"])
-            argv = asked["argv"]
-            if self._preload:
-                code = run_script(argv)
-            else:
-                os.execvpe(argv[0], argv, asked["env"])
-        except BaseException as error:  # noqa: BLE001 - the fork must not go on as a second spawner
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(code)
-
-
-def kill_group(pid: int) -> None:
-    """SIGKILL for a program and what it has started in its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def run_script(argv: list[str]) -> int:
-    """``python SCRIPT ARGUMENTS…`` or ``python -m MODULE ARGUMENTS…`` in this process; its exit code."""
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
-    words = argv[1:]
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    code = 0
-    try:
-        if words[0] == "-m":
-            sys.argv, sys.path[0] = words[1:], str(Path.cwd())
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            sys.stderr.write(end.code + "\n")
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    return code
+            return  # the slot is gone, and closes the link
 
 
 def main(fd: int, setup: dict[str, Any]) -> None:
     """Serve the slot that holds the link's other end."""
-    die_with(setup["parent"])
+    program_keeper.die_with(setup["parent"], signal.SIGKILL)
     # A Ctrl-C at the terminal is the slot's affair.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Spawner(socket.socket(fileno=fd), setup["cwd"], setup["preload"]).serve()
+    Spawner(socket.socket(fileno=fd), setup).serve()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
+from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.interface import idempotent
@@ -66,54 +66,6 @@ class Group:
     left: int = 0
     failed: str = ""
     lost: str = ""
-
-
-@dataclass
-class Tally:
-    """What was played since the last report."""
-
-    since: float = field(default_factory=time.monotonic)
-    episodes: int = 0
-    failed: int = 0
-    stuck: int = 0
-    lost: int = 0
-    turns: int = 0
-    truncated: int = 0
-    cut: int = 0
-    tokens: int = 0
-    branches: int = 0
-    drift: int = 0
-    dropped_tokens: int = 0
-    reward: float = 0.0
-    info: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def add(self, played: Played) -> None:
-        """Count an episode."""
-        self.episodes += 1
-        self.turns += played.turns
-        self.truncated += bool(played.truncated)
-        self.cut += played.cut
-        self.tokens += sum(len(branch.tokens) for branch in played.episode.branches)
-        self.branches += len(played.episode.branches)
-        self.drift += played.episode.counts.drift
-        self.dropped_tokens += played.episode.counts.dropped_tokens
-        self.reward += played.reward
-        for totals, values in ((self.info, played.info), (self.parts, played.parts)):
-            for name, value in values.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-
-    def record(self) -> dict[str, object]:
-        """Counts; turns, tokens, reward and info as means over episodes."""
-        n = max(1, self.episodes)
-        return {
-            **{k: getattr(self, k) for k in ("episodes", "failed", "stuck", "lost", "truncated", "cut")},
-            **{k: getattr(self, k) for k in ("branches", "drift", "dropped_tokens")},
-            **{k: getattr(self, k) / n for k in ("turns", "tokens", "reward")},
-            "info": {name: value / n for name, value in self.info.items()},
-            "rewards": {name: value / n for name, value in self.parts.items()},
-            "seconds": time.monotonic() - self.since,
-        }
 
 
 def games(members: Sequence[int], seats: int) -> list[list[int]]:
@@ -213,7 +165,7 @@ class EnvRole(Role):
         self.chat = ChatTemplate(self.tokenizer)
         self.factory = load_factory(self.settings.environment, self.settings.options, folder)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
-        if self.settings.unfinished == "keep":
+        if self.settings.unfinished == "keep" and self.factory.program is None:
             lasts_s = 2 * self.settings.episode_timeout_s
             self.store = Store(self.ctx.run_dir, self.factory.seats, lasts_s, self._too_old)
 
@@ -443,7 +395,7 @@ class EnvRole(Role):
         """What became of the members of one game; nothing if it could not be played."""
         from relax_rt.roles.agentic.episode import NotMade
         from relax_rt.roles.agentic.kept import forget
-        from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+        from relax_rt.roles.agentic.pool import Broken, Lost, OverLimit, Stuck
 
         ticket, seats = group.ticket, self.factory.seats
         member = members[0] // seats * seats
@@ -471,6 +423,7 @@ class EnvRole(Role):
             except (Stuck, Broken) as error:
                 stuck = isinstance(error, Stuck)
                 self._tally.stuck += stuck
+                self._tally.over_limit += isinstance(error, OverLimit)
                 if stuck and kept and not stuck_before:
                     # Its replies are there: where it stood still once it may not do so again.
                     stuck_before, group.lost = True, str(error)
@@ -584,7 +537,8 @@ class EnvRole(Role):
             self.ctx.progress.waiting(self.player.doing() + (f" ({engines})" if engines else ""))
         tally = self._tally
         if tally.episodes or tally.failed or tally.lost:
-            workers = self.pool.killed if self.pool is not None else 0
+            programs = self.player.programs
+            workers = self.pool.killed if self.pool is not None else programs.host.lost if programs is not None else 0
             about = {"slot": self.ctx.who.slot, "version": self.record.version, "playing": self.player.playing}
             self.ctx.metrics({"kind": KIND, **about, "workers_killed": workers, **tally.record()})
             self._tally = Tally()

@@ -148,21 +148,7 @@ def _below() -> list[int]:
 
 
 def _kill_below() -> None:
-    """Stop first, until there are none that run: what is stopped forks no more. Then kill."""
-    end = time.monotonic() + PATIENCE_S
-    stopped: set[int] = set()
-    while (fresh := set(_below()) - stopped) and time.monotonic() < end:
-        for pid in fresh:
-            _signal(pid, signal.SIGSTOP)
-        stopped |= fresh
-    procfs.kill_until_none(_below, reap=True, limit_s=PATIENCE_S)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
+    procfs.kill_descendants(PATIENCE_S)
 
 
 class Watch:

@@ -137,7 +137,7 @@ def limit(limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_CPU: limits.get("cpu_s"),
         resource.RLIMIT_AS: _times(limits.get("memory_mib"), mib),
         resource.RLIMIT_DATA: _times(limits.get("data_mib"), mib),
-        resource.RLIMIT_FSIZE: _times(limits.get("disk_mib"), mib),
+        resource.RLIMIT_FSIZE: _times(limits.get("disk_mib", limits.get("file_mib")), mib),
         resource.RLIMIT_NOFILE: limits.get("open_files"),
         resource.RLIMIT_NPROC: limits.get("nproc"),
         resource.RLIMIT_MEMLOCK: 0 if "disk_mib" in limits else None,
