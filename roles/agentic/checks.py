@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
-from relax_rt.roles.agentic.program_checks import check_program
+from relax_rt.roles.agentic.program_checks import check_program, is_program
 from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.engines.tables import SHARING
@@ -45,7 +45,7 @@ def check_environment(config: RLConfig) -> Iterator[Problem]:
         reply = config.sampling.max_new_tokens
         message = f"max_tokens = {table.max_tokens} of an episode, and each reply may have {reply}"
         yield Problem((*PLACE, "max_tokens"), message, "raise it, or lower sampling.max_new_tokens")
-    if table.turn_timeout_s >= table.episode_timeout_s:
+    if not is_program(table) and table.turn_timeout_s >= table.episode_timeout_s:
         message = f"turn_timeout_s = {table.turn_timeout_s:g} is not below episode_timeout_s"
         yield Problem((*PLACE, "turn_timeout_s"), message, "an episode has at least one turn")
     if table.episodes_in_flight < config.algorithm.group_size:

@@ -124,3 +124,69 @@ def test_a_task_that_cannot_be_begun_is_told(tmp_path: Path, body: str, why: str
     text = GAME.replace('return "go " * 20', body)
     monkeypatch.setattr(f"{__name__}.GAME", text)
     assert why in looked_at(tmp_path, "roles.env.turn_timeout_s=0.2")[0]
+
+
+PROGRAM = """
+[run]
+name = "game"
+[model]
+path = "package:tiny"
+[roles.env]
+environment = "program:python agent.py"
+tasks = 100
+max_tokens = 400
+episode_timeout_s = 20
+[roles.gateway]
+[sampling]
+max_new_tokens = 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["roles.env.turn_timeout_s=5"], "turn_timeout_s has no effect on programs"),
+        (["roles.env.workers=2"], "workers has no effect on programs"),
+        (["roles.env.worker_processes=5"], "worker_processes has no effect on programs"),
+        (["roles.env.worker_memory_mib=500"], "worker_memory_mib has no effect on programs"),
+        (["roles.env.unfinished=keep"], "replies of a program's episode are not kept"),
+        (["roles.env.drift=drop"], "drift of programs is the gateway's"),
+        (["roles.gateway.count=0"], "there is none"),
+        # Two of the three slots are at the first of the two gateways.
+        (
+            ["roles.env.count=3", "roles.gateway.count=2", "roles.gateway.sessions=100"],
+            "sessions = 100, and up to 128 episodes",
+        ),
+        (["roles.gateway.sessions=100", "evaluation.every_steps=5"], "sessions = 100, and up to 128 episodes"),
+        (["roles.gateway.connections=60"], "connections = 60, and up to 64 episodes"),
+        (["roles.gateway.waiting=60"], "waiting = 60, and up to 64 episodes"),
+        (["supervision.nodes.listen=127.0.0.1:0"], "programs on other nodes than the gateway's do not reach it"),
+        (
+            ["supervision.nodes.listen=127.0.0.1:0", "roles.env.node=head", "roles.gateway.host=::1"],
+            "programs on other nodes than the gateway's do not reach it",
+        ),
+    ],
+)
+def test_what_has_no_effect_on_a_program_or_is_too_little_for_it_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        read(tmp_path, PROGRAM, *overrides)
+    (problem,) = caught.value.problems
+    assert message in problem.message and problem.hint, caught.value.render()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["roles.env.unfinished=drop"],
+        ["roles.gateway.sessions=64", "roles.gateway.connections=64", "roles.gateway.waiting=64"],
+        ["roles.env.count=3", "roles.gateway.count=2", "roles.gateway.sessions=128"],
+        ["supervision.nodes.listen=127.0.0.1:0", "roles.gateway.host=node"],
+        ["supervision.nodes.listen=127.0.0.1:0", "roles.gateway.host=0.0.0.0"],
+        ["supervision.nodes.listen=127.0.0.1:0", "roles.gateway.node=b", "roles.env.node=b"],
+    ],
+)
+def test_what_a_program_needs_is_enough(tmp_path: Path, overrides: list[str]) -> None:
+    assert read(tmp_path, PROGRAM, *overrides)
