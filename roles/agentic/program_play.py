@@ -165,6 +165,7 @@ class Programs:
             cut=sum(said.finish_reason == "length" for said in closed.said),
             info=dict(result.info),
             output=ended.stdout,
+            left=closed.left,
         )
 
     def _result(self, ended: Ended, closed: Closed) -> Result:

@@ -76,6 +76,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True):
         waiting: calls that were at work when it was closed.
         trouble: the error of the runtime's own that the last call ended with; empty if it was answered.
         never: asked again, it would end so again.
+        left: answers that their caller left before the end, of which nothing is trained.
     """
 
     episode: Episode
@@ -84,6 +85,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     trouble: str = ""
     never: bool = False
+    left: int = 0
 
 
 class GatewayApi(Protocol):

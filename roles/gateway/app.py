@@ -23,7 +23,7 @@ from relax_rt.roles.gateway.openai_chat import Chat
 from relax_rt.roles.gateway.openai_completions import Completions
 from relax_rt.roles.gateway.openai_responses import Responses
 from relax_rt.roles.gateway.outbox import Outbox
-from relax_rt.roles.gateway.server import arrived
+from relax_rt.roles.gateway.server import arrived, is_gone
 from relax_rt.roles.gateway.service import Made, Service, new_id
 from relax_rt.roles.gateway.sessions import Session, Sessions
 
@@ -179,7 +179,7 @@ class _Endpoint:
         call = self._dialect.parse(body)
         del body
         session = gateway.session_of(scope, lambda: call.previous)
-        box = Outbox(self._dialect, call) if call.stream else None
+        box = Outbox(self._dialect, call, lambda: is_gone(scope)) if call.stream else None
         work = asyncio.ensure_future(gateway.service.answer(call, session, request, box))
         gone = asyncio.ensure_future(_disconnected(receive))
         try:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from relax_rt.roles.gateway.calls import Call, Choice, Dialect, Head, Writer
 
 
 class Outbox:
     """Takes an answer as it is made and gives it out as server-sent events. What comes between two looks is put
-    together: a caller who reads slowly gets fewer and larger events, and it is bounded by the answer's own length."""
+    together: a caller who reads slowly gets fewer and larger events, and it is bounded by the answer's own length.
 
-    def __init__(self, dialect: Dialect, call: Call) -> None:
-        self._dialect, self._call = dialect, call
+    Args:
+        gone: whether the caller's connection is no more.
+    """
+
+    def __init__(self, dialect: Dialect, call: Call, gone: Callable[[], bool] = lambda: False) -> None:
+        self._dialect, self._call, self.gone = dialect, call, gone
         self.writer: Writer | None = None
         self.head: Head | None = None
         self.news = asyncio.Event()

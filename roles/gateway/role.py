@@ -283,6 +283,7 @@ class GatewayRole(Role):
             "cap": core.cap,
             "answered": self.service.answered,
             "failed": self.service.failed,
+            "left": self.service.left,
             "tokens": self.service.sampled,
             **{f"admission_{name}": count for name, count in core.counts.items()},
         }

@@ -178,6 +178,12 @@ async def arrived(scope: Any, limit_s: float) -> bool:
     return not unsent and not line.broken
 
 
+def is_gone(scope: Any) -> bool:
+    """Whether the connection that a request came by is no more."""
+    line = scope.get(LINE)
+    return line is not None and line.lost
+
+
 def _with_line(app: Any) -> Any:
     """The application, told of each request's connection: `send` is a method of what uvicorn has for a request."""
 

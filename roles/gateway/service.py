@@ -20,6 +20,7 @@ from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.reading import Reader
 from relax_rt.roles.gateway.sessions import Session
+from relax_rt.roles.gateway.streams import Streamed, go_on
 from relax_rt.roles.router.core import Deliver
 from relax_rt.roles.router.requests import Outcome, Wanted
 from relax_rt.roles.router.router import NotGenerated
@@ -86,6 +87,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 class Sink(Protocol):
     """Who looks on while an answer is made."""
 
+    gone: Callable[[], bool]
+    """Whether he is there no more."""
+
     def begin(self, head: Head) -> None:
         """The first token is there."""
 
@@ -101,12 +105,13 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         versions: lowest and highest policy version of its tokens.
-        plans: of the ledger, for an answer that does not arrive.
+        plans: of the ledger, for an answer that does not arrive. streamed: one that its caller saw being made.
     """
 
     answer: Answer
     versions: tuple[int, int]
     plans: tuple[PromptPlan, ...] = ()
+    streamed: Streamed | None = None
 
 
 class _One(msgspec.Struct, kw_only=True):
@@ -139,7 +144,7 @@ class Service:
     ) -> None:
         self.terms, self.gate = terms, gate
         self._tokens, self._tokenizer, self._now, self._behind = tokens, tokenizer, now, behind
-        self.answered = self.failed = self.sampled = 0
+        self.answered = self.failed = self.sampled = self.left = 0
 
     def check(self, call: Call, session: Session) -> tuple[float, tuple[str, ...]]:
         """The temperature that a call is sampled with, and what of it is left out.
@@ -173,7 +178,8 @@ class Service:
         return temperature, tuple(ignored)
 
     async def answer(self, call: Call, session: Session, request: str, sink: Sink | None = None) -> Made:
-        """Answer a call. Cancelling it ends its sequences, and nothing of it is trained on.
+        """Answer a call. Cancelling it ends its sequences, and nothing of it is trained on, unless a later call of the
+        session goes on with what was seen of it.
 
         Args:
             request: id of the answer.
@@ -187,8 +193,12 @@ class Service:
         assert task is not None
         session.at_work.add(task)
         plans: list[PromptPlan] = []
+        streamed: Streamed | None = None
         try:
-            wanted = await self._prepare(call, session, number, plans)
+            wanted, messages = await self._prepare(call, session, number, plans)
+            if sink is not None and session.trained and call.n == 1:
+                streamed = Streamed(request, messages, call.tools, plans[0], sink.gone)
+                session.streams.append(streamed)
             head = Head(
                 id=request,
                 created=int(self._now()),
@@ -197,53 +207,81 @@ class Service:
                 reused_tokens=sum(plan.reused for plan in plans),
                 ignored=ignored,
             )
-            job = _Job(self, call, session, head, temperature, sink)
+            job = _Job(self, call, session, head, temperature, sink, streamed)
             choices = await self.gate.pass_through(
                 session.group, lambda hold: job.run(wanted, hold), sequences=len(wanted)
             )
             self.answered += 1
             session.answered += 1
             session.trouble, session.never = "", False
+            if streamed is not None:
+                streamed.counted, streamed.text = True, str(choices[0].message.get("content") or "")
             self.sampled += sum(choice.tokens for choice in choices)
             answer = Answer(head=head, choices=tuple(choices))
-            return Made(answer=answer, versions=job.versions, plans=tuple(plans))
+            return Made(answer=answer, versions=job.versions, plans=tuple(plans), streamed=streamed)
         except BaseException as error:
             self.failed += 1
             for plan in plans:
                 session.abandon(plan)
-            if isinstance(error, asyncio.CancelledError) and session.ended:
-                # By the session's end, not by the caller: he is told.
-                message = f"session {session.name!r} {session.ended}"
-                raise CallError(409, message, code="session_ended") from error
-            told = _as_call_error(error)
-            if isinstance(told, CallError) and (told.status == 429 or told.status >= 500):
-                session.trouble, session.never = told.message, _never(error)
+            told = self._told(error, session, streamed)
             if told is error:
                 raise
             raise told from error
         finally:
             session.at_work.discard(task)
 
+    def _told(self, error: BaseException, session: Session, streamed: Streamed | None) -> BaseException:
+        """What becomes of an error that has ended a call."""
+        settled = streamed is not None and streamed.settled
+        if isinstance(error, asyncio.CancelledError):
+            if session.ended:
+                # By the session's end, not by the caller: he is told.
+                return CallError(409, f"session {session.name!r} {session.ended}", code="session_ended")
+            if not settled:
+                self._left(session, streamed)
+        elif streamed is not None and streamed in session.streams:
+            session.streams.remove(streamed)
+        told = _as_call_error(error)
+        if isinstance(told, CallError) and (told.status == 429 or told.status >= 500) and not settled:
+            session.trouble, session.never = told.message, _never(error)
+        return told
+
     def undelivered(self, made: Made, session: Session) -> None:
-        """The caller was gone before he had it: nothing of it is trained on."""
+        """The caller was gone before he had it: nothing of it is trained on, unless the session goes on with what he
+        had of it."""
+        if made.streamed is not None and made.streamed.settled:
+            return
         session.answered -= 1
         for plan in made.plans:
             session.abandon(plan)
+        self._left(session, made.streamed)
 
     # --- inside
 
-    async def _prepare(self, call: Call, session: Session, number: int, plans: list[PromptPlan]) -> list[_One]:
-        """The sequences of a call, each with its prompt and seed; puts the ledger's plan into `plans`."""
+    def _left(self, session: Session, streamed: Streamed | None) -> None:
+        if not session.trained:
+            return
+        self.left += 1
+        session.left += 1
+        if streamed is not None:
+            streamed.left, streamed.counted = True, False
+
+    async def _prepare(
+        self, call: Call, session: Session, number: int, plans: list[PromptPlan]
+    ) -> tuple[list[_One], list[Message]]:
+        """The sequences of a call, each with its prompt and seed, and the conversation that they answer; puts the
+        ledger's plan into `plans`."""
+        messages: list[Message] = []
         limit = min(call.max_tokens or self.terms.new_tokens, session.limits.new_tokens or self.terms.new_tokens)
         if not call.prompts:
             async with session.ledger() as ledger:
                 session.check_open()
-                plan = await _rendered(call, lambda: self._plan(call, session, ledger, limit), plans)
+                plan = await _rendered(call, lambda: self._plan(call, session, ledger, limit, messages), plans)
             self._check_room(plan.tokens, session)
             return [
                 _One(index=k, prompt=plan.tokens, plan=plan, seed=self._seed(call, session, number, k))
                 for k in range(call.n)
-            ]
+            ], messages
         found: list[_One] = []
         for prompt in call.prompts:
             ids = await self._encoded(prompt) if isinstance(prompt, str) else prompt
@@ -253,18 +291,23 @@ class Service:
                 k = len(found)
                 seed = self._seed(call, session, number, k)
                 found.append(_One(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
-        return found
+        return found, messages
 
     async def _encoded(self, text: str) -> tuple[int, ...]:
         encode = self._tokenizer.encode
         return tuple(encode(text) if len(text) < LONG_CHARS else await asyncio.to_thread(encode, text))
 
-    def _plan(self, call: Call, session: Session, ledger: TokenLedger, limit: int) -> PromptPlan:
+    def _plan(
+        self, call: Call, session: Session, ledger: TokenLedger, limit: int, messages: list[Message]
+    ) -> PromptPlan:
+        """Of the ledger; puts the conversation into `messages`."""
         previous = session.reply(call.previous) if call.previous else None
         try:
             before = session.before(ledger, previous) if previous else []
             system: list[Message] = [{"role": "system", "content": call.instructions}] if call.instructions else []
-            messages = [*system, *before, *session.restore(call.messages)]
+            messages += [*system, *before, *session.restore(call.messages)]
+            while go_on(session, ledger, messages, self._tokenizer.spell):
+                messages[:] = [*system, *before, *session.restore(call.messages)]
             # With other instructions it is another conversation, however it goes on.
             named = None if system or session.instructed(previous) else previous
             return ledger.prompt(messages, call.tools, previous=named, n=call.n, max_new_tokens=limit)
@@ -347,9 +390,16 @@ class _Job:
     """One call at work; begun anew as a whole when it is shed."""
 
     def __init__(
-        self, service: Service, call: Call, session: Session, head: Head, temperature: float, sink: Sink | None
+        self,
+        service: Service,
+        call: Call,
+        session: Session,
+        head: Head,
+        temperature: float,
+        sink: Sink | None,
+        streamed: Streamed | None,
     ) -> None:
-        self._service, self._call, self._session = service, call, session
+        self._service, self._call, self._session, self._streamed = service, call, session, streamed
         self._head, self._temperature, self._sink = head, temperature, sink
         self._begun = self._claimed = False
         self.versions = (0, 0)
@@ -372,9 +422,8 @@ class _Job:
         pieces = sink is not None or bool(call.stop)
         wanted = service.wanted(call, self._session, one, self._temperature, pieces=pieces)
         reader = service.read(call, one.prompt)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[VersionSpan] = []
+        seen = self._streamed
+        tokens, logprobs, versions = seen.begin() if seen is not None else ([], [], [])
         looks = pieces or call.logprobs or one.plan is None
         async with aclosing(service.pieces(wanted, whole=not pieces)) as stream:  # type: ignore[type-var]
             async for piece in stream:
@@ -387,6 +436,8 @@ class _Job:
                 if sink is not None and (text := reader.show()):
                     await self._begin(sink)
                     sink.text(one.index, (one.echo if reader.shown == text else "") + text)
+                    if seen is not None:
+                        seen.text = reader.shown
                 if reader.stop is not None:
                     break
         finish: FinishReason = "stop" if reader.stop is not None or tokens[-1] in wanted.stop_ids else "length"

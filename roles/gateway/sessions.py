@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from relax_rt.roles.agentic.tokens import Message, PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.gateway.api import LEASE_S, Closed, Said, SessionLimits, UsedUp
@@ -13,9 +14,14 @@ from relax_rt.roles.gateway.errors import CallError
 from relax_rt.transport.errors import Refused, StaleEpoch
 from relax_rt.transport.identity import Incarnation
 
+if TYPE_CHECKING:
+    from relax_rt.roles.gateway.streams import Streamed
+
 SETTLE_S = 2.0
 PAUSE_S = 5.0
 """Of the gateway itself: renewals that came meanwhile are read before anything lapses."""
+MOST_STREAMS = 8
+"""Streamed answers that are remembered of a session, in case that it goes on with a part of one."""
 MakeLedger = Callable[[str, int], TokenLedger]
 """(name of the session, tokens at most)."""
 
@@ -45,6 +51,10 @@ class Session:
         self.group = limits.group or name
         self.calls = self.answered = 0
         """Begun, and answered to their end."""
+        self.left = 0
+        """Answers that their callers left before the end, and did not go on with."""
+        self.streams: deque[Streamed] = deque(maxlen=MOST_STREAMS)
+        """Those that callers may have left in the middle, the newest at the end."""
         self.ended = ""
         """Why it takes no more calls."""
         self.used_up: UsedUp = ""
@@ -184,6 +194,7 @@ class Session:
                 waiting=self._waiting,
                 trouble=self.trouble,
                 never=self.never,
+                left=self.left,
             )
         return self.closed
 

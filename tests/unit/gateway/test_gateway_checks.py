@@ -39,3 +39,19 @@ def test_packages_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     (found,) = problems()
     assert "starlette and uvicorn" in found
+
+
+def test_other_nodes_reach_a_gateway_where_it_listens_for_them() -> None:
+    pytest.importorskip("uvicorn")
+    from relax_rt.roles.gateway.server import listen, remote_url_of, url_of
+
+    for host, here, there in (
+        ("127.0.0.1", "http://127.0.0.1:{}", ""),
+        ("0.0.0.0", "http://127.0.0.1:{}", "http://10.0.0.7:{}"),
+        ("127.0.0.2", "http://127.0.0.2:{}", ""),
+    ):
+        with listen(host, 0) as one:
+            port = one.getsockname()[1]
+            assert (url_of(one), remote_url_of(one, "10.0.0.7")) == (here.format(port), there.format(port))
+    with listen("0.0.0.0", 0) as one:
+        assert remote_url_of(one, "fd00::7").startswith("http://[fd00::7]:")
