@@ -75,8 +75,15 @@ def _bounds(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> I
 
 
 def _reach(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:
-    """Programs run on the nodes of their slots."""
-    if not config.supervision.nodes.listen or (table.node and table.node == gateway.node):
+    """Programs run on the nodes of their slots. A job keeps roles on the head that it names so."""
+    from relax_rt.nodes.api import HEAD
+    from relax_rt.nodes.base import kinds_of_one_node
+
+    if not config.supervision.nodes.listen:
+        return
+    at_home = kinds_of_one_node(config)
+    players, its = (HEAD if kind in at_home else of.node for kind, of in (("env", table), ("gateway", gateway)))
+    if players and players == its:
         return
     try:
         local = gateway.host == "localhost" or ipaddress.ip_address(gateway.host).is_loopback

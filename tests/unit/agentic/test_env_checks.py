@@ -160,11 +160,6 @@ max_new_tokens = 8
         (["roles.gateway.sessions=100", "evaluation.every_steps=5"], "sessions = 100, and up to 128 episodes"),
         (["roles.gateway.connections=60"], "connections = 60, and up to 64 episodes"),
         (["roles.gateway.waiting=60"], "waiting = 60, and up to 64 episodes"),
-        (["supervision.nodes.listen=127.0.0.1:0"], "programs on other nodes than the gateway's do not reach it"),
-        (
-            ["supervision.nodes.listen=127.0.0.1:0", "roles.env.node=head", "roles.gateway.host=::1"],
-            "programs on other nodes than the gateway's do not reach it",
-        ),
     ],
 )
 def test_what_has_no_effect_on_a_program_or_is_too_little_for_it_is_refused(
@@ -183,10 +178,34 @@ def test_what_has_no_effect_on_a_program_or_is_too_little_for_it_is_refused(
         ["roles.env.unfinished=drop"],
         ["roles.gateway.sessions=64", "roles.gateway.connections=64", "roles.gateway.waiting=64"],
         ["roles.env.count=3", "roles.gateway.count=2", "roles.gateway.sessions=128"],
+        ["supervision.nodes.listen=127.0.0.1:0"],
         ["supervision.nodes.listen=127.0.0.1:0", "roles.gateway.host=node"],
-        ["supervision.nodes.listen=127.0.0.1:0", "roles.gateway.host=0.0.0.0"],
-        ["supervision.nodes.listen=127.0.0.1:0", "roles.gateway.node=b", "roles.env.node=b"],
     ],
 )
 def test_what_a_program_needs_is_enough(tmp_path: Path, overrides: list[str]) -> None:
     assert read(tmp_path, PROGRAM, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("at_home", "overrides", "refused"),
+    [
+        (["env", "gateway"], [], False),
+        (["gateway"], [], True),
+        (["gateway"], ["roles.env.node=head"], False),
+        (["gateway"], ["roles.env.node=b"], True),
+        (["gateway"], ["roles.env.node=b", "roles.gateway.host=node"], False),
+        (["gateway"], ["roles.env.node=b", "roles.gateway.host=0.0.0.0"], False),
+        ([], ["roles.gateway.host=::1", "roles.env.node=b"], True),
+        ([], ["roles.gateway.node=b", "roles.env.node=b"], False),
+    ],
+)
+def test_programs_that_may_be_on_other_nodes_need_a_gateway_that_listens_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_home: list[str], overrides: list[str], refused: bool
+) -> None:
+    monkeypatch.setattr(RLJob, "one_node", at_home)
+    listen = "supervision.nodes.listen=127.0.0.1:0"
+    if not refused:
+        assert read(tmp_path, PROGRAM, listen, *overrides)
+        return
+    with pytest.raises(ConfigErrors, match="programs on other nodes than the gateway's do not reach it"):
+        read(tmp_path, PROGRAM, listen, *overrides)
