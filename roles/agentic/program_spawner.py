@@ -57,6 +57,8 @@ class Spawner:
         self._over: dict[int, str] = {}
         """Programs that are being ended -> which limit they passed."""
         self._look_at = 0.0
+        self._others: set[int] = set()
+        """Children that preloaded modules have started."""
 
     def serve(self) -> None:
         """Until the slot closes the link; then all programs are ended."""
@@ -69,6 +71,7 @@ class Spawner:
         gc.collect()
         # Collections in forks leave these objects alone, and the pages that they lie in shared.
         gc.freeze()
+        self._others = set(procfs.children(self._pid))
         # Keepers have them blocked from their first instant.
         signal.pthread_sigmask(signal.SIG_BLOCK, program_keeper.ORDERS)
         # What a keeper leaves behind that was killed.
@@ -76,13 +79,13 @@ class Spawner:
         self._say({"ready": error})
         wanted = True
         while wanted:
-            timeout_s = max(0.0, self._look_at - time.monotonic()) if self._programs else LOOK_S
-            for fd, _ in self._poll.poll(1000 * timeout_s):
+            timeout_ms = 1000 * max(0.0, self._look_at - time.monotonic()) if self._programs else None
+            for fd, _ in self._poll.poll(timeout_ms):
                 if fd != self._link.fileno():
                     self._ended(fd)
                 else:
                     wanted = self._listen()
-            if time.monotonic() >= self._look_at:
+            if self._programs and time.monotonic() >= self._look_at:
                 self._look()
         self._end_all()
 
@@ -169,9 +172,9 @@ class Spawner:
 
     def _end_strays(self) -> None:
         """What a keeper that was killed has left here."""
-        keepers = {keeper for _, keeper in self._programs.values()}
+        known = {keeper for _, keeper in self._programs.values()} | self._others
         for pid in procfs.children(self._pid):
-            if pid not in keepers:
+            if pid not in known:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

@@ -193,6 +193,43 @@ async def test_no_room_for_files_is_told_apart_and_passes(tmp_path: Path) -> Non
             assert (await host.run(["/bin/true"], {})).code == 0
 
 
+FULL = """
+import errno, os
+fork, spawner, left = os.fork, os.getpid(), ["one"]
+
+def refused():
+    # The spawner's first one, then that of the first keeper.
+    if os.getpid() == spawner:
+        return left and left.pop()
+    told = os.environ["REFUSED"]
+    if not os.path.exists(told):
+        open(told, "w").close()
+        return True
+
+def full():
+    if refused():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+
+os.fork = full
+"""
+
+
+async def test_no_room_for_a_process_is_told_apart_and_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full_machine.py").write_text(FULL)
+    (tmp_path / "agent.py").write_text("print('here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("REFUSED", str(tmp_path / "refused"))
+    async with ProgramHost(tmp_path, ["full_machine"]) as host:
+        for keeper in (False, True):
+            assert not (tmp_path / "refused").exists()
+            with pytest.raises(NotStarted, match="no new process: Resource temporarily unavailable"):
+                await host.run(["python", "agent.py"], {})
+            assert (tmp_path / "refused").exists() == keeper
+        assert (await host.run(["python", "agent.py"], {})).stdout == "here\n"
+        assert not host.lost
+
+
 MANY = """
 import asyncio, resource, sys
 from pathlib import Path
