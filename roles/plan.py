@@ -32,6 +32,8 @@ STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
 DELTA_PART = 0.5
 """Of a buffer that a delta takes at most."""
+SERVED_DELTAS = 2
+"""That the server of the stage still holds at most when no version names them any more."""
 LOGIT_BYTES = 14
 """Of one entry of a trained token's logits: the autocast copy, float32, their log-softmax and its gradient."""
 RUNTIME_MIB = {"torch": 420, "transformers": 250, "plain": 60}
@@ -100,9 +102,16 @@ def received_copies(config: RLConfig) -> int:
     return settings(config, "rollout", RolloutSettings).count
 
 
+def delta_parts(config: RLConfig) -> float:
+    """Shared memory of deltas on the trainer's node at most, in versions: those that lead to the committed one, one
+    that is written, and those that a server to other nodes still holds."""
+    held = SERVED_DELTAS if config.supervision.nodes.listen else 0
+    return (2 + held) * DELTA_PART if config.publication.delta else 0.0
+
+
 def delta_bytes(config: RLConfig) -> int:
-    """Shared memory of deltas at most: one to the committed version, and one that is written."""
-    return int(2 * DELTA_PART * published_bytes(config)) if config.publication.delta else 0
+    """Shared memory of deltas on the trainer's node at most."""
+    return int(delta_parts(config) * published_bytes(config))
 
 
 def wire_bytes(config: RLConfig) -> int:

@@ -100,14 +100,11 @@ def _adapters(config: RLConfig) -> Iterator[Problem]:
 
 
 def _delta(config: RLConfig) -> Iterator[Problem]:
-    """What changed lies beside a version on the trainer's node, for engines that map it there."""
+    """What changed lies beside a version on the trainer's node: engines there read it, a stream brings it elsewhere."""
     table = config.publication
-    if table.delta and table.carrier not in ("auto", "shared_memory"):
+    if table.delta and table.carrier in ("directory", "collective", "cuda_ipc"):
         message = f'delta = true has no effect with carrier = "{table.carrier}", which moves each version in full'
         yield Problem(("publication", "delta"), message, 'leave it out, or set carrier = "auto"')
-    elif table.delta and _rollout_node(config) not in (None, HEAD):
-        message = f'delta = true is for the trainer\'s node, and roles.rollout.node = "{_rollout_node(config)}"'
-        yield Problem(("publication", "delta"), message, "leave it out: other nodes take each version in full")
 
 
 def _broadcasts(config: RLConfig) -> Iterator[Problem]:

@@ -155,7 +155,8 @@ class PublicationTable(Table):
     """From a commit, or from hearing of it, until an engine must have the weights whole. An engine that is late ends
     and is started again; the trainer waits for none longer than this."""
     delta: bool = False
-    """Put what changed since the version before beside each version where it is less than half of it."""
+    """Put what changed since the version before beside each version where it is less than half of it. Engines that
+    have the version before take that alone, and a stream brings that alone to another node."""
     adapters: bool = False
     """With roles.trainer.lora: put the adapters alone beside each version, for other nodes, which have the model's own
     weights and add them as the trainer does: the same bits. Saves bytes between nodes, costs computing."""

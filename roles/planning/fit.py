@@ -11,7 +11,7 @@ from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.checks import batch_samples
-from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS
+from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS, delta_parts
 from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.links import (
     Communicator,
@@ -235,7 +235,7 @@ def host_accounts(
         if not here and number:
             continue
         shared = list(_shared(config, shape, here, head=number == 0))
-        components = [*_processes(config, shape, here), *shared]
+        components = [*_processes(config, shape, here), *_arriving(config, shape, here, head=number == 0), *shared]
         found.append(
             HostAccount(
                 node=node.name,
@@ -298,12 +298,19 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
     if engines:
         buffer = shape.parameters * published_width(config)
         how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
-        deltas = int(2 * DELTA_PART * buffer) if config.publication.delta else 0
+        deltas = int(delta_parts(config) * buffer) if head else 0
         how += f"; {_gib(deltas)} GiB for deltas" if deltas else ""
         base = int((1 + 2 * DELTA_PART) * buffer) if config.publication.adapters else 0
         how += f"; {_gib(base)} GiB for adapters and their base" if base else ""
         yield Component("weight stage", STAGE_BUFFERS * buffer + deltas + base, how)
         yield from _engines_copies(config, engines, buffer)
+
+
+def _arriving(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head: bool) -> Iterator[Component]:
+    """What a node that the trainer is not on has in a process's memory before it is applied."""
+    if config.publication.delta and not head and any(isinstance(config.roles[s.kind], EngineSettings) for s in here):
+        nbytes = int(DELTA_PART * shape.parameters * published_width(config))
+        yield Component("deltas as they come", nbytes, "at the one process that fetches, half a version at most")
 
 
 def _engines_copies(config: RLConfig, engines: Sequence[Placed], buffer: int) -> Iterator[Component]:

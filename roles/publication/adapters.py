@@ -8,10 +8,10 @@ from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import AdapterBackend, TrainerBackend
 from relax_rt.transport.errors import Corrupt, Gone, Refused
 from relax_rt.transport.versions import ROOT
-from relax_rt.transport.weights.manifest import Layout, Manifest
+from relax_rt.transport.weights.manifest import MAX_DELTA, Layout, Manifest
 from relax_rt.transport.weights.payloads import Lora, encode_lora
 from relax_rt.transport.weights.source import add_adapters
-from relax_rt.transport.weights.stage import MAX_DELTA, WeightStage, read_manifest
+from relax_rt.transport.weights.stage import WeightStage, read_manifest
 
 
 @dataclass(frozen=True)

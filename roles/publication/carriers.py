@@ -142,7 +142,7 @@ def _from_stream(ctx: RoleContext, links: Links) -> MakeSource:
         # None where another engine of the node has fetched it.
         if nbytes := found.nbytes:
             found.payload = mirror.payload
-            why = {"not_adapted": mirror.not_adapted} if mirror.not_adapted else {}
+            why = {"why_full": mirror.why_full} if mirror.why_full else {}
             ctx.event(
                 "weights_streamed",
                 version=record.version,

@@ -41,11 +41,10 @@ class Staged(msgspec.Struct, frozen=True):
     """A version on the stage, and how long that took.
 
     Attributes:
-        export_s: until the weights might change again. stage_s: all of it. delta_bytes: 0 where there is no delta.
+        export_s: until the weights might change again. stage_s: all of it.
     """
 
     manifest: Manifest
-    delta_bytes: int
     export_s: float
     stage_s: float
 
@@ -176,7 +175,7 @@ class Publisher:
             self._spread.begin()
         facts: dict[str, float | int] = {
             "bytes": staged.manifest.layout.nbytes,
-            "delta_bytes": staged.delta_bytes,
+            "delta_bytes": staged.manifest.deltas[-1].nbytes if staged.manifest.deltas else 0,
             "wire_bytes": staged.manifest.wire_bytes,
             "adapter_bytes": staged.manifest.adapter_bytes,
             "export_s": round(staged.export_s, 4),
@@ -196,6 +195,7 @@ class Publisher:
             step=record.step,
             digest=record.digest,
             **facts,
+            **({"no_delta": staged.manifest.no_delta} if staged.manifest.no_delta else {}),
         )
         await self._ctx.ready(record.version)
         if self._files is not None:
@@ -246,12 +246,10 @@ class Publisher:
             manifest = self._sealed(version, layout, file, view, adapters)
             if self._device is not None:
                 self._device.show(manifest, view)
-            delta_bytes = 0
             if self._table.delta and self._committed:
-                # To the version that engines have or are getting; one that has not got it takes this one in full.
-                delta = self._stage.seal_delta(manifest, view, self._committed)
-                delta_bytes = (self._stage.folder / delta.file).stat().st_size if delta is not None else 0
-        return Staged(manifest, delta_bytes, copied - began, time.monotonic() - began)
+                # To the version that engines have or are getting.
+                manifest = self._stage.seal_delta(manifest, view, self._committed)
+        return Staged(manifest, copied - began, time.monotonic() - began)
 
     def _sealed(self, version: int, layout: Layout, file: str, view: memoryview, adapters: Adapters | None) -> Manifest:
         """Seal the copy, rounded to what is sent; a shared memory that is full is waited for with the copy in it."""

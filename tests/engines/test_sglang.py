@@ -84,7 +84,7 @@ async def test_a_version_published_as_adapters_is_taken_and_verified(driver: Dri
         for version in (first, first + 1):
             record, before = await asyncio.to_thread(stage_adapted, home, driver, version), mirror.bytes_in
             source = await asyncio.to_thread(mirror.source, record, 60.0)
-            assert (mirror.payload, mirror.not_adapted) == ("adapters", "")
+            assert (mirror.payload, mirror.why_full) == ("adapters", "")
             assert (mirror.bytes_in - before < source.manifest.layout.nbytes / 2) is (version > first)
             await driver.engine.prepare(source)
             await driver.engine.commit(record, "recompute")

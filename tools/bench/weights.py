@@ -295,7 +295,7 @@ def delta(model: str, rounds: int, folder: pathlib.Path) -> list[dict[str, Any]]
                 view[:] = base.view(np.uint8).data
                 manifest = stage.seal(version, of, file, view)
                 began = time.perf_counter()
-                if version > 1 and stage.seal_delta(manifest, view, version - 1) is None:
+                if version > 1 and not stage.seal_delta(manifest, view, version - 1).deltas:
                     raise SystemExit("no delta was made")
                 encode_s = time.perf_counter() - began
             records.append(VersionRecord(version, version - 1, version, manifest.digest))

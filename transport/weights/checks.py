@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from relax_rt.transport.errors import Corrupt
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_slices, total_digest
+from relax_rt.transport.weights.manifest import (
+    MAX_DELTA,
+    MAX_DELTAS,
+    Layout,
+    Manifest,
+    bucket_slices,
+    total_digest,
+)
 
 MAX_WEIGHT_BYTES = 1 << 44
 MAX_WIRE_HEADER_BYTES = 64 << 20
@@ -26,11 +33,25 @@ def check_manifest(manifest: Manifest, record: VersionRecord, what: str) -> None
         raise Corrupt(what, why=f"in fewer bits it has {manifest.wire_bytes} bytes of {manifest.layout.nbytes}")
     if not 0 <= manifest.adapter_bytes <= manifest.layout.nbytes:
         raise Corrupt(what, why=f"its adapters have {manifest.adapter_bytes} bytes of {manifest.layout.nbytes}")
+    _check_deltas(manifest, what)
     if len(manifest.buckets) != len(bucket_slices(manifest.layout.nbytes)):
         raise Corrupt(what, why=f"{len(manifest.buckets)} digests are not those of {manifest.layout.nbytes} bytes")
     if total_digest(manifest.buckets) != manifest.digest:
         raise Corrupt(what, why="the digests of its buckets do not make that of the whole")
     check_layout(manifest.layout, what)
+
+
+def _check_deltas(manifest: Manifest, what: str) -> None:
+    """Whether each makes the next one's base, and all are as small as who applies them counts on."""
+    deltas = manifest.deltas
+    if len(deltas) > MAX_DELTAS or any(delta.nbytes <= 0 for delta in deltas):
+        raise Corrupt(what, why=f"it has {len(deltas)} deltas, of {[delta.nbytes for delta in deltas]} bytes")
+    if (total := sum(delta.nbytes for delta in deltas)) > MAX_DELTA * manifest.layout.nbytes:
+        raise Corrupt(what, why=f"its deltas have {total} bytes of {manifest.layout.nbytes}")
+    made = [(delta.version, delta.digest) for delta in deltas]
+    wanted = [*((delta.base, delta.base_digest) for delta in deltas[1:]), (manifest.version, manifest.digest)]
+    if deltas and made != wanted:
+        raise Corrupt(what, why=f"its deltas make the versions {[version for version, _ in made]} one of another")
 
 
 def check_layout(layout: Layout, what: str) -> None:

@@ -8,14 +8,16 @@ the whole version, so a wrong base or a damaged block is never used.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_rt.transport.errors import Corrupt
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded
 from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices
 
 _HEADER = struct.Struct("<BBxxI")
@@ -45,26 +47,44 @@ def encode(base: memoryview, new: memoryview, layout: Layout) -> Iterator[bytes]
         del old, fresh  # views of pinned memory
 
 
-def apply(blocks: memoryview, into: memoryview, manifest: Manifest) -> None:
-    """Turn the base that `into` holds into the delta's version, and verify every bucket of it.
+def apply(
+    deltas: Sequence[memoryview],
+    into: memoryview,
+    manifest: Manifest,
+    *,
+    verified: bool = True,
+    until: float = math.inf,
+) -> None:
+    """Turn the base that `into` holds into the deltas' version, and verify every bucket of it.
+
+    Args:
+        deltas: the blocks of each, applied one behind the other.
+        manifest: of the version, see Manifest.as_delta.
+        verified: False: the caller holds all of `into` against the digests.
+        until: when it is given up, by time.monotonic(); looked at between buckets.
 
     Raises:
         Corrupt: the blocks are damaged, or `into` held something else; what it holds now must not be used.
+        DeadlineExceeded: it was not done in time; the same holds for `into`.
     """
     what = f"delta from policy version {manifest.base} to {manifest.version}"
-    at = 0
+    places = [0] * len(deltas)
     for part, expected in zip(bucket_slices(manifest.layout.nbytes), manifest.buckets, strict=True):
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"{what} was not applied in time", why="it was given up")
         bucket = into[part]
-        at = _apply_bucket(blocks, at, np.frombuffer(bucket, np.uint8), what)
-        if bucket_digest(bucket) != expected:
+        for number, blocks in enumerate(deltas):
+            places[number] = _apply_bucket(blocks, places[number], np.frombuffer(bucket, np.uint8), what)
+        if verified and bucket_digest(bucket) != expected:
             raise Corrupt(
                 f"{what}, bytes {part.start}-{part.stop}",
                 why=f"the result does not match its digest: the delta is damaged, or not of what was version "
                 f"{manifest.base} here",
                 hint="fetch the version in full",
             )
-    if at != len(blocks):
-        raise Corrupt(what, why=f"{len(blocks) - at} bytes too many")
+    for blocks, at in zip(deltas, places, strict=True):
+        if at != len(blocks):
+            raise Corrupt(what, why=f"{len(blocks) - at} bytes too many")
 
 
 def _encode_bucket(old: Bytes, new: Bytes, size: int) -> bytes:

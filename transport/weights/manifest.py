@@ -11,6 +11,10 @@ import xxhash
 ALIGNMENT = 64
 BUCKET_BYTES = 16 << 20
 """Digests are taken over buckets of this size, so that a reader checks while it copies."""
+MAX_DELTA = 0.5
+"""A delta, or several, or adapters of more than this part of the whole are not worth the work of applying them."""
+MAX_DELTAS = 16
+"""That are kept to be applied one behind the other."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -35,14 +39,26 @@ Sent = Literal["full", "delta", "adapters"]
 """As what a version travels."""
 
 
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """What turns version `base` into `version`: a file beside the versions, named by the version and its digest."""
+
+    version: int
+    digest: str
+    base: int
+    base_digest: str
+    nbytes: int
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """A staged version: made by incarnation `epoch` of the trainer, lying in `file` beside the manifest.
 
     Attributes:
         layout, buckets, digest: of the whole version's weights, whatever the payload is.
-        payload: full: `file` holds the weights; delta: what changed since version `base`.
+        payload: full: `file` holds the weights; delta: only what changed since version `base`, as a source has it.
         base: the version that must be there before a delta is applied to it, or that adapters are added to;
             base_digest: that version's digest.
+        deltas: those beside it that lead here, each from the version that the one before makes; no_delta: why there
+            is none from the version before, where there should be.
         wire_bytes: of the same version in fewer bits, which lies beside it for carriers that send it; 0: there is none.
         adapter_bytes: of the adapters that make this version of the base, beside it; 0: there are none.
     """
@@ -58,11 +74,30 @@ class Manifest(msgspec.Struct, frozen=True):
     base_digest: str = ""
     wire_bytes: int = 0
     adapter_bytes: int = 0
+    deltas: tuple[Delta, ...] = ()
+    no_delta: str = ""
 
     @property
     def sent_bytes(self) -> int:
         """What a broadcast of it sends."""
         return self.wire_bytes or self.layout.nbytes
+
+    def since(self, version: int, digest: str) -> tuple[Delta, ...]:
+        """The deltas that make this version of that one, in order; empty: none do."""
+        bases = [(delta.base, delta.base_digest) for delta in self.deltas]
+        return self.deltas[bases.index((version, digest)) :] if (version, digest) in bases else ()
+
+    def as_delta(self, version: int, digest: str) -> Manifest:
+        """The same version, for who makes it of that one."""
+        return msgspec.structs.replace(self, payload="delta", base=version, base_digest=digest)
+
+
+def worth_applying(deltas: tuple[Delta, ...], nbytes: int) -> tuple[Delta, ...]:
+    """The last of them, as many as a reader may fetch and apply in place of a version of `nbytes`."""
+    deltas = deltas[-MAX_DELTAS:]
+    while sum(delta.nbytes for delta in deltas) > MAX_DELTA * nbytes:
+        deltas = deltas[1:]
+    return deltas
 
 
 def layout_of(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Layout:

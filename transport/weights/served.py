@@ -20,7 +20,7 @@ import msgspec
 from relax_rt.transport.errors import Corrupt, Gone
 from relax_rt.transport.payload.server import PayloadServer
 from relax_rt.transport.weights.manifest import Manifest
-from relax_rt.transport.weights.stage import adapters_of, narrow, pinned, read_manifest
+from relax_rt.transport.weights.stage import adapters_of, delta_of, narrow, pinned, read_manifest
 from relax_rt.transport.zmq_keys import CurveKeys
 
 MANIFEST_HEAD = struct.Struct("<8sQ")
@@ -28,7 +28,7 @@ MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
 IDLE_S = 5.0
-_NAME = re.compile(r"(manifest|weights|wire|adapters)-(\d{1,18})-([0-9a-f]{0,64})")
+_NAME = re.compile(r"(manifest|weights|wire|adapters|delta)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
 def manifest_name(version: int, digest: str) -> str:
@@ -50,6 +50,11 @@ def adapters_name(version: int, digest: str) -> str:
     """Under which a version's adapters are served, where its manifest says that it has any. What they are added to is
     served as version ROOT."""
     return f"adapters-{version}-{digest}"
+
+
+def delta_name(version: int, digest: str) -> str:
+    """Under which the delta that makes a version is served, as long as a manifest names it."""
+    return f"delta-{version}-{digest}"
 
 
 def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -> PayloadServer:
@@ -103,24 +108,27 @@ class StagedVersions:
 
     def _bytes(self, name: str, version: int, digest: str) -> memoryview:
         if name not in self._pins:
-            manifest = self._read(version, digest)
-            while len(self._pins) >= MAX_PINNED:
-                self._let_go(next(iter(self._pins)))
             with contextlib.ExitStack() as entering:
                 try:
-                    if name.startswith("adapters"):
-                        view = entering.enter_context(adapters_of(self._folder, manifest))
-                    else:
-                        view = entering.enter_context(pinned(self._folder, manifest))
-                    if name.startswith("wire"):
-                        view = entering.enter_context(narrow(self._folder, manifest))
+                    view = self._enter(entering, name, version, digest)
                 except OSError as error:
                     raise Gone(f"weights of policy version {version}", why=str(error)) from error
-                stack = entering.pop_all()
-            self._pins[name] = _Pinned(view, stack)
+                while len(self._pins) >= MAX_PINNED:
+                    self._let_go(next(iter(self._pins)))
+                self._pins[name] = _Pinned(view, entering.pop_all())
         self._used[name] = self._clock()
         self._pins.move_to_end(name)
         return self._pins[name].view
+
+    def _enter(self, entering: contextlib.ExitStack, name: str, version: int, digest: str) -> memoryview:
+        if name.startswith("delta"):
+            # Versions behind its own have it, too: its own may be retired.
+            return entering.enter_context(delta_of(self._folder, version, digest))
+        manifest = self._read(version, digest)
+        if name.startswith("adapters"):
+            return entering.enter_context(adapters_of(self._folder, manifest))
+        view = entering.enter_context(pinned(self._folder, manifest))
+        return entering.enter_context(narrow(self._folder, manifest)) if name.startswith("wire") else view
 
     def _text(self, name: str, version: int, digest: str) -> memoryview:
         if self._manifest[0] != name:

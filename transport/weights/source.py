@@ -18,7 +18,7 @@ from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import Manifest, Sent
 from relax_rt.transport.weights.payloads import Lora, decode_lora, merge_lora
-from relax_rt.transport.weights.stage import copy_verified, pinned, read_manifest, verify
+from relax_rt.transport.weights.stage import copy_verified, delta_of, pinned, read_manifest, verify
 
 
 class WeightSource(Protocol):
@@ -95,40 +95,48 @@ class DeltaSource:
 
     Raises:
         Gone: there is no delta to it. Corrupt: as for StageSource.
-        Refused: it is a delta to another version than `holds`, or to other weights of that version.
+        Refused: its deltas are of other versions than `holds`, or of other weights of that version.
     """
 
     payload: Sent = "delta"
 
     def __init__(self, folder: Path, record: VersionRecord, holds: VersionRecord) -> None:
         self.record, self.carrier = record, "shared_memory"
-        self.manifest = read_manifest(folder, record.version, delta=True)
-        self._folder = folder
-        check_manifest(self.manifest, record, f"policy version {record.version} on the stage")
-        if (self.manifest.base, self.manifest.base_digest) != (holds.version, holds.digest):
+        self._folder, what = folder, f"delta to policy version {record.version}"
+        manifest = read_manifest(folder, record.version)
+        check_manifest(manifest, record, f"policy version {record.version} on the stage")
+        if not manifest.deltas:
+            raise Gone(what, why=manifest.no_delta or "none was made")
+        self._deltas = manifest.since(holds.version, holds.digest)
+        if not self._deltas:
             raise Refused(
-                f"delta to policy version {record.version}",
-                why=f"its base is version {self.manifest.base} with digest {self.manifest.base_digest}; here is "
-                f"{holds.version} with {holds.digest or 'none'}",
+                what,
+                why=f"there are some of {bases_of(manifest)}; here is version {holds.version} with digest "
+                f"{holds.digest or 'none'}",
                 hint="fetch the version in full",
             )
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the delta."""
-        return (self._folder / self.manifest.file).stat().st_size
+        self.manifest = manifest.as_delta(holds.version, holds.digest)
+        self.nbytes = sum(delta.nbytes for delta in self._deltas)
 
     def copy_into(self, into: memoryview) -> None:
         """See WeightSource."""
-        try:
-            blocks = (self._folder / self.manifest.file).read_bytes()
-        except FileNotFoundError:
-            raise Gone(f"delta to policy version {self.record.version}", why="retired meanwhile") from None
-        apply(memoryview(blocks), into, self.manifest)
+        blobs = []
+        for delta in self._deltas:
+            # Copied: a reader that stops must not keep what is retired in shared memory.
+            with delta_of(self._folder, delta.version, delta.digest) as view:
+                blobs.append(memoryview(bytes(view)))
+        apply(blobs, into, self.manifest)
 
     def mapped(self) -> AbstractContextManager[memoryview]:
         """See WeightSource."""
         raise Refused(f"mapping a delta to policy version {self.record.version}", why="it is not the whole version")
+
+
+def bases_of(manifest: Manifest) -> str:
+    """The versions of which there are deltas that lead here, for people."""
+    *older, newest = manifest.deltas
+    others = f" and {older[0].base} to {older[-1].base}" if older else ""
+    return f"version {newest.base} with digest {newest.base_digest}{others}"
 
 
 def add_adapters(blob: memoryview, folder: Path, base: Manifest, into: memoryview) -> None:

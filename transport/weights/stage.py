@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,22 +24,30 @@ from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import encode
 from relax_rt.transport.weights.fence import fence
-from relax_rt.transport.weights.manifest import Layout, Manifest, bucket_digest, bucket_slices, total_digest
+from relax_rt.transport.weights.manifest import (
+    MAX_DELTA,
+    Delta,
+    Layout,
+    Manifest,
+    bucket_digest,
+    bucket_slices,
+    total_digest,
+    worth_applying,
+)
 
 MAX_BUFFERS = 4
 """One committed, one being written, and room for two slow readers."""
-MAX_DELTA = 0.5
-"""A delta larger than this part of the whole is not worth the work of applying it."""
 PIECE_BYTES = 512 << 10
 """Copied and digested at a time: fits into a core's own cache."""
 
 
-def _manifest_path(folder: Path, version: int, kind: str = "v") -> Path:
-    return folder / f"{kind}{version:08d}.json"
+def _manifest_path(folder: Path, version: int) -> Path:
+    return folder / f"v{version:08d}.json"
 
 
-def _delta_file(version: int) -> str:
-    return f"d{version:08d}.bin"
+def delta_file(version: int, digest: str) -> str:
+    """Where the delta that makes a version lies, as long as a manifest names it."""
+    return f"d{version:08d}-{digest}.bin"
 
 
 def wire_file(version: int) -> str:
@@ -68,19 +76,19 @@ def _private(path: str, flags: int) -> int:
 
 
 def _number(path: Path) -> int:
-    return int(path.stem[1:])
+    return int(path.stem[1:].partition("-")[0])
 
 
-def read_manifest(folder: Path, version: int, *, delta: bool = False) -> Manifest:
-    """The manifest of a staged version, or that of the delta beside it.
+def read_manifest(folder: Path, version: int) -> Manifest:
+    """The manifest of a staged version.
 
     Raises:
         Gone: it is not on this stage (never staged, or retired).
         Corrupt: it cannot be understood.
     """
-    what = f"{'delta to' if delta else 'weights of'} policy version {version}"
+    what = f"weights of policy version {version}"
     try:
-        return _decoded(_manifest_path(folder, version, "d" if delta else "v"))
+        return _decoded(_manifest_path(folder, version))
     except FileNotFoundError:
         raise Gone(what, why=f"not on the stage {folder}") from None
     except _UNREADABLE as error:
@@ -233,53 +241,58 @@ class WeightStage:
         (self.folder / f"{BASE_FILE}.tmp").unlink(missing_ok=True)
         return found
 
-    def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest | None:
-        """Put what changed since version `base` beside the sealed version (call it inside `writing`).
+    def seal_delta(self, manifest: Manifest, data: memoryview, base: int) -> Manifest:
+        """Put what changed since version `base` beside the sealed version, and name it in the version's manifest,
+        behind the deltas that lead to the base (call it inside `writing`). Answers with the manifest as it is now.
 
-        None, and no delta: the base is not on the stage or is of another layout, the delta would not be smaller than
-        MAX_DELTA of the whole, or there is no room for it. A reader then takes the version in full. Deltas to other
-        versions than the base go: incarnations left them that died before their commit.
+        It has no deltas, and `no_delta` says why, where the base is not on the stage or is of another layout, the
+        delta would not be smaller than MAX_DELTA of the whole, or there is no room for it. A reader then takes the
+        version in full. Deltas that lead elsewhere go: incarnations left them that died before their commit.
         """
+        path = self.folder / delta_file(manifest.version, manifest.digest)
         try:
             before = read_manifest(self.folder, base)
+            for other in self.folder.glob("d*.bin"):
+                if other.name not in _files_of(before.deltas):
+                    other.unlink(missing_ok=True)
             if before.layout != manifest.layout:
-                return None
-            for path in self._deltas():
-                if _number(path) != base:
-                    path.unlink(missing_ok=True)
+                raise Gone(f"delta to policy version {manifest.version}", why=f"version {base} has other tensors")
             with pinned(self.folder, before) as old:
-                whole = self._write_delta(manifest, old, data)
-            if whole:
-                delta = msgspec.structs.replace(
-                    manifest, file=_delta_file(manifest.version), payload="delta", base=base, base_digest=before.digest
-                )
-                self._put(_manifest_path(self.folder, manifest.version, "d"), delta)
-                return delta
-        except (Gone, Corrupt, OutOfSpace, OSError):
-            pass  # the version itself is there
-        (self.folder / _delta_file(manifest.version)).unlink(missing_ok=True)
-        return None
+                nbytes = self._write_delta(path, manifest.layout, old, data)
+            delta = Delta(manifest.version, manifest.digest, base, before.digest, nbytes)
+            deltas = worth_applying((*before.deltas, delta), manifest.layout.nbytes)
+            named = msgspec.structs.replace(manifest, deltas=deltas)
+            self._put(_manifest_path(self.folder, manifest.version), named)
+            return named
+        except (Gone, Corrupt, OutOfSpace, OSError) as error:
+            why = str(error)
+        path.unlink(missing_ok=True)
+        without = msgspec.structs.replace(manifest, no_delta=why)
+        with suppress(OutOfSpace):  # the version itself is there
+            self._put(_manifest_path(self.folder, manifest.version), without)
+            return without
+        return manifest
 
-    def _write_delta(self, manifest: Manifest, old: memoryview, new: memoryview) -> bool:
-        """Write the delta's blocks; False if it grew too large, and is not whole."""
+    def _write_delta(self, path: Path, layout: Layout, old: memoryview, new: memoryview) -> int:
+        """Write the delta's blocks; answers with their size. Gone: they would be too large."""
         size = 0
-        with open(self.folder / _delta_file(manifest.version), "wb", opener=_private) as file:
-            for block in encode(old, new, manifest.layout):
+        with open(path, "wb", opener=_private) as file:
+            for block in encode(old, new, layout):
                 size += len(block)
-                if size > MAX_DELTA * manifest.layout.nbytes:
-                    return False
+                if size > MAX_DELTA * layout.nbytes:
+                    raise Gone(f"a delta in {path.name}", why=f"more than {MAX_DELTA:g} of the version has changed")
                 file.write(block)
-        return True
-
-    def _deltas(self) -> list[Path]:
-        return [*self.folder.glob("d*.json"), *self.folder.glob("d*.bin")]
+        return size
 
     def retire(self, committed: int) -> None:
         """Remove the manifests of the versions before the committed one, and what lies beside them; buffers may be
-        reused. The model's own weights stay."""
-        beside = [*self.folder.glob("[xa]*.bin"), *self._deltas()]
-        for path in [*self.folder.glob("v*.json"), *beside]:
-            if not ROOT < _number(path) < committed:
+        reused. The model's own weights stay, and the deltas that the committed version names."""
+        try:
+            wanted = _files_of(read_manifest(self.folder, committed).deltas)
+        except (Gone, Corrupt):
+            wanted = set()
+        for path in [*self.folder.glob("v*.json"), *self.folder.glob("[xad]*.bin")]:
+            if not ROOT < _number(path) < committed or path.name in wanted:
                 continue
             if path.suffix != ".bin":
                 path.unlink(missing_ok=True)
@@ -376,6 +389,10 @@ class WeightStage:
         if mapping is None or len(mapping) < nbytes:
             mapping = self._maps[name] = mmap.mmap(descriptor, nbytes)
         return mapping
+
+
+def _files_of(deltas: Iterable[Delta]) -> set[str]:
+    return {delta_file(delta.version, delta.digest) for delta in deltas}
 
 
 def _sealed(
@@ -486,6 +503,22 @@ def adapters_of(folder: Path, manifest: Manifest) -> Iterator[memoryview]:
     """
     what = f"adapters of policy version {manifest.version}"
     with _mapped(folder / adapters_file(manifest.version), manifest.adapter_bytes, what) as view:
+        yield view
+
+
+@contextmanager
+def delta_of(folder: Path, version: int, digest: str) -> Iterator[memoryview]:
+    """The delta that makes a version, read-only.
+
+    Raises:
+        Gone: no version on the stage names it any more, or there is none.
+    """
+    path, what = folder / delta_file(version, digest), f"delta to policy version {version}"
+    try:
+        nbytes = path.stat().st_size
+    except OSError as error:
+        raise Gone(what, why=str(error)) from error
+    with _mapped(path, nbytes, what) as view:
         yield view
 
 

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -38,19 +39,21 @@ from relax_rt.transport.payload.peer import Link, Peer, Settings
 from relax_rt.transport.queue.api import Extent
 from relax_rt.transport.versions import ROOT, VersionRecord
 from relax_rt.transport.weights.checks import check_manifest
-from relax_rt.transport.weights.manifest import Manifest, Sent, bucket_digest, bucket_slices
+from relax_rt.transport.weights.delta import apply
+from relax_rt.transport.weights.manifest import Delta, Manifest, Sent, bucket_digest, bucket_slices
 from relax_rt.transport.weights.payloads import decode_wire, merge_lora
 from relax_rt.transport.weights.served import (
     MANIFEST_HEAD,
     MANIFEST_MAGIC,
     MAX_MANIFEST_BYTES,
     adapters_name,
+    delta_name,
     manifest_name,
     weights_name,
     wire_name,
 )
-from relax_rt.transport.weights.source import StageSource, base_of, lora_for
-from relax_rt.transport.weights.stage import WeightStage, copy_verified, pinned
+from relax_rt.transport.weights.source import StageSource, base_of, bases_of, lora_for
+from relax_rt.transport.weights.stage import WeightStage, copy_verified, pinned, read_manifest
 from relax_rt.transport.zmq_keys import CurveKeys
 
 CHUNK_BYTES, WINDOW_BYTES = 1 << 20, 16 << 20
@@ -62,13 +65,28 @@ _ROOM_RETRY_S = 0.1
 _FRESH_S = 1.0
 """Bytes that came so lately show that the far end is there and slow."""
 MERGE_PART = 0.5
-"""Of the time that is left: for adding adapters, before the version is fetched in full in what is left then."""
+"""Of the time that is left: for making a version of what is here and what was sent, before it is fetched in full in
+what is left then."""
 SLOW_VERSIONS = 16
-"""That are fetched in full, at once, after adapters were not added in time."""
+"""That are fetched in full, at once, after one was not made in time."""
 _VERSION = re.compile(r"v(\d{8,18})\.json")
 
 Locate = Callable[[], str]
 """Where the stage is given out right now; blocks. It may raise Unreachable, and is then asked again."""
+
+_Make = Callable[[float], None]
+"""Makes a version of what is there, until a time by time.monotonic()."""
+
+
+class _Held(NamedTuple):
+    """A version on the stage of this node, and the deltas that make another one of it."""
+
+    base: Manifest
+    deltas: tuple[Delta, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(delta.nbytes for delta in self.deltas)
 
 
 class _Into(Region):
@@ -110,10 +128,11 @@ class StageMirror:
         self.bytes_in = 0
         """Fetched since this was made."""
         self.payload: Sent = "full"
-        """As what the version came that was fetched last; `not_adapted` says why not as adapters, where it has any."""
-        self.not_adapted = ""
+        """As what the version came that was fetched last; `why_full` says why not as a delta or as adapters, where
+        there should be any."""
+        self.why_full = ""
         self._in_full = 0
-        """Versions for which adapters are not tried."""
+        """Versions for which neither is tried."""
         self._locate, self._keys, self._told_to, self._told = locate, keys, on_wait, ""
         connections = connections or min(4, max(1, len(os.sched_getaffinity(0)) // 4))
         self._settings = Settings(chunk_bytes, window_bytes, connections, True, CONNECT_TIMEOUT_S, 60.0)
@@ -204,46 +223,86 @@ class StageMirror:
                 time.sleep(_ROOM_RETRY_S)
 
     def _make(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> None:
-        """Fill `into` with the version, of adapters or fewer bits where it has them and most of it is not there yet.
+        """Fill `into` with the version, of less than itself where that is to be had and most of it is not there yet.
         What is not right afterwards is fetched as it is."""
-        self.not_adapted, adapted = "", False
-        small = manifest.wire_bytes or manifest.adapter_bytes
-        if small and _lacks_more(manifest, into, small):
-            if manifest.wire_bytes:
-                _widen(reader, manifest, into)
-            else:
-                adapted = self._adapt(reader, stage, manifest, into, until)
+        self.why_full = manifest.no_delta
+        made = self._of_less(reader, stage, manifest, into, until)
         wrong = _missing(manifest, into)
-        if adapted and wrong:
+        if wrong and made != "full":
             nbytes = sum(part.stop - part.start for part in wrong.values())
-            self.not_adapted = f"{nbytes} bytes of the result do not match their digests"
-        self.payload = "adapters" if adapted and not wrong else "full"
+            self.why_full, made = f"{nbytes} bytes of the result do not match their digests", "full"
+        self.payload = made
         reader.weights(manifest, into, wrong)
 
-    def _adapt(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> bool:
-        """Fill `into` with the base, which is fetched once, and add the version's adapters. False: that was not done,
-        and `not_adapted` says why."""
+    def _of_less(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview, until: float) -> Sent:
+        """Make the version of another one and deltas, of the base and adapters, or of fewer bits, as far as that can
+        be done; the result is not looked at."""
+        held, narrow = self._held(manifest), manifest.wire_bytes
+        if held is not None and not 0 < narrow < held.nbytes:
+            if not _lacks_more(manifest, into, held.nbytes):
+                self.why_full = f"no more of it is missing here than the {held.nbytes} bytes of its delta"
+                return "full"
+            if self._made_in_time(reader, lambda: self._patching(reader, manifest, held, into), until):
+                return "delta"
+        if narrow and _lacks_more(manifest, into, narrow):
+            _widen(reader, manifest, into)
+        adapters = manifest.adapter_bytes
+        if not adapters or not _lacks_more(manifest, into, adapters):
+            return "full"
+        adapted = self._made_in_time(reader, lambda: self._adapting(reader, stage, manifest, into), until)
+        return "adapters" if adapted else "full"
+
+    def _made_in_time(self, reader: _Reader, fetch: Callable[[], _Make], until: float) -> bool:
+        """Whether a version was made of what is here and what was fetched; `why_full` says why not."""
         if self._in_full:
             self._in_full -= 1
-            self.not_adapted = "adapters of a version before were not added in time"
+            self.why_full = "a version before was not made in time"
             return False
-        blob = bytearray(manifest.adapter_bytes)
         try:
-            base = self._base(reader, stage, manifest, into)
-            reader.whole(adapters_name(manifest.version, manifest.digest), memoryview(blob))
-            lora = lora_for(memoryview(blob), base)
-            left_s = until - time.monotonic()
+            make, given_s = fetch(), MERGE_PART * (until - time.monotonic())
             try:
-                merge_lora(lora, base.layout, into, until=until - (1 - MERGE_PART) * left_s)
+                make(time.monotonic() + given_s)
             except DeadlineExceeded as error:
                 self._in_full = SLOW_VERSIONS
-                self.not_adapted = f"{error} in {MERGE_PART * left_s:.1f} s"
+                self.why_full = f"{error} in {given_s:.1f} s"
                 return False
         except (Gone, Corrupt, Refused, OutOfSpace) as error:
-            self.not_adapted = str(error)
+            self.why_full = str(error)
             reader.start_over()
             return False
         return True
+
+    def _held(self, manifest: Manifest) -> _Held | None:
+        """The newest version on this node's stage from which deltas lead to another. None: there is none."""
+        for delta in reversed(manifest.deltas):
+            with contextlib.suppress(Gone, Corrupt):
+                base = read_manifest(self.folder, delta.base)
+                record = VersionRecord(delta.base, ROOT, 0, delta.base_digest)
+                check_manifest(base, record, f"policy version {delta.base} on the stage")
+                if base.layout == manifest.layout:
+                    return _Held(base, manifest.since(base.version, base.digest))
+        if manifest.deltas:
+            self.why_full = f"its deltas are of {bases_of(manifest)}; none is whole on this node's stage"
+        return None
+
+    def _patching(self, reader: _Reader, manifest: Manifest, held: _Held, into: memoryview) -> _Make:
+        """Copy a version that lies here to `into` and fetch the deltas that lead on from it."""
+        # Nothing writes over it meanwhile; from here on it is not needed.
+        with pinned(self.folder, held.base) as view:
+            copy_verified(held.base, view, into)
+        blobs = [memoryview(bytearray(delta.nbytes)) for delta in held.deltas]
+        for delta, blob in zip(held.deltas, blobs, strict=True):
+            reader.whole(delta_name(delta.version, delta.digest), blob)
+        named = manifest.as_delta(held.base.version, held.base.digest)
+        return lambda by: apply(blobs, into, named, verified=False, until=by)
+
+    def _adapting(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> _Make:
+        """Fill `into` with the base, which is fetched once, and fetch the adapters that are added to it."""
+        base = self._base(reader, stage, manifest, into)
+        blob = memoryview(bytearray(manifest.adapter_bytes))
+        reader.whole(adapters_name(manifest.version, manifest.digest), blob)
+        lora = lora_for(blob, base)
+        return lambda by: merge_lora(lora, base.layout, into, until=by)
 
     def _base(self, reader: _Reader, stage: WeightStage, manifest: Manifest, into: memoryview) -> Manifest:
         """Copy what the version's adapters are added to from this node's stage; fetched if it is not there, or not

@@ -55,13 +55,28 @@ def test_what_is_impossible_or_gains_nothing_is_refused(
     assert (len(found) == 1 and says in found[0]) if says else not found
 
 
-@pytest.mark.parametrize(("carrier", "refused"), [("auto", False), ("shared_memory", False), ("collective", True)])
+@pytest.mark.parametrize(
+    ("carrier", "refused"),
+    [
+        ("auto", False),
+        ("shared_memory", False),
+        ("stream", False),
+        ("collective", True),
+        ("directory", True),
+        ("cuda_ipc", True),
+    ],
+)
 def test_a_delta_is_refused_where_it_is_never_taken(carrier: str, refused: bool) -> None:
     found = [p for p in check_publication(config({"delta": True, "carrier": carrier})) if p.path[-1] == "delta"]
     assert [f'no effect with carrier = "{carrier}"' in p.message for p in found] == [True] * refused
-    elsewhere = config({"delta": True})
+
+
+@pytest.mark.parametrize("carrier", ["auto", "stream"])
+def test_a_delta_goes_to_engines_on_another_node(carrier: str) -> None:
+    listen = {"supervision": {"nodes": {"listen": "10.0.0.1:0"}}}
+    elsewhere = config({"delta": True, "carrier": carrier}, **listen)
     elsewhere.roles["rollout"] = RolloutSettings(node="far")
-    assert any('roles.rollout.node = "far"' in p.message for p in check_publication(elsewhere))
+    assert not list(check_publication(elsewhere))
 
 
 def test_the_plan_asks_for_the_base_and_the_adapters() -> None:

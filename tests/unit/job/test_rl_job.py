@@ -17,12 +17,14 @@ from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.job import RLJob
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.plan import DELTA_PART, STAGE_BUFFERS, model_size
+from relax_rt.roles.plan import DELTA_PART, SERVED_DELTAS, STAGE_BUFFERS, model_size
 from relax_rt.roles.preflight import as_problem, warnings
 from relax_rt.roles.sections import RLConfig
 from relax_rt.roles.try_out import newest_checkpoint
 from relax_rt.transport.errors import RelaxError
-from relax_rt.transport.weights.stage import MAX_BUFFERS, MAX_DELTA
+from relax_rt.transport.weights.manifest import MAX_DELTA
+from relax_rt.transport.weights.served import MAX_PINNED
+from relax_rt.transport.weights.stage import MAX_BUFFERS
 
 ROLES_TOML = """
 [run]
@@ -214,11 +216,14 @@ def test_the_plan_counts(toml: Path) -> None:
 
 def test_the_weight_stage_is_asked_for(toml: Path) -> None:
     parameters = model_size("model", toml.parent).parameters
-    assert (STAGE_BUFFERS, DELTA_PART) == (MAX_BUFFERS, MAX_DELTA)
+    assert (STAGE_BUFFERS, DELTA_PART, SERVED_DELTAS) == (MAX_BUFFERS, MAX_DELTA, MAX_PINNED)
     assert RLJob().shm_bytes(loaded(toml)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
     # With deltas, room for the one to the committed version and the one being written.
     deltas = loaded(toml, "publication.delta=true")
     assert RLJob().shm_bytes(deltas) == (STAGE_BUFFERS + 2 * DELTA_PART) * 2 * parameters + (1 << 20)
+    # And between nodes for those that are still read by one.
+    more = loaded(toml, "publication.delta=true", 'supervision.nodes.listen="127.0.0.1:0"')
+    assert RLJob().shm_bytes(more) == (STAGE_BUFFERS + 4 * DELTA_PART) * 2 * parameters + (1 << 20)
     (line,) = (line for line in RLJob().plan(deltas) if (line.section, line.name) == ("shared memory", "weights"))
     assert "for deltas" in line.how
     both = ('roles.rollout.dtype="float32"', 'roles.evaluator.dtype="float32"')

@@ -66,7 +66,7 @@ def test_the_base_crosses_once_and_then_adapters_alone(tmp_path: Path) -> None:
         for version in (2, 3, 4):
             # In 4 the trainer is another incarnation: its base is the same.
             same, crossed = content(home, mirror, publish(home, version, epoch=1 + version // 4))
-            assert same and crossed < SMALL and (mirror.payload, mirror.not_adapted) == ("adapters", "")
+            assert same and crossed < SMALL and (mirror.payload, mirror.why_full) == ("adapters", "")
         other = mirror_of(away, lambda: "tcp://127.0.0.1:1")
         assert content(home, other, publish(home, 4, epoch=2)) == (True, 0)
         assert not list(away.glob("a*.bin")), "the node's engines copy the version"
@@ -105,7 +105,7 @@ def test_where_adapters_do_not_make_the_version_it_comes_in_full(
         record = publish(home, 2)
         harm(home, away)
         same, crossed = content(home, mirror, record)
-        assert same and crossed > LAYOUT.nbytes and mirror.payload == "full" and says in mirror.not_adapted
+        assert same and crossed > LAYOUT.nbytes and mirror.payload == "full" and says in mirror.why_full
         assert content(home, mirror, publish(home, 3))[0] and mirror.payload == "adapters"
 
 
@@ -132,7 +132,7 @@ def test_without_room_for_the_base_versions_come_in_full(tmp_path: Path, monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(WeightStage, "seal_base", full)
             assert content(home, mirror, records[0])[0]
-        assert mirror.payload == "full" and "No space left" in mirror.not_adapted
+        assert mirror.payload == "full" and "No space left" in mirror.why_full
 
 
 def test_what_is_not_added_in_time_is_fetched_and_then_tried_again_after_a_while(
@@ -147,13 +147,13 @@ def test_what_is_not_added_in_time_is_fetched_and_then_tried_again_after_a_while
             patched.setattr(stream, "MERGE_PART", 0.0)
             same, crossed = content(home, mirror, publish(home, 2))
         assert same and crossed > LAYOUT.nbytes and mirror.payload == "full"
-        assert "adapters were not added in time" in mirror.not_adapted and "in 0.0 s" in mirror.not_adapted
+        assert "adapters were not added in time" in mirror.why_full and "in 0.0 s" in mirror.why_full
         for version in (3, 4):
             same, crossed = content(home, mirror, publish(home, version))
             assert same and LAYOUT.nbytes < crossed < LAYOUT.nbytes + 8000, "not even the adapters"
-            assert mirror.payload == "full" and "of a version before" in mirror.not_adapted
+            assert mirror.payload == "full" and "a version before" in mirror.why_full
         same, crossed = content(home, mirror, publish(home, 5))
-        assert same and crossed < SMALL and (mirror.payload, mirror.not_adapted) == ("adapters", "")
+        assert same and crossed < SMALL and (mirror.payload, mirror.why_full) == ("adapters", "")
 
 
 def test_few_bytes_are_digested_more_than_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,4 +244,4 @@ async def test_the_event_says_as_what_a_version_crossed(tmp_path: Path, monkeypa
         await asyncio.to_thread(make, third, None)
     told = [fields for kind, fields in ctx.events if kind == "weights_streamed"]
     assert [event["payload"] for event in told] == ["adapters", "adapters", "full"]
-    assert told[1]["bytes"] == source.nbytes and "adapters of policy version 3" in told[2]["not_adapted"]
+    assert told[1]["bytes"] == source.nbytes and "adapters of policy version 3" in told[2]["why_full"]

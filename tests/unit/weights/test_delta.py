@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -10,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.errors import Corrupt, Gone, Refused
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, Refused
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import delta as codec
+from relax_rt.transport.weights.checks import check_manifest
 from relax_rt.transport.weights.delta import apply, element_bytes, encode
 from relax_rt.transport.weights.manifest import (
     BUCKET_BYTES,
+    MAX_DELTAS,
+    Delta,
     Layout,
     Manifest,
     bucket_digest,
@@ -24,7 +28,7 @@ from relax_rt.transport.weights.manifest import (
     total_digest,
 )
 from relax_rt.transport.weights.source import DeltaSource, StageSource, stage_source
-from relax_rt.transport.weights.stage import WeightStage, read_manifest
+from relax_rt.transport.weights.stage import WeightStage, delta_file, read_manifest
 
 SIZES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -62,7 +66,7 @@ def test_what_was_changed_comes_back(dtype: str, elements: int, places: list[int
     new = change(base, [p for p in places if p < elements], SIZES[dtype])
     blocks = b"".join(encode(memoryview(base), memoryview(new), of))
     into = bytearray(base)
-    apply(memoryview(blocks), memoryview(into), manifest(of, new))
+    apply([memoryview(blocks)], memoryview(into), manifest(of, new))
     assert into == new
     assert len(blocks) <= of.nbytes + 8 * len(bucket_slices(of.nbytes)), "never larger than the whole"
 
@@ -88,9 +92,9 @@ def test_a_torn_delta_is_refused(cut: int) -> None:
     new = change(base, list(range(0, 5000, 50)), 2)
     blocks = b"".join(encode(memoryview(base), memoryview(new), of))
     with pytest.raises(Corrupt, match="delta from policy version 1 to 2"):
-        apply(memoryview(blocks[:cut]), memoryview(bytearray(base)), manifest(of, new))
+        apply([memoryview(blocks[:cut])], memoryview(bytearray(base)), manifest(of, new))
     with pytest.raises(Corrupt, match="2 bytes too many"):
-        apply(memoryview(blocks + b"ab"), memoryview(bytearray(base)), manifest(of, new))
+        apply([memoryview(blocks + b"ab")], memoryview(bytearray(base)), manifest(of, new))
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,7 +104,7 @@ def test_hostile_blocks_are_refused_or_give_exactly_the_version(data: bytes) -> 
     new = weights(of, 3)
     into = bytearray(of.nbytes)
     try:
-        apply(memoryview(data), memoryview(into), manifest(of, new))
+        apply([memoryview(data)], memoryview(into), manifest(of, new))
     except Corrupt:
         return
     assert into == new
@@ -112,10 +116,10 @@ def test_another_base_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     new = change(base, [7], 2)
     blocks = b"".join(encode(memoryview(base), memoryview(new), of))
     with pytest.raises(Corrupt, match="not of what was version 1 here"):
-        apply(memoryview(blocks), memoryview(weights(of, 9)), manifest(of, new))
+        apply([memoryview(blocks)], memoryview(weights(of, 9)), manifest(of, new))
     # The safeguard is the digest of the result: without it the wrong weights would pass.
     monkeypatch.setattr(codec, "bucket_digest", lambda _: manifest(of, new).buckets[0])
-    apply(memoryview(blocks), memoryview(weights(of, 9)), manifest(of, new))
+    apply([memoryview(blocks)], memoryview(weights(of, 9)), manifest(of, new))
 
 
 class Published:
@@ -133,9 +137,10 @@ class Published:
     def put(self, version: int, data: bytearray, keep: int) -> VersionRecord:
         with self.stage.writing(self.layout, keep) as (file, view):
             view[:] = data
-            sealed = self.stage.seal(version, self.layout, file, view)
-            self.delta = self.stage.seal_delta(sealed, view, keep) if keep else None
-        return VersionRecord(version, keep, version, sealed.digest)
+            self.sealed = self.stage.seal(version, self.layout, file, view)
+            if keep:
+                self.sealed = self.stage.seal_delta(self.sealed, view, keep)
+        return VersionRecord(version, keep, version, self.sealed.digest)
 
 
 def test_a_delta_on_the_stage_turns_the_base_into_the_version(tmp_path: Path) -> None:
@@ -156,19 +161,21 @@ def test_a_delta_on_the_stage_turns_the_base_into_the_version(tmp_path: Path) ->
 def test_who_holds_another_base_gets_the_version_in_full(tmp_path: Path, holds: VersionRecord) -> None:
     two = Published(tmp_path, 5000, 10)
     assert isinstance(stage_source(tmp_path, two.second, holds), StageSource)
-    with pytest.raises(Refused, match="its base is version 1"):
+    with pytest.raises(Refused, match="there are some of version 1 with digest"):
         DeltaSource(tmp_path, two.second, holds)
 
 
 def test_no_delta_where_it_would_not_be_smaller_or_the_base_is_gone(tmp_path: Path) -> None:
     two = Published(tmp_path, 5000, 5000)
-    assert two.delta is None
+    assert not two.sealed.deltas and "more than 0.5 of the version has changed" in two.sealed.no_delta
+    assert read_manifest(tmp_path, 2) == two.sealed
     assert list(tmp_path.glob("d*")) == []
     with two.stage.writing(two.layout, 2) as (file, view):
         sealed = two.stage.seal(3, two.layout, file, view)
-        assert two.stage.seal_delta(sealed, view, 1) is None, "version 1 lay in the buffer that was written"
-        smaller = msgspec.structs.replace(sealed, layout=layout("bfloat16", 4000))
-        assert two.stage.seal_delta(smaller, view, 2) is None
+        gone = two.stage.seal_delta(sealed, view, 1)
+        assert not gone.deltas and "policy version 1: not on the stage" in gone.no_delta, "it lay in this buffer"
+        smaller = two.stage.seal_delta(msgspec.structs.replace(sealed, layout=layout("bfloat16", 4000)), view, 2)
+        assert not smaller.deltas and "version 2 has other tensors" in smaller.no_delta
 
 
 def test_a_retired_delta_is_gone_and_its_file_with_it(tmp_path: Path) -> None:
@@ -178,5 +185,80 @@ def test_a_retired_delta_is_gone_and_its_file_with_it(tmp_path: Path) -> None:
     assert list(tmp_path.glob("d*")) == []
     with pytest.raises(Gone):
         source.copy_into(memoryview(bytearray(two.old)))
+    with pytest.raises(Gone, match="policy version 2"):
+        DeltaSource(tmp_path, two.second, two.first)
+
+
+def test_who_is_some_versions_behind_applies_all_deltas_between(tmp_path: Path) -> None:
+    made = Published(tmp_path, 5000, 10)
+    records, data = [made.first, made.second], made.new
+    for version in range(3, 3 + MAX_DELTAS):
+        data = change(data, [version, 4000 - version], 2)
+        records.append(made.put(version, data, keep=version - 1))
+        made.stage.retire(version)
+    newest = records[-1]
+    for holds, start in zip(records[1:-1], range(2, newest.version), strict=True):
+        source = stage_source(tmp_path, newest, holds)
+        assert isinstance(source, DeltaSource) and source.manifest.base == start
+        into = bytearray(made.new)
+        for version in range(3, start + 1):
+            into = change(into, [version, 4000 - version], 2)
+        source.copy_into(memoryview(into))
+        assert into == data
+        assert source.nbytes == sum(delta.nbytes for delta in made.sealed.deltas[start - 2 :])
+    # No more of them are kept than that.
+    assert len(made.sealed.deltas) == MAX_DELTAS == len(list(tmp_path.glob("d*")))
+    assert isinstance(stage_source(tmp_path, newest, made.first), StageSource)
+
+
+def test_deltas_together_are_no_larger_than_one_may_be(tmp_path: Path) -> None:
+    made, data = Published(tmp_path, 30_000, 3000), bytearray()
+    for version in range(3, 9):
+        data = change(made.new, list(range(version, 30_000, 10)), 2)
+        made.new = data
+        made.put(version, data, keep=version - 1)
+        made.stage.retire(version)
+        sizes = [delta.nbytes for delta in made.sealed.deltas]
+        assert sum(sizes) <= made.layout.nbytes / 2 and len(sizes) <= version - 1
+        assert sum(path.stat().st_size for path in tmp_path.glob("d*")) == sum(sizes)
+    assert 2 <= len(sizes) < 6
+
+
+def test_what_is_not_applied_in_time_is_given_up() -> None:
+    of = layout("bfloat16", 64)
+    data = weights(of, 3)
+    blocks = b"".join(encode(memoryview(data), memoryview(data), of))
+    apply([memoryview(blocks)], memoryview(data), manifest(of, data), until=time.monotonic() + 60)
+    with pytest.raises(DeadlineExceeded, match="delta from policy version 1 to 2 was not applied in time"):
+        apply([memoryview(blocks)], memoryview(data), manifest(of, data), until=time.monotonic() - 1)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "why"),
+    [
+        ((Delta(2, "", 1, "", 1 << 40),), "its deltas have 1099511627776 bytes"),
+        ((Delta(2, "", 1, "", 0),), r"it has 1 deltas, of \[0\] bytes"),
+        ((Delta(2, "", 1, "", 1),) * (MAX_DELTAS + 1), "it has 17 deltas"),
+        ((Delta(2, "other", 1, "", 9),), r"its deltas make the versions \[2\]"),
+        ((Delta(1, "", 0, "", 9), Delta(2, "", 1, "other", 9)), r"versions \[1, 2\] one of another"),
+    ],
+)
+def test_deltas_that_cannot_be_true_are_refused(deltas: tuple[Delta, ...], why: str) -> None:
+    of = layout("bfloat16", 64)
+    whole = msgspec.structs.replace(manifest(of, weights(of, 3)), payload="full", base=0)
+    digests = [
+        d if (d.version, d.digest) != (2, "") else msgspec.structs.replace(d, digest=whole.digest) for d in deltas
+    ]
+    with pytest.raises(Corrupt, match=why):
+        check_manifest(msgspec.structs.replace(whole, deltas=tuple(digests)), VersionRecord(2, 1, 2, whole.digest), "v")
+    link = Delta(2, whole.digest, 1, "ab", 9)
+    check_manifest(msgspec.structs.replace(whole, deltas=(link,)), VersionRecord(2, 1, 2, whole.digest), "v")
+
+
+def test_a_delta_is_found_by_the_version_and_its_digest(tmp_path: Path) -> None:
+    """Not that of an incarnation that died before its commit and had made other weights under the same number."""
+    two = Published(tmp_path, 5000, 10)
+    path = tmp_path / delta_file(2, two.second.digest)
+    path.rename(tmp_path / delta_file(2, "feed"))
     with pytest.raises(Gone, match="delta to policy version 2"):
-        read_manifest(tmp_path, 2, delta=True)
+        DeltaSource(tmp_path, two.second, two.first).copy_into(memoryview(bytearray(two.old)))

@@ -125,7 +125,7 @@ class World:
             view[:4] = version.to_bytes(4, "little")
             manifest = self.stage.seal(version, layout, file, view)
             if delta:
-                assert self.stage.seal_delta(manifest, view, version - 1) is not None
+                assert self.stage.seal_delta(manifest, view, version - 1).deltas
         self.newest = VersionRecord(version, version - 1, version, manifest.digest)
         self.ctx.registry.committed = self.newest
         return self.newest
@@ -159,16 +159,18 @@ async def test_a_delta_is_taken_where_its_base_is_here_and_the_whole_where_it_is
     await world.follower.follow(world.commit())
     await world.follower.follow(world.commit(delta=True))
     world.commit(delta=True)
-    await world.follower.follow(world.commit(delta=True))  # of version 3, which this engine never had
-    assert world.engine.payloads == ["full", "delta", "full"]
-    assert world.has() == 4
+    await world.follower.follow(world.commit(delta=True))  # of version 3, which this engine never had, and of 2
+    world.commit()
+    await world.follower.follow(world.commit(delta=True))  # of version 5 alone
+    assert world.engine.payloads == ["full", "delta", "delta", "full"]
+    assert world.has() == 6
 
 
 async def test_a_damaged_delta_is_given_up_for_the_whole(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.follower.follow(world.commit())
     record = world.commit(delta=True)
-    path = world.folder / "d00000002.bin"
+    (path,) = world.folder.glob("d00000002-*.bin")
     path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
     assert await world.follower.follow(record)
     assert world.engine.payloads == ["full", "delta", "full"]

@@ -355,10 +355,10 @@ async def test_a_delta_is_made_to_the_version_before_whoever_is_behind(tmp_path:
         assert into[0] == 3
         published = [fields for kind, fields in world.ctx.events if kind == "published"][-1]
         assert 0 < published["delta_bytes"] * 10 < published["bytes"]
-        for holds in (one, None):
+        for holds, kind, has in ((one, DeltaSource, b"\x01"), (None, StageSource, b"\0")):
             behind = stage_source(tmp_path, three, holds)
-            assert isinstance(behind, StageSource), "in full"
-            into = bytearray(LAYOUT.nbytes)
+            assert isinstance(behind, kind)
+            into = bytearray(has * LAYOUT.nbytes)
             behind.copy_into(memoryview(into))
             assert into[0] == 3
 

@@ -14,7 +14,7 @@ import pytest
 
 from relax_rt.transport.errors import Corrupt, Gone, OutOfSpace, StaleEpoch
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout, Manifest, layout_of
-from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, fetch, kept, read_manifest, wire_file
+from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, delta_file, fetch, kept, read_manifest, wire_file
 
 LAYOUT = layout_of([("a", "float32", (3,), 12), ("b", "bfloat16", (5, 2), 20)])
 
@@ -172,15 +172,15 @@ for pages in range(514, 518):
             except OutOfSpace as error:
                 print(error)
                 break
-            delta = stage.seal_delta(manifest, view, 1) if version == 2 else None
-    print(delta is not None, *sorted(p.name for p in root.iterdir()))
+            manifest = stage.seal_delta(manifest, view, 1) if version == 2 else manifest
+    print(bool(manifest.deltas), *sorted(p.name.partition("-")[0] for p in root.iterdir()))
     stage.close()
     subprocess.run(["umount", str(root)], check=True)
 """
 
 
 def test_a_full_shared_memory_is_told_and_costs_first_the_delta(tmp_path: Path) -> None:
-    """A page more each time: for the manifest of the second version, for its delta, for the delta's manifest."""
+    """A page more each time: for the manifest of the second version, for its delta, for the manifest that names it."""
     command = ["unshare", "--mount"]
     if os.geteuid() != 0 or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no file system of its own can be made here")
@@ -195,7 +195,7 @@ def test_a_full_shared_memory_is_told_and_costs_first_the_delta(tmp_path: Path) 
         f"False {one}",
         f"False {two}",
         f"False {two}",
-        f"True d00000002.bin d00000002.json {two}",
+        f"True d00000002 {two}",
     ], done.stderr
 
 
@@ -207,8 +207,8 @@ def test_deltas_of_incarnations_that_died_before_their_commit_do_not_pile_up(tmp
         with successor.writing(LAYOUT, 1) as (file, view):
             view[:] = bytes([1]) * LAYOUT.nbytes
             manifest = successor.seal(version, LAYOUT, file, view)
-            assert successor.seal_delta(manifest, view, 1) is not None
-    assert sorted(path.name for path in tmp_path.glob("d*")) == ["d00000005.bin", "d00000005.json"]
+            assert successor.seal_delta(manifest, view, 1).deltas
+    assert [path.name for path in tmp_path.glob("d*")] == [delta_file(5, manifest.digest)]
 
 
 def test_a_free_buffer_is_found_behind_one_for_which_there_is_no_memory(
@@ -246,9 +246,10 @@ def test_nobody_else_may_read_what_lies_there(tmp_path: Path) -> None:
         publish(stage, 1, 1)
         with stage.writing(LAYOUT, 1) as (file, view):
             view[:] = bytes([1]) * LAYOUT.nbytes
-            assert stage.seal_delta(stage.seal(2, LAYOUT, file, view), view, 1) is not None
+            sealed = stage.seal_delta(stage.seal(2, LAYOUT, file, view), view, 1)
+            assert sealed.deltas
     finally:
         os.umask(before)
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "stage").iterdir()}
-    assert modes.keys() >= {"d00000002.bin", "d00000002.json", "v00000001.json", "w0.buf", "epoch"}
+    assert modes.keys() >= {delta_file(2, sealed.digest), "v00000001.json", "w0.buf", "epoch"}
     assert set(modes.values()) == {"0o600"}
