@@ -74,8 +74,9 @@ class AlgorithmTable(Table):
     """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high and normalise_std."""
     advantage: Part = "grpo"
     """What makes a token better than expected."""
-    loss: Part = "ppo_clip"
-    """What is minimised at each token."""
+    loss: Part = "decoupled_ppo"
+    """What is minimised at each token. The default weighs what older weights or other numerics sampled by how likely it
+    is under the trainer's own."""
     aggregation: Part = "token_mean"
     """How tokens add up: token_mean, sequence_mean, fixed_length, pair_mean."""
     corrections: list[Part] = Field(default_factory=list)

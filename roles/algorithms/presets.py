@@ -1,7 +1,7 @@
 """What each `algorithm.name` stands for: defaults of the other keys of [algorithm], each of which can be overridden.
 
-`grpo` is the table's own defaults: group advantages by mean and standard deviation, clipped ratios with a higher upper
-bound, every token of the step counting alike.
+`grpo` is the table's own defaults: group advantages by mean and standard deviation, decoupled clipping (samples may be
+older than the weights that are trained), every token of the step counting alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Name = Literal[
 PRESETS: Mapping[Name, Mapping[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"normalise_std": False, "aggregation": "fixed_length", "clip_high": 0.2},
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+    "dapo": {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
     "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},

@@ -73,7 +73,12 @@ def test_presets_with_their_roles_pass(tmp_path: Path) -> None:
         ({"sampler": {"name": "curriculum", "target": 2}}, "algorithm.sampler.target", "must be at most 1", ""),
         ({"advantage": "gae"}, "algorithm.advantage", "needs the values of a critic", "add [roles.critic]"),
         ({"kl": "k3"}, "algorithm.kl", "'k3' needs log-probabilities of a reference", "add [roles.reference]"),
-        ({"corrections": ["tis"]}, "algorithm.corrections.0", "would count it twice", 'ratio_to = "proximal"'),
+        (
+            {"loss": "ppo_clip", "corrections": ["tis"]},
+            "algorithm.corrections.0",
+            "would count it twice",
+            'ratio_to = "proximal"',
+        ),
         (
             {"loss": "decoupled_ppo", "corrections": ["icepop"]},
             "algorithm.corrections.0",
@@ -135,9 +140,9 @@ def test_what_does_go_together_passes(tmp_path: Path) -> None:
     assert problems(tmp_path, "reference", kl={"name": "k1", "place": "reward", "coefficient": 0.01}) == []
 
 
-def test_the_table_of_today_means_what_it_did() -> None:
+def test_the_defaults_are_those_of_asynchronous_training() -> None:
     table = AlgorithmTable(clip_low=0.1, clip_high=0.3, normalise_std=False)
-    assert (table.advantage, table.loss, table.aggregation) == ("grpo", "ppo_clip", "token_mean")
+    assert (table.advantage, table.loss, table.aggregation) == ("grpo", "decoupled_ppo", "token_mean")
     assert (table.clip_low, table.clip_high, table.normalise_std) == (0.1, 0.3, False)
 
 

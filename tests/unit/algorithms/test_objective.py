@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def test_a_ratio_beyond_all_numbers_leaves_a_finite_gradient() -> None:
     assert far.grad is not None and bool(far.grad.isfinite().all())
 
 
-def test_the_default_is_bit_equal_to_the_clipped_loss_in_one_piece() -> None:
+def test_ppo_clip_is_bit_equal_to_the_clipped_loss_in_one_piece() -> None:
     generator = torch.Generator().manual_seed(1)
     behaviour = -torch.rand(500, generator=generator)
     logprobs = (behaviour + 0.3 * torch.randn(500, generator=generator)).requires_grad_()
@@ -182,7 +183,7 @@ def test_the_default_is_bit_equal_to_the_clipped_loss_in_one_piece() -> None:
     wanted = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages).sum()
     (wanted_gradient,) = torch.autograd.grad(wanted, logprobs, retain_graph=True)
     given_ = TokenTensors(logprobs, behaviour, advantages, torch.ones(500), torch.zeros(500, dtype=torch.int64))
-    loss, found = Objective.of(AlgorithmTable()).loss(given_)
+    loss, found = Objective.of(AlgorithmTable(loss="ppo_clip")).loss(given_)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert torch.equal(loss, wanted)
     assert torch.equal(gradient, wanted_gradient)
@@ -194,6 +195,18 @@ def test_the_default_is_bit_equal_to_the_clipped_loss_in_one_piece() -> None:
     assert found["difference"] == pytest.approx(float(gap.abs().sum()), rel=1e-6)
     assert found["difference_max"] == pytest.approx(float(gap.abs().max()), rel=1e-6)
     assert found["sampled_entropy"] == pytest.approx(-float(behaviour.sum()), rel=1e-6)
+
+
+def test_the_default_weighs_older_samples_and_stops_no_gradient_in_the_first_update() -> None:
+    behaviour = torch.tensor([-1.0, -1.0, -1.0, -9.0])
+    logprobs = torch.tensor([-1.0, -0.1, -3.0, -0.1], requires_grad=True)
+    advantages = torch.tensor([1.0, 2.0, -1.0, 1.0])
+    given_ = TokenTensors(logprobs, behaviour, advantages, torch.ones(4), torch.zeros(4, dtype=torch.int64))
+    loss, found = Objective.of(AlgorithmTable()).loss(given_)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    weights = torch.tensor([1.0, math.exp(0.9), math.exp(-2.0), 0.0])  # the last one, e^8.9, is above the cap
+    assert torch.allclose(gradient, -weights * advantages)
+    assert (found["clipped"], found["capped"]) == (0, 1)
 
 
 @pytest.mark.parametrize("policy", ["mask", "zero_reward", "soft_penalty", "none"])
@@ -293,7 +306,7 @@ def test_presets_stand_for_their_parts_and_give_way_to_what_is_set() -> None:
     assert found.parts.loss.options.clip_low == 0.05 and found.parts.loss.options.clip_high == 0.2
     assert found.parts.advantage.options.normalise_std
     assert found.parts.aggregation.options.length == 7
-    assert Objective.of(AlgorithmTable(name="ppo")).needs == {"values", "rewards", "batch"}
+    assert Objective.of(AlgorithmTable(name="ppo")).needs == {"values", "rewards", "batch", "proximal"}
 
 
 def test_everything_known_by_name_is_documented_with_its_source() -> None:
@@ -307,7 +320,7 @@ def test_everything_known_by_name_is_documented_with_its_source() -> None:
 def test_adaptive_entropy_counts_below_its_target_only() -> None:
     table = AlgorithmTable(entropy={"name": "adaptive", "target": 0.5, "step": 0.1, "most": 0.15})
     objective = Objective.of(table)
-    assert objective.needs == {"entropy", "rewards"}
+    assert objective.needs == {"entropy", "rewards", "proximal"}
     seen = []
     for entropy in (0.4, 0.4, 0.6, 0.4):
         objective.after_step({"tokens": 10.0, "entropy": 10 * entropy})

@@ -157,7 +157,8 @@ def test_log_probabilities_are_those_of_each_sequence_alone(model_dir: Path, bud
 
 
 def test_the_report_compares_trainer_and_engine(model_dir: Path) -> None:
-    table = {"corrections": [{"name": "rejection", "low": 0.9, "high": 1.1}], "entropy": "bonus", "kl": "k3"}
+    corrections = [{"name": "rejection", "low": 0.9, "high": 1.1}]
+    table = {"loss": "ppo_clip", "corrections": corrections, "entropy": "bonus", "kl": "k3"}
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     _, samples = judged(table)
     gaps, entropies, references, behaviours = [], [], [], []
