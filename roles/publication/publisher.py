@@ -52,9 +52,10 @@ class Staged(msgspec.Struct, frozen=True):
 class Publisher:
     """Publishes one version after the other, each in the background of what the trainer does next.
 
-    The weights are copied to the stage at once; until that is done `weights_may_change` holds the next optimizer step,
-    but not its forward and backward passes. Digests, the delta and the commit need the copy alone. At most one
-    publication is under way. What goes wrong in it is raised by the next call.
+    The weights are copied to the stage at once, those of a gang's other ranks aside; until that is done
+    `weights_may_change` holds the next optimizer step, but not its forward and backward passes. Gathering the copies,
+    digests, the delta and the commit need the copies alone. At most one publication is under way. What goes wrong in it
+    is raised by the next call.
 
     Args:
         stage: opened under this incarnation's epoch.
@@ -89,6 +90,7 @@ class Publisher:
         self._copy_wait_s = table.ack_timeout_s + STAGE_WAIT_S + COPY_S
         self._facts: dict[int, dict[str, float | int]] = {}
         self._doing = ""
+        self._copied_at: float | None = None
         self.current: asyncio.Task[VersionRecord] | None = None
         self._watching = asyncio.create_task(self._watch())
 
@@ -228,6 +230,7 @@ class Publisher:
 
     def _write_stage(self, version: int, evict: bool) -> Staged:
         layout, began = self._backend.layout(self._dtype), time.monotonic()
+        self._copied_at = None
         if evict and (evicted := self._stage.evict(self._committed)):
             # Where only memory is short nothing is taken from anybody.
             why = "readers hold every buffer longer than engines have time"
@@ -238,9 +241,8 @@ class Publisher:
             if self._adapted is not None and base is not None:
                 adapters = self._adapted.take(base)
             else:
-                self._backend.export(view, self._dtype)
-            self._copied.set()
-            copied = time.monotonic()
+                self._backend.export(view, self._dtype, lambda: self._aside(version))
+            self._aside(version)
             if self._adapted is not None and adapters is not None:
                 self._adapted.make(adapters, view)
             manifest = self._sealed(version, layout, file, view, adapters)
@@ -249,7 +251,15 @@ class Publisher:
             if self._table.delta and self._committed:
                 # To the version that engines have or are getting.
                 manifest = self._stage.seal_delta(manifest, view, self._committed)
-        return Staged(manifest, copied - began, time.monotonic() - began)
+        assert self._copied_at is not None
+        return Staged(manifest, self._copied_at - began, time.monotonic() - began)
+
+    def _aside(self, version: int) -> None:
+        """The weights may change: what is still read of them was copied."""
+        if self._copied_at is None:
+            self._copied_at = time.monotonic()
+            self._doing = f"version {version} is brought to the stage, whole"
+            self._copied.set()
 
     def _sealed(self, version: int, layout: Layout, file: str, view: memoryview, adapters: Adapters | None) -> Manifest:
         """Seal the copy, rounded to what is sent; a shared memory that is full is waited for with the copy in it."""

@@ -177,8 +177,12 @@ class TrainerBackend(Protocol):
     def layout(self, dtype: str) -> Layout:
         """Where `export` puts each tensor, by its Hugging Face name."""
 
-    def export(self, into: memoryview, dtype: str) -> None:
-        """Write the weights, cast to dtype, into a buffer of the layout's size."""
+    def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = ...) -> None:
+        """Write the weights, cast to dtype, into a buffer of the layout's size.
+
+        Args:
+            copied: may be called as soon as the weights may change; else they may when this returns.
+        """
 
     def snapshot(self) -> None:
         """Copy the state aside; `write` saves the copy while training goes on."""

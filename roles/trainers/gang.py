@@ -1,7 +1,9 @@
 """A gang of ranks behind the interface of one trainer backend: rank 0 speaks for all, the others follow its orders.
 
 What rank 0 is asked to do goes to every rank as an order, one after the other, whatever thread asked: so all of them
-make the same calls in the same order, and collectives never cross each other.
+make the same calls in the same order, and collectives never cross each other. One thing runs beside the orders: the
+weights of a publication, once they are ordered, are copied aside and gathered by a thread of each rank over a process
+group of their own. Only an order that changes the weights waits for the copy.
 """
 
 from __future__ import annotations
@@ -12,9 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -24,10 +24,11 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import AdapterBackend, Partial, StepResult
 from relax_rt.roles.trainers.blocks import failure_of
+from relax_rt.roles.trainers.channel import GATHER_S
 from relax_rt.roles.trainers.checkpoint import passing
 from relax_rt.roles.trainers.orders import Order, give, received, sent, take
 from relax_rt.roles.trainers.sharing import Numbered, share
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import DeadlineExceeded, Refused
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
@@ -77,28 +78,17 @@ class RankBackend(Protocol):
     def accumulate(self, samples: Sequence[Sample]) -> Partial: ...
     def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult: ...
     def layout(self, dtype: str) -> Layout: ...
-    def export(self, into: memoryview | None, dtype: str) -> None:
-        """The weights of all ranks into rank 0's buffer; the others give None."""
+    def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = ...) -> None:
+        """The weights of all ranks into rank 0's buffer; the others give None. Called beside the other calls, so that
+        it uses no process group of theirs.
+
+        Args:
+            copied: called when this rank's weights may change.
+        """
 
     def snapshot(self) -> None: ...
     def write(self, folder: Path) -> None: ...
     def restore(self, folder: Path) -> None: ...
-
-
-def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
-    """A small plain value of each rank of a group, by rank, on all of them."""
-    data = msgspec.msgpack.encode(value)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    longest = max(int(size) for size in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    found = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(found, mine, group=group)
-    return [
-        msgspec.msgpack.decode(bytes(part[: int(size)].numpy()), type=type(value))
-        for part, size in zip(found, sizes, strict=True)
-    ]
 
 
 class Member:
@@ -106,6 +96,24 @@ class Member:
 
     def __init__(self, backend: RankBackend) -> None:
         self.backend, self.ranks = backend, backend.ranks
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def _export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        """This rank's part of a publication; `_copied` was cleared when it was ordered."""
+
+        def aside() -> None:
+            self._copied.set()
+            copied()
+
+        try:
+            self.backend.export(into, dtype, aside)
+        finally:
+            self._copied.set()
+
+    def _weights_may_change(self) -> None:
+        if not self._copied.wait(GATHER_S):
+            raise DeadlineExceeded(f"rank {self.ranks.rank} did not copy its weights aside within {GATHER_S:g} s")
 
     @property
     def _adapted(self) -> AdapterBackend:
@@ -137,6 +145,7 @@ class Member:
             Refused: one of them cannot read it, or it is of another model.
         """
         why, again = "", False
+        self._weights_may_change()
         try:
             self.backend.restore(folder)
         except UNREADABLE as error:
@@ -156,6 +165,7 @@ class Leader(Member):
     def __init__(self, backend: RankBackend) -> None:
         super().__init__(backend)
         self._turn = threading.Lock()
+        self._exporting = threading.Lock()
 
     @contextmanager
     def _order(
@@ -197,16 +207,23 @@ class Leader(Member):
         """The optimizer's step. What `before_update` waits for may need orders of its own, so it is called first."""
         before_update()
         with self._order("apply", options={"count": count, "number": number}):
-            return self.backend.apply(count, number)
+            return self.backend.apply(count, number, self._weights_may_change)
 
     def layout(self, dtype: str) -> Layout:
         """Where `export` puts each tensor."""
         return self.backend.layout(dtype)
 
-    def export(self, into: memoryview, dtype: str) -> None:
-        """The weights of all ranks by Hugging Face names."""
-        with self._order("export", options={"dtype": dtype}):
-            self.backend.export(into, dtype)
+    def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        """The weights of all ranks, as they are when their turn comes, by Hugging Face names; other orders are carried
+        out meanwhile.
+
+        Raises:
+            Unreachable: a rank is gone, or did not send its part in time. RelaxError: one could not copy it.
+        """
+        with self._exporting:
+            with self._order("export", options={"dtype": dtype}):
+                self._copied.clear()
+            self._export(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
         """See `AdapterBackend.export_base`."""
@@ -240,7 +257,7 @@ class Leader(Member):
 
     def close(self) -> None:
         """The others need not wait for orders any more."""
-        with self._order("end"):
+        with self._exporting, self._order("end"):
             pass
 
 
@@ -254,20 +271,41 @@ class Follower(Member):
     def __init__(self, backend: RankBackend, doing: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(backend)
         self._doing = doing
-        self._writing: threading.Thread | None = None
+        self._threads: dict[str, threading.Thread] = {}
         self._failed: BaseException | None = None
 
     def run(self) -> None:
-        """Follow rank 0. Raises what an order or the writing of a checkpoint raised."""
+        """Follow rank 0. Raises what an order, or what ran beside the orders, raised."""
         self._doing("")
         while (order := take(self.ranks.control)).name != "end":
-            if self._failed is not None:
-                raise self._failed
+            self._raise_failure()
             self._doing(order.name)
             self._carry_out(order)
             self._doing("")
-        if self._writing is not None:
-            self._writing.join()
+        for name in self._threads:
+            self._end_of(name)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _end_of(self, name: str) -> None:
+        """Wait for what runs beside the orders under this name; its own deadlines bound it."""
+        if name in self._threads:
+            self._threads[name].join()
+
+    def _beside(self, name: str, work: Callable[[], None]) -> None:
+        """Do it beside the orders that follow."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised when the next order comes
+                self._failed = error
+
+        self._threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads[name].start()
 
     def _carry_out(self, order: Order) -> None:
         samples, options = received(order.samples), order.options
@@ -280,9 +318,12 @@ class Follower(Member):
                 self.backend.objective.restore({name: float(value) for name, value in options.items()})
                 self._accumulate(samples)
             case "apply":
-                self.backend.apply(float(options["count"]), int(options["number"]))
+                self.backend.apply(float(options["count"]), int(options["number"]), self._weights_may_change)
             case "export":
-                self.backend.export(None, str(options["dtype"]))
+                dtype = str(options["dtype"])
+                self._end_of("export")
+                self._copied.clear()
+                self._beside("export", lambda: self._export(None, dtype))
             case "export_base":
                 self._adapted.export_base(None, str(options["dtype"]))
             case "adapters":
@@ -290,8 +331,8 @@ class Follower(Member):
             case "snapshot":
                 self.backend.snapshot()
             case "write":
-                self._writing = threading.Thread(target=self._write, args=(Path(str(options["folder"])),))
-                self._writing.start()
+                folder = Path(str(options["folder"]))
+                self._beside("write", lambda: self._write(folder))
             case "restore":
                 try:
                     self._restore(Path(str(options["folder"])))
@@ -311,6 +352,6 @@ class Follower(Member):
     def _write(self, folder: Path) -> None:
         try:
             self.backend.write(folder)
-        except BaseException as error:  # noqa: BLE001 - raised when the next order comes
-            self._failed = error
+        except BaseException as error:
             failure_of(folder, self.ranks.rank).write_text(str(error))
+            raise

@@ -277,9 +277,12 @@ class TorchBackend:
         """See `TrainerBackend.layout`."""
         return self.weights.layout(dtype)
 
-    def export(self, into: memoryview | None, dtype: str) -> None:
-        """Write the weights of all ranks, adapters merged, into rank 0's buffer; the other ranks give None."""
-        self.weights.export(into, dtype)
+    def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        """See `TrainerBackend.export` and `RankBackend.export`; adapters are merged."""
+        if self._ranks is None:
+            self.weights.export(into, dtype)
+        else:
+            self.weights.publish(into, dtype, copied)
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:
         """See `AdapterBackend.export_base`."""

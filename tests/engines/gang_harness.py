@@ -63,6 +63,21 @@ class Gang:
             assert ok, f"rank {number}: {answer}"
         return [answer for _, answer in answers]
 
+    def call_first(self, name: str, **options: Any) -> Any:
+        """`call` of a function at whose end not all ranks are there to answer; rank 0's answer."""
+        for rank in self._ranks:
+            rank.send((name, options))
+        assert self._ranks[0].poll(CALL_S), f"rank 0 does not answer to {name}"
+        ok, answer = self._ranks[0].recv()
+        assert ok, answer
+        return answer
+
+    def kill(self) -> None:
+        """End all ranks, whatever they do."""
+        for process in self._processes:
+            process.kill()
+        self.close()
+
     def weights(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
         """The gang's model by Hugging Face names."""
         layout, data = self.call("export", dtype=dtype)[0]

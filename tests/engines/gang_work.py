@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.sharing import share
 from relax_rt.roles.trainers.step import Batch, accumulate
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import Refused, RelaxError
+
+STEP_S = 60.0
+LATE_S = 0.7
 
 
 class Here:
@@ -152,3 +157,92 @@ def orders(here: Here, batch: list[Sample], count: float, folder: Path, damaged:
     found["restored"] = bytes(into)
     leader.close()
     return found
+
+
+def hold_back(here: Here) -> None:
+    """Until this rank has taken its next step, no part of a publication leaves it or arrives at it; and ranks that copy
+    their part aside are so late that the step's passes are done before."""
+    stepped = threading.Event()
+    channel, apply = here.ranks.publication, here.backend.apply
+    send, receive, memory = channel.send, channel.receive, channel.memory
+
+    def late_memory(nbytes: int) -> Any:
+        if not stepped.is_set():
+            time.sleep(LATE_S)
+        return memory(nbytes)
+
+    def applied(*arguments: Any) -> Any:
+        result = apply(*arguments)
+        stepped.set()
+        return result
+
+    def held(call: Callable[..., None]) -> Callable[..., None]:
+        def late(*arguments: Any) -> None:
+            assert stepped.wait(STEP_S), "the next step waits for the gather"
+            call(*arguments)
+
+        return late
+
+    here.backend.apply, channel.send, channel.receive = applied, held(send), held(receive)
+    channel.memory = late_memory
+
+
+def overlapped(here: Here, batch: list[Sample], count: float, folder: Path, dtype: str) -> dict[str, Any]:
+    """A publication that is gathered only after the next step was taken; a checkpoint of before it meanwhile, and the
+    end of the gang in the middle of the second one."""
+    hold_back(here)
+    if here.rank != 0:
+        Follower(here.backend).run()
+        return {"kept": here.ranks.publication._memory.numel()}
+    leader = Leader(here.backend)
+    first, second = (bytearray(leader.layout(dtype).nbytes) for _ in range(2))
+    copied = threading.Event()
+    thread = threading.Thread(target=lambda: leader.export(memoryview(first), dtype, copied.set))
+    thread.start()
+    assert copied.wait(STEP_S)
+    leader.accumulate(batch[:3])
+    leader.snapshot()
+    leader.write(folder)
+    leader.accumulate(batch[3:])
+    found: dict[str, Any] = {"empty": thread.is_alive(), "result": leader.apply(count, 1, copied.wait)}
+    thread.join(STEP_S)
+    found["first"] = bytes(first)
+    begun = threading.Event()
+    again = threading.Thread(target=lambda: leader.export(memoryview(second), dtype, begun.set))
+    again.start()
+    assert begun.wait(STEP_S)
+    leader.close()
+    found["second"] = bytes(second)
+    return found
+
+
+def struck(here: Here, how: int | None, after: int) -> dict[str, Any]:
+    """A publication in whose middle the last rank is struck: by a signal, or it cannot copy its weights."""
+    channel, last = here.ranks.publication, here.rank == here.world - 1
+    send, left = channel.send, [after]
+
+    def deadly(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            assert how is not None
+            os.kill(os.getpid(), how)
+        send(*arguments)
+
+    def too_large(_: int) -> Any:
+        raise MemoryError("no room for a copy")
+
+    if last and how is not None:
+        channel.send = deadly
+    elif last:
+        channel.memory = too_large
+    if here.rank != 0:
+        Follower(here.backend).run()
+        return {}
+    leader, found = Leader(here.backend), {}
+    copied = threading.Event()
+    began = time.monotonic()
+    try:
+        leader.export(memoryview(bytearray(leader.layout("float32").nbytes)), "float32", copied.set)
+    except RelaxError as error:
+        found = {"why": str(error), "kind": type(error).__name__}
+    return {**found, "seconds": time.monotonic() - began, "copied": copied.is_set()}

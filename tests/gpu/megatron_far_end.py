@@ -94,7 +94,7 @@ def resharded(model: Any) -> dict[str, torch.Tensor]:
     check_shards(plan, 0, shards)
     into = bytearray(plan.layout.nbytes)
     for bucket in plan.buckets:
-        assemble(plan, bucket, {0: contribute(plan, bucket, 0, shards).cpu()}, memoryview(into))
+        assemble(plan, bucket, 0, contribute(plan, bucket, 0, shards), memoryview(into))
     flat = torch.frombuffer(into, dtype=torch.uint8)
     return {
         e.name: flat[e.offset : e.offset + e.nbytes].view(torch.bfloat16).view(e.shape) for e in plan.layout.entries

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
@@ -23,6 +22,7 @@ from relax_rt.roles.sections import AlgorithmTable, TrainedSettings
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.blocks import MASTER, OptimizerFiles, Read, await_files, file_of, write
 from relax_rt.roles.trainers.budget import Accumulation, Budget, Fitting
+from relax_rt.roles.trainers.channel import Channel
 from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
@@ -42,7 +42,8 @@ from relax_rt.roles.trainers.megatron.weights import fill as fill_tensor
 from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.rates import learning_rate
 from relax_rt.roles.trainers.resharding import Division, Plan, naming_of, plan_buckets
-from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute
+from relax_rt.roles.trainers.resharding.assemble import check_shards
+from relax_rt.roles.trainers.resharding.gather import gather, publish
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, Layout
 
@@ -289,31 +290,10 @@ class MegatronBackend:
         """Where `export` puts each tensor."""
         return self._plan(dtype, stacked=self._stacked).layout
 
-    def export(self, into: memoryview | None, dtype: str) -> None:
-        """Write all ranks' weights, cast to dtype, into rank 0's buffer; the other ranks give None."""
-        self._gather(self._plan(dtype, stacked=self._stacked), into)
-
-    def _gather(self, plan: Plan, into: memoryview | None) -> None:
-        """Bucket by bucket, so that rank 0 holds little more than the buffer."""
-        ranks = self.ranks
-        for bucket in plan.buckets:
-            if ranks.rank in bucket.ranks:
-                mine = contribute(plan, bucket, ranks.rank, self._shards)
-                if ranks.rank != 0:
-                    dist.send(mine, 0, group=ranks.control)
-            if ranks.rank != 0:
-                continue
-            assert into is not None
-            parts = {}
-            item = DTYPES[plan.dtype].itemsize
-            for other in bucket.ranks:
-                if other == 0:
-                    parts[0] = mine
-                    continue
-                size = sum(part.rows * part.columns for part in bucket.of(other)) * item
-                parts[other] = torch.empty(size, dtype=torch.uint8)
-                dist.recv(parts[other], other, group=ranks.control)
-            assemble(plan, bucket, parts, into)
+    def export(self, into: memoryview | None, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        """See `RankBackend.export`."""
+        plan = self._plan(dtype, stacked=self._stacked)
+        publish(plan, self.ranks.publication, self._shards, into, copied)
 
     def _load(self, files: Files, masters: Read | None = None) -> None:
         """Weights from Hugging Face files; float32 copies of bfloat16 ones from `masters`, or the same files."""
@@ -335,7 +315,8 @@ class MegatronBackend:
         plan = self._plan(self._table.dtype, stacked=False)
         if self.ranks.rank == 0 and not self._snapshot_model:
             self._snapshot_model = bytearray(plan.layout.nbytes)
-        self._gather(plan, memoryview(self._snapshot_model) if self.ranks.rank == 0 else None)
+        into = memoryview(self._snapshot_model) if self.ranks.rank == 0 else None
+        gather(plan, Channel(self.ranks.control), self._shards, into)
 
     def write(self, folder: Path) -> None:
         """Write the last snapshot: each rank its optimizer's state, rank 0 the model in Hugging Face format. Rank 0

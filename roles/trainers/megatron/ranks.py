@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from relax_rt.roles.models.device import generator_states, set_generator_states
 from relax_rt.roles.planning.parallel import Sizes, coordinates
-from relax_rt.roles.trainers.gang import gathered
+from relax_rt.roles.trainers.channel import GATHER_S, Channel, gathered
 from relax_rt.roles.trainers.megatron.shims import prepare
 from relax_rt.transport.errors import Refused
 
@@ -31,12 +31,22 @@ class Ranks:
     Args:
         store: torch's, where the ranks meet. rank, local_rank: among all, and among those of this node.
         seed: of Megatron's random states; nothing that this backend computes draws from them, a loss of the user's may.
+        gather_s: deadline of each message of a publication, seconds.
 
     Raises:
         Refused: the sizes do not divide the ranks.
     """
 
-    def __init__(self, sizes: Sizes, store: Any, rank: int, *, local_rank: int = 0, seed: int = 1) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        store: Any,
+        rank: int,
+        *,
+        local_rank: int = 0,
+        seed: int = 1,
+        gather_s: float = GATHER_S,
+    ) -> None:
         prepare()
         self.sizes, self.rank = sizes, rank
         if sizes.world % sizes.model_ranks or sizes.world % sizes.expert_ranks:
@@ -69,6 +79,8 @@ class Ranks:
         self.pipeline_group: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
         """Between the ranks' processors; waits as long as it takes."""
+        self.publication = Channel.beside_training(self.device, gather_s)
+        """To rank 0's processor, beside all else."""
 
     @property
     def last_stage(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from relax_rt.roles.models.device import on_host
 from relax_rt.roles.trainers.resharding.plan import Bucket, Plan, Slice, entry_of
 from relax_rt.transport.errors import Refused
 
@@ -35,15 +36,28 @@ def check_shards(plan: Plan, rank: int, shards: Shards) -> None:
                 )
 
 
-def contribute(plan: Plan, bucket: Bucket, rank: int, shards: Shards) -> torch.Tensor:
-    """A rank's part of a bucket: its rows one after the other, in the published dtype, as bytes uint8 [n].
+def part_bytes(plan: Plan, bucket: Bucket, rank: int) -> int:
+    """Of a rank's part of a bucket."""
+    dtype: torch.dtype = getattr(torch, plan.dtype)
+    return sum(part.rows * part.columns for part in bucket.of(rank)) * dtype.itemsize
+
+
+def contribute(plan: Plan, bucket: Bucket, rank: int, shards: Shards, into: torch.Tensor | None = None) -> torch.Tensor:
+    """A rank's part of a bucket: its rows one after the other, in the published dtype, as bytes uint8 [n] in ordinary
+    memory.
+
+    Args:
+        into: where to, of so many bytes; None: memory of its own.
 
     Raises:
         Refused: a parameter is missing or of another shape.
     """
     mine = bucket.of(rank)
     dtype: torch.dtype = getattr(torch, plan.dtype)
-    out = torch.empty(sum(part.rows * part.columns for part in mine), dtype=dtype)
+    found = torch.empty(part_bytes(plan, bucket, rank), dtype=torch.uint8) if into is None else into
+    device = next((parameter.device for chunk in shards for parameter in chunk.values()), found.device)
+    # From a GPU a bucket leaves as a whole: many small copies would cost more.
+    out = (torch.empty_like(found, device=device) if device.type == "cuda" else found).view(dtype)
     at = 0
     for part in mine:
         entry = entry_of(plan, part)
@@ -55,32 +69,29 @@ def contribute(plan: Plan, bucket: Bucket, rank: int, shards: Shards) -> torch.T
         size = part.rows * part.columns
         out[at : at + size].view(rows.shape).copy_(rows)
         at += size
-    return out.view(torch.uint8)
+    if out.is_cuda:
+        on_host(out.view(torch.uint8), found)
+    return found
 
 
-def assemble(plan: Plan, bucket: Bucket, parts: Mapping[int, torch.Tensor], into: memoryview) -> None:
-    """Put the ranks' parts of a bucket where they belong in the flat buffer.
+def assemble(plan: Plan, bucket: Bucket, rank: int, part: torch.Tensor, into: memoryview) -> None:
+    """Put a rank's part of a bucket where it belongs in the flat buffer.
 
     Args:
-        parts: from `contribute`, by rank.
+        part: from `contribute`.
         into: the whole buffer, of plan.layout.nbytes.
 
     Raises:
-        Refused: a rank's part is missing or of another size; the tensors that it has rows of are named.
+        Refused: the part is of another size; the tensors that it has rows of are named.
     """
-    dtype: torch.dtype = getattr(torch, plan.dtype)
     if len(into) != plan.layout.nbytes:
         raise Refused(f"a buffer of {len(into)} bytes for weights", why=f"they have {plan.layout.nbytes}")
-    flat = torch.frombuffer(into, dtype=torch.uint8)
-    for rank in bucket.ranks:
-        mine = bucket.of(rank)
-        part = parts.get(rank)
-        want = sum(one.rows * one.columns for one in mine) * dtype.itemsize
-        if part is None or part.numel() != want:
-            names = ", ".join(dict.fromkeys(entry_of(plan, one).name for one in mine))
-            have = "nothing" if part is None else f"{part.numel()} bytes"
-            raise Refused(f"rows of {names}", why=f"rank {rank} gave {have} of {want} bytes for bucket {bucket.number}")
-        _place(plan, mine, part.view(dtype), flat)
+    mine, want = bucket.of(rank), part_bytes(plan, bucket, rank)
+    if part.numel() != want:
+        names = ", ".join(dict.fromkeys(entry_of(plan, one).name for one in mine))
+        why = f"rank {rank} gave {part.numel()} of {want} bytes for bucket {bucket.number}"
+        raise Refused(f"rows of {names}", why=why)
+    _place(plan, mine, part.view(getattr(torch, plan.dtype)), torch.frombuffer(into, dtype=torch.uint8))
 
 
 def _place(plan: Plan, mine: list[Slice], values: torch.Tensor, flat: torch.Tensor) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from relax_rt.roles.models.device import on_host
 from relax_rt.roles.trainers.blocks import Block
+from relax_rt.roles.trainers.channel import Channel
 from relax_rt.roles.trainers.logprobs import predicted
 from relax_rt.roles.trainers.packing import MicroBatch
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
@@ -128,29 +128,22 @@ def piece_of(name: str, parameter: torch.nn.Parameter, ranks: TorchRanks | None)
     return Piece(name, shape, parameter, local, row, rows)
 
 
-def to_rank_0(values: torch.Tensor, shape: Sequence[int], into: torch.Tensor | None, ranks: TorchRanks | None) -> None:
-    """A tensor of all ranks' rows into rank 0's memory, in messages of bounded size and without a further copy there.
+def to_rank_0(piece: Piece, mine: torch.Tensor, into: torch.Tensor | None, row_bytes: int, channel: Channel) -> None:
+    """The rows of a tensor that all ranks but the first have, into its memory, in messages of bounded size and without
+    a further copy there.
 
     Args:
-        values: this rank's rows, contiguous, in the dtype wanted, on any device.
-        shape: of the whole. into: uint8 [bytes of the whole], on rank 0, on the CPU.
+        mine: this rank's rows, uint8 [bytes], on any device. into: uint8 [bytes of the whole], on rank 0, on the CPU.
     """
-    mine = values.reshape(-1).view(torch.uint8)
-    if ranks is None or ranks.rank == 0:
-        assert into is not None
-        on_host(mine, into[: len(mine)])
-    if ranks is None:
-        return
-    row_bytes = math.prod(shape[1:]) * values.element_size()
-    for rank in range(1, ranks.world):
-        first, rows = rows_of(shape[0], rank, ranks.world)
+    for rank in range(1, channel.world):
+        first, rows = rows_of(piece.shape[0], rank, channel.world)
         for at, end in _messages(rows * row_bytes):
-            if ranks.rank == 0:
+            if channel.rank == 0:
                 assert into is not None
-                dist.recv(into[first * row_bytes + at : first * row_bytes + end], rank, group=ranks.control)
-            elif ranks.rank == rank:
+                channel.receive(into[first * row_bytes + at : first * row_bytes + end], rank, piece.name)
+            elif channel.rank == rank:
                 message = mine[at:end]
-                dist.send(message if message.is_cpu else on_host(message), 0, group=ranks.control)
+                channel.send(message if message.is_cpu else on_host(message), piece.name)
 
 
 def _messages(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from relax_rt.roles.models.device import CPU
-from relax_rt.roles.trainers.gang import gathered
+from relax_rt.roles.trainers.channel import GATHER_S, Channel, gathered
 
 T = TypeVar("T")
 
@@ -27,12 +27,16 @@ class TorchRanks:
     Args:
         store: torch's, where the ranks meet. rank, world: this one's number, and how many there are.
         device: that this rank computes on: GPUs talk over NCCL, CPUs over gloo. All ranks have one kind.
+        gather_s: deadline of each message of a publication, seconds.
 
     Attributes:
         mesh: of all ranks. control: between their processors; waits as long as it takes.
+        publication: to rank 0's processor, beside all else.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, device: torch.device = CPU) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, device: torch.device = CPU, *, gather_s: float = GATHER_S
+    ) -> None:
         self.rank, self.world = rank, world
         dist.init_process_group(
             BACKENDS[device.type],
@@ -43,6 +47,7 @@ class TorchRanks:
         )
         self.mesh: DeviceMesh = init_device_mesh(device.type, (world,))
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=IDLE)
+        self.publication = Channel.beside_training(device, gather_s)
 
     @property
     def replica(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from relax_rt.roles.trainers.torch.pieces import Piece, piece_of, to_rank_0
+from relax_rt.roles.models.device import on_host
+from relax_rt.roles.trainers.channel import Channel
+from relax_rt.roles.trainers.torch.pieces import Piece, piece_of, rows_of, to_rank_0
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.versions import ROOT
@@ -79,14 +81,42 @@ class Weights:
 
     def export(self, into: memoryview | None, dtype: str, *, merged: bool = True) -> None:
         """All weights, adapters merged or left out, cast to dtype, into rank 0's buffer of the layout's size; other
-        ranks give None. Tensor by tensor: besides the buffer nothing large is held."""
-        target: torch.dtype = getattr(torch, dtype)
-        flat = torch.frombuffer(into, dtype=torch.uint8) if into is not None else None
+        ranks give None. Tensor by tensor: besides the buffer nothing large is held. Nothing may change them meanwhile,
+        and all ranks do this at the same time as all else."""
+        channel = Channel(self.ranks.control) if self.ranks is not None else None
         with torch.no_grad():
-            for entry, piece in zip(self.layout(dtype).entries, self.published, strict=True):
-                place = flat[entry.offset : entry.offset + entry.nbytes] if flat is not None else None
+            for place, row_bytes, piece in self._places(into, dtype):
                 values = self.merged(piece) if merged else piece.values.detach()
-                to_rank_0(values.to(target), piece.shape, place, self.ranks)
+                mine = _bytes(values.to(getattr(torch, dtype)))
+                if place is not None:
+                    on_host(mine, place[: len(mine)])
+                if channel is not None:
+                    to_rank_0(piece, mine, place, row_bytes, channel)
+
+    def publish(self, into: memoryview | None, dtype: str, copied: Callable[[], None]) -> None:
+        """`export` beside the next step: the weights of all ranks, adapters merged, as they are until `copied` is
+        called. The other ranks hold their rows in that dtype meanwhile; rank 0 puts its own into the buffer at once."""
+        assert self.ranks is not None, "one process has its weights at hand"
+        channel = self.ranks.publication
+        factors = {name: self._whole_beside(one.a, channel) for name, one in self.adapters.items()}
+        places = list(self._places(into, dtype))
+        sizes = [row_bytes * piece.rows for _, row_bytes, piece in places]
+        kept: Sequence[torch.Tensor] = ()
+        with channel.copying(copied), torch.no_grad():
+            if channel.rank != 0:
+                kept = torch.split(channel.memory(sum(sizes)), sizes)
+            for number, (place, _, piece) in enumerate(places):
+                values = self.merged(piece, factors.get(piece.name)).to(getattr(torch, dtype))
+                on_host(_bytes(values), kept[number] if place is None else place[: sizes[number]])
+        for number, (place, row_bytes, piece) in enumerate(places):
+            to_rank_0(piece, kept[number] if place is None else place, place, row_bytes, channel)
+
+    def _places(self, into: memoryview | None, dtype: str) -> Iterator[tuple[torch.Tensor | None, int, Piece]]:
+        """For each published tensor its bytes of the buffer, on rank 0, and the bytes of a row."""
+        flat = torch.frombuffer(into, dtype=torch.uint8) if into is not None else None
+        for entry, piece in zip(self.layout(dtype).entries, self.published, strict=True):
+            place = flat[entry.offset : entry.offset + entry.nbytes] if flat is not None else None
+            yield place, entry.nbytes // max(piece.shape[0] if piece.shape else 1, 1), piece
 
     def low_rank(self) -> Lora:
         """A copy of all adapters, whole on every rank; all ask at the same time.
@@ -103,15 +133,19 @@ class Weights:
         one = next(iter(self.adapters.values()))
         return Lora(one.a.shape[0], one.alpha, ROOT, "", copies)
 
-    def merged(self, piece: Piece) -> torch.Tensor:
-        """The rows of a weight as published; all ranks ask for the same one.
+    def merged(self, piece: Piece, a: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows of a weight as published.
 
         W + (alpha / r) B A, Hu et al. 2021 (arXiv 2106.09685), section 4.1.
+
+        Args:
+            a: all of A; unless given, all ranks ask for the same weight.
         """
         adapter = self.adapters.get(piece.name)
         if adapter is None:
             return piece.values.detach()
-        return torch.addmm(piece.values.detach(), adapter.b.values.detach(), self.whole(adapter.a), alpha=adapter.scale)
+        a = self.whole(adapter.a) if a is None else a
+        return torch.addmm(piece.values.detach(), adapter.b.values.detach(), a, alpha=adapter.scale)
 
     def whole(self, piece: Piece) -> torch.Tensor:
         """A small tensor of all ranks' rows, on each of them; all ask for the same one."""
@@ -121,6 +155,17 @@ class Weights:
         with torch.no_grad():
             found: torch.Tensor = sharded.full_tensor()
         return found
+
+    @staticmethod
+    def _whole_beside(piece: Piece, channel: Channel) -> torch.Tensor:
+        """`whole` without the groups that training uses."""
+        rows = piece.shape[0]
+        found = channel.whole(piece.values.detach(), rows_of(rows, 0, channel.world)[1])[:rows]
+        return found.to(piece.values.device)
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
 
 
 def _copied(values: torch.Tensor) -> torch.Tensor:

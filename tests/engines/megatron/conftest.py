@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("megatron_parts", "gang_harness")
+pytest.register_assert_rewrite("megatron_parts", "gang_harness", "gang_publication")
 for folder in (HERE, HERE.parents[1] / "integration"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # runs that are watched and harmed from outside are made there

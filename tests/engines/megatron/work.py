@@ -8,13 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gang_work import Here, export, grads, logprobs, mine, orders, restore, save, step, streamed, use, write
+from gang_work import (
+    Here,
+    export,
+    grads,
+    logprobs,
+    mine,
+    orders,
+    overlapped,
+    restore,
+    save,
+    step,
+    streamed,
+    struck,
+    use,
+    write,
+)
 
 from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
 from relax_rt.roles.trainers.budget import Budget
+from relax_rt.roles.trainers.megatron import backend
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
 from relax_rt.roles.trainers.megatron.model import sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
+from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
 sys.path.append(str(Path(__file__).parents[2] / "unit" / "trainer"))
 from starved import failing_backward
@@ -29,12 +46,14 @@ __all__ = [
     "logprobs",
     "mine",
     "orders",
+    "overlapped",
     "restore",
     "save",
     "starve",
     "step",
     "steps",
     "streamed",
+    "struck",
     "use",
     "write",
 ]
@@ -48,15 +67,19 @@ def build(
     temperature: float = 1.0,
     stacked: bool = True,
     kept: Path | None = None,
+    gather_s: float = 60.0,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
     """A backend with this division of the gang's ranks.
 
     Args:
         kept: folder where each rank keeps what it learns of its memory.
+        gather_s: deadline of each message of a publication. bucket_bytes: of its parts, at most.
     """
     here.leave()
     table = TrainerSettings(**{"backend": "megatron", "dtype": "float32", "count": here.world, **division})
-    here.ranks = Ranks(sizes_of(table), here.next_store(), here.rank)
+    here.ranks = Ranks(sizes_of(table), here.next_store(), here.rank, gather_s=gather_s)
+    backend.BUCKET_BYTES = bucket_bytes
     here.backend = MegatronBackend(
         model,
         AlgorithmTable(**algorithm),

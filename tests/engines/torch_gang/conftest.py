@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("gang_harness")
+pytest.register_assert_rewrite("gang_harness", "gang_publication")
 INTEGRATION = HERE.parents[1] / "integration"
 if str(INTEGRATION) not in sys.path:
     sys.path.append(str(INTEGRATION))  # runs that are watched and harmed from outside are made there

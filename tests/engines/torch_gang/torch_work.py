@@ -6,7 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gang_work import Here, export, grads, logprobs, mine, orders, restore, save, step, streamed, use, write
+from gang_work import (
+    Here,
+    export,
+    grads,
+    logprobs,
+    mine,
+    orders,
+    overlapped,
+    restore,
+    save,
+    step,
+    streamed,
+    struck,
+    use,
+    write,
+)
 
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.budget import Budget
@@ -24,11 +39,13 @@ __all__ = [
     "mine",
     "moved",
     "orders",
+    "overlapped",
     "poor",
     "restore",
     "save",
     "step",
     "streamed",
+    "struck",
     "use",
     "write",
 ]
@@ -42,10 +59,11 @@ def build(
     lora: dict[str, Any] | None = None,
     dtype: str = "float32",
     kept: Path | None = None,
+    gather_s: float = 60.0,
 ) -> None:
     """A backend over all ranks; one alone shares with none."""
     here.leave()
-    here.ranks = TorchRanks(here.next_store(), here.rank, here.world) if here.world > 1 else None
+    here.ranks = TorchRanks(here.next_store(), here.rank, here.world, gather_s=gather_s) if here.world > 1 else None
     here.backend = TorchBackend(
         model,
         AlgorithmTable(**algorithm),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from relax_rt.roles.planning.parallel import Sizes  # noqa: E402
 from relax_rt.roles.planning.shape import shape_of  # noqa: E402
 from relax_rt.roles.trainers.resharding import Division, Naming, Plan, naming_of, plan_buckets, targets  # noqa: E402
 from relax_rt.roles.trainers.resharding.assemble import assemble, check_shards, contribute  # noqa: E402
+from relax_rt.roles.trainers.resharding.gather import publish  # noqa: E402
 from relax_rt.transport.errors import Refused  # noqa: E402
 
 
@@ -52,8 +55,8 @@ def gather(plan: Plan, ranks: list[list[State]]) -> bytearray:
         check_shards(plan, rank, shards)
     into = bytearray(plan.layout.nbytes)
     for bucket in plan.buckets:
-        parts = {rank: contribute(plan, bucket, rank, ranks[rank]) for rank in bucket.ranks}
-        assemble(plan, bucket, parts, memoryview(into))
+        for rank in bucket.ranks:
+            assemble(plan, bucket, rank, contribute(plan, bucket, rank, ranks[rank]), memoryview(into))
     return into
 
 
@@ -153,6 +156,54 @@ def test_weights_are_published_in_another_dtype() -> None:
     assert all(torch.equal(again[name], value.bfloat16()) for name, value in state.items())
 
 
+class Post:
+    """A `Channel` of ranks that come one after the other, rank 0 last."""
+
+    def __init__(self) -> None:
+        self.rank, self.letters, self.kept = 0, dict[int, list[Any]](), 0
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        self.kept = nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    @contextmanager
+    def copying(self, copied: Callable[[], None]) -> Iterator[None]:
+        yield
+        copied()
+
+    def send(self, part: torch.Tensor, what: str) -> None:
+        self.letters.setdefault(self.rank, []).append((what, part))
+
+    def receive(self, into: torch.Tensor, rank: int, what: str) -> None:
+        sent, part = self.letters[rank].pop(0)
+        assert sent == what
+        into.copy_(part)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gang", [Gang(tp=2, pp=2), Gang(dp=4), Gang(tp=2, dp=2, ep=2, etp=2)], ids=str)
+def test_what_is_published_was_copied_before_the_weights_changed(gang: Gang, dtype: str) -> None:
+    config = config_of("qwen3_moe")
+    ranks = shard(make_state(config), config, gang)
+    plan = plan_buckets(shape_of(config), division_of(gang, config), dtype=dtype, bucket_bytes=300)
+    wanted, into, post = gather(plan, ranks), bytearray(plan.layout.nbytes), Post()
+    held = 0
+
+    def next_step() -> None:
+        for chunk in ranks[post.rank]:
+            for value in chunk.values():
+                value.fill_(float("nan"))
+
+    for post.rank in reversed(range(gang.world)):
+        shards = [{name: value.clone() for name, value in chunk.items()} for chunk in ranks[post.rank]]
+        ranks[post.rank] = shards
+        publish(plan, post, shards, memoryview(into) if post.rank == 0 else None, next_step)  # type: ignore[arg-type]
+        own = sum(value.numel() for chunk in shards for value in chunk.values()) * getattr(torch, dtype).itemsize
+        assert post.kept <= own
+        held += post.kept if post.rank else 0
+    assert into == wanted and held < plan.layout.nbytes
+
+
 def one_layer() -> tuple[Plan, list[list[State]]]:
     config = config_of("qwen3")
     gang = Gang(tp=2)
@@ -193,14 +244,14 @@ def test_a_parameter_without_a_place_is_named() -> None:
         check_shards(plan, 0, ranks[0])
 
 
-def test_a_part_that_did_not_come_is_named() -> None:
+def test_a_part_that_is_not_whole_is_named() -> None:
     plan, ranks = one_layer()
     (bucket,) = plan.buckets
-    parts = {0: contribute(plan, bucket, 0, ranks[0])}
-    with pytest.raises(Refused, match=r"rows of model.embed_tokens.weight, .*rank 1 gave nothing of \d+ bytes"):
-        assemble(plan, bucket, parts, memoryview(bytearray(plan.layout.nbytes)))
+    part = contribute(plan, bucket, 1, ranks[1])
+    with pytest.raises(Refused, match=r"rows of model.embed_tokens.weight, .*rank 1 gave \d+ of \d+ bytes"):
+        assemble(plan, bucket, 1, part[:-4], memoryview(bytearray(plan.layout.nbytes)))
     with pytest.raises(Refused, match="a buffer of 3 bytes"):
-        assemble(plan, bucket, parts, memoryview(bytearray(3)))
+        assemble(plan, bucket, 1, part, memoryview(bytearray(3)))
 
 
 @pytest.mark.parametrize(

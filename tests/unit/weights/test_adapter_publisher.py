@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -35,7 +36,7 @@ class Adapted(Backend):
     def layout(self, dtype: str) -> Layout:
         return LAYOUT
 
-    def export(self, into: memoryview, dtype: str) -> None:
+    def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
         raise AssertionError("all weights are copied")
 
     def export_base(self, into: memoryview | None, dtype: str) -> None:

@@ -20,12 +20,12 @@ from relax_rt.roles.publication import publisher as module
 from relax_rt.roles.publication.publisher import Publisher
 from relax_rt.roles.sections import PublicationTable
 from relax_rt.roles.trainers.base import TrainerBackend
-from relax_rt.transport.errors import DeadlineExceeded, OutOfSpace, Refused, StaleEpoch, Unreachable
+from relax_rt.transport.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout, Manifest, layout_of
 from relax_rt.transport.weights.source import DeltaSource, StageSource, stage_source
-from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage
+from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, read_manifest
 
 LAYOUT = layout_of([("w", "bfloat16", (4000,), 8000)])
 SOON_S = 5.0
@@ -101,7 +101,7 @@ class Backend:
     def layout(self, dtype: str) -> Layout:
         return LAYOUT
 
-    def export(self, into: memoryview, dtype: str) -> None:
+    def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
         self.copying.set()
         assert self.go_on.wait(SOON_S)
         into[:] = b"\x01" * LAYOUT.nbytes
@@ -170,6 +170,59 @@ async def test_the_trainer_goes_on_while_its_weights_are_copied_and_committed(tm
         world.source(1).copy_into(memoryview(into))
         assert into[0] == 1
         assert world.ctx.ready_at == [1]
+
+
+class Sharded(Backend):
+    """A gang's: this rank's copy is made at once, the parts of the others come as late as a test likes."""
+
+    fails = False
+
+    def export(self, into: memoryview, dtype: str, copied: Callable[[], None] = lambda: None) -> None:
+        value = self.value
+        copied()
+        into[:] = b"\x01" * LAYOUT.nbytes
+        into[0] = value
+        self.copying.set()
+        assert self.go_on.wait(SOON_S)
+        if self.fails:
+            raise Unreachable("the weights of the gang: bucket 2 of 3 from rank 1", why="Connection closed by peer")
+
+
+async def test_the_optimizer_waits_for_copies_and_not_until_they_are_gathered(tmp_path: Path) -> None:
+    async with world_of(tmp_path, Sharded()) as world:
+        world.backend.go_on.clear()
+        await world.publish(1)
+        held = await asyncio.wait_for(asyncio.to_thread(world.publisher.weights_may_change), SOON_S)
+        world.backend.value = 99
+        assert held < SOON_S / 2 and world.ctx.registry.committed == []
+        assert await asyncio.to_thread(world.backend.copying.wait, SOON_S)
+        # The publication after it would wait, and it is seen what for.
+        waiting = asyncio.create_task(world.publisher.through())
+        await soon(lambda: any("version 1 is brought to the stage" in wait for wait in world.ctx.progress.waits))
+        assert not waiting.done()
+        world.backend.go_on.set()
+        await asyncio.wait_for(waiting, SOON_S)
+        into = bytearray(LAYOUT.nbytes)
+        world.source(1).copy_into(memoryview(into))
+        assert into[0] == 1
+        (facts,) = [told for kind, told in world.ctx.events if kind == "published"]
+        assert facts["export_s"] < facts["stage_s"]
+
+
+async def test_what_was_not_gathered_whole_is_never_committed(tmp_path: Path) -> None:
+    async with world_of(tmp_path, Sharded()) as world:
+        await world.publish(1)
+        await asyncio.wait_for(world.publisher.through(), SOON_S)
+        cast(Sharded, world.backend).fails = True
+        await world.publish(2)
+        assert world.publisher.current is not None
+        await asyncio.wait([world.publisher.current], timeout=SOON_S)
+        await asyncio.to_thread(world.publisher.weights_may_change)
+        with pytest.raises(Unreachable, match="bucket 2 of 3 from rank 1"):
+            world.publisher.check()
+        assert [record.version for record in world.ctx.registry.committed] == [1]
+        with pytest.raises(Gone):
+            read_manifest(tmp_path, 2)
 
 
 async def test_one_publication_at_a_time_and_the_wait_is_seen(tmp_path: Path) -> None:
@@ -429,7 +482,7 @@ async def test_a_version_is_what_arrives_where_fewer_bits_are_sent(tmp_path: Pat
     layout = layout_of([("w", "bfloat16", (40, 100), 8000)])
     values = torch.linspace(-2, 3, 4000).to(torch.bfloat16)
     async with world_of(tmp_path, wire_dtype="float8") as world:
-        world.backend.export = lambda into, dtype: torch.frombuffer(into, dtype=torch.bfloat16).copy_(values)  # type: ignore[method-assign]
+        world.backend.export = lambda into, *_: torch.frombuffer(into, dtype=torch.bfloat16).copy_(values)  # type: ignore[method-assign]
         world.backend.layout = lambda dtype: layout  # type: ignore[method-assign]
         for version in (1, 2):
             await world.publish(version)
