@@ -295,7 +295,7 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
         mib = config.queue.capacity_mib
         yield Component("queue", mib * MIB, f"queue.capacity_mib {mib}, at most on one node")
     engines = [slot for slot in here if isinstance(config.roles[slot.kind], EngineSettings)]
-    if engines:
+    if engines or head:  # the trainer's own stage is there
         buffer = shape.parameters * published_width(config)
         how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
         deltas = int(delta_parts(config) * buffer) if head else 0

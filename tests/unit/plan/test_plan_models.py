@@ -20,14 +20,14 @@ TEACHER = (*ROOM, "algorithm.name=distillation", "roles.reference.count=2", "rol
 PUBLISHED = 2 * 8_190_735_360
 
 
-def config_of(*overrides: str) -> RLConfig:
-    config = load_config(FOLDER / "roles.toml", overrides, inventory=load_inventory(FOLDER / "nodes.toml"))
+def config_of(*overrides: str, folder: Path = FOLDER) -> RLConfig:
+    config = load_config(folder / "roles.toml", overrides, inventory=load_inventory(folder / "nodes.toml"))
     assert isinstance(config, RLConfig)
     return config
 
 
-def planned(*overrides: str) -> HardwarePlan:
-    found = plan_on(config_of(*overrides), load_inventory(FOLDER / "nodes.toml"))
+def planned(*overrides: str, folder: Path = FOLDER) -> HardwarePlan:
+    found = plan_on(config_of(*overrides, folder=folder), load_inventory(folder / "nodes.toml"))
     assert isinstance(found, HardwarePlan), found
     return found
 
@@ -96,3 +96,16 @@ def test_engines_hold_a_version_while_they_swap_to_it() -> None:
     assert memory(plan, "rollout/0")["broadcast memory"] == PUBLISHED
     assert memory(plan, "trainer/0")["published weights"] == PUBLISHED
     assert "published weights" not in memory(plan, "trainer/1")
+
+
+def test_deltas_lie_on_the_trainers_node_and_come_to_others_in_a_process() -> None:
+    folder, nodes, parts = FOLDER.parent / "h100x16_qwen3_30b_a3b", 'supervision.nodes.listen="127.0.0.1:0"', []
+    for delta in ("false", "true"):
+        plan = planned(nodes, f"publication.delta={delta}", folder=folder)
+        parts.append([{part.name: part.bytes for part in host.components} for host in plan.hosts])
+    (head, other), (head_with, other_with) = parts
+    whole = 2 * read_shape(folder / "model").parameters
+    # On the trainer's node without engines: those that lead to the committed one and one that is written, and two that
+    # are still read from elsewhere.
+    assert head_with["weight stage"] - head["weight stage"] == 2 * whole and "deltas as they come" not in head_with
+    assert other_with == {**other, "deltas as they come": whole // 2}

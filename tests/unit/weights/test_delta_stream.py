@@ -314,6 +314,20 @@ def test_fewer_bits_are_sent_where_the_delta_is_larger(tmp_path: Path) -> None:
     stage.close()
 
 
+def test_a_large_delta_that_is_gone_leaves_nothing_behind_on_the_connection(tmp_path: Path) -> None:
+    """Each part of it that was asked for is answered with that."""
+    count = 4 << 20
+    home = Home(tmp_path / "home", layout_of([("w", "bfloat16", (count,), 2 * count)]))
+    with serving(home.folder) as address:
+        mirror = StageMirror(tmp_path / "away", lambda: address, KEYS, chunk_bytes=64 << 10, connections=1)
+        content(home, mirror, home.publish())
+        record = home.publish(count // 6)
+        assert home.delta(record).stat().st_size > 20 * (64 << 10)
+        home.delta(record).unlink()
+        same, crossed = content(home, mirror, record)
+        assert same and crossed > home.layout.nbytes and "delta to policy version 2" in mirror.why_full
+
+
 @pytest.mark.long
 def test_a_server_that_dies_while_a_delta_crosses_is_found_again(tmp_path: Path) -> None:
     count = 24 << 20
