@@ -1,7 +1,9 @@
-"""A run whose episodes are played by a program on the `openai` client, while the gateway and the env role die."""
+"""A run whose episodes are played by a program on the `openai` client, while gateway, spawner and env role die."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from tiny_run import TinyRun, processes, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
+from relax_rt.supervision import procfs
 
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
@@ -115,6 +118,12 @@ def playing(run: TinyRun) -> list[int]:
     return found
 
 
+def spawner(run: TinyRun) -> int:
+    """The process that starts the programs."""
+    found = procfs.children(run.slot("env/0")["pid"])
+    return next(pid for pid in found if b"program_spawner" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
 def check(run: TinyRun, steps: int) -> None:
     """All steps were taken, on episodes that the env role says it made, none of them twice."""
     path = steps_that_count(run.records("step"))
@@ -133,7 +142,7 @@ def check(run: TinyRun, steps: int) -> None:
     assert when[0] == ("before", 0) and when[-1] == ("after", steps)
 
 
-def test_a_program_s_episodes_are_trained_once_though_gateway_and_env_die_in_the_middle(make: Make) -> None:
+def test_a_program_s_episodes_are_trained_once_though_gateway_spawner_and_env_die_in_the_middle(make: Make) -> None:
     run = make().start()
     run.until("a few steps", lambda: run.last_step() >= 2)
     run.kill("gateway/0")
@@ -141,6 +150,11 @@ def test_a_program_s_episodes_are_trained_once_though_gateway_and_env_die_in_the
     lost = run.events("episode_lost")
     assert lost, "no episode was at work"
     assert sum(record["lost"] for record in run.records("env")) >= 1
+    os.kill(spawner(run), signal.SIGSTOP)
+    run.until("one that answers", lambda: run.events("spawner_lost"))
+    assert "did not answer" in run.events("spawner_lost")[0]["why"] and run.events("spawner_lost")[0]["programs"] >= 1
+    so_far = run.last_step()
+    run.until("episodes of another spawner", lambda: run.last_step() >= so_far + 3)
     before = playing(run)
     run.kill("env/0")
     after = playing(run)
