@@ -122,6 +122,7 @@ class EvaluatorRole(Role):
         tasks = (work, broken, stop)
         try:
             finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.failure.check()
             for task in finished:
                 task.result()
         finally:

@@ -91,6 +91,7 @@ class GenrmRole(Role):
         stop = asyncio.create_task(self.ctx.stopping.wait())
         try:
             finished, _ = await asyncio.wait([stop, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            self.failure.check()
             for task in finished:
                 task.result()
         finally:

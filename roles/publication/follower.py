@@ -206,6 +206,11 @@ class EngineFailure:
         if not self._future.done():
             self._future.set_exception(error)
 
+    def check(self) -> None:
+        """Raises what ended the engine, if it has: a better reason than that of who stumbled over it."""
+        if self._future.done():
+            self._future.result()
+
     async def wait(self) -> None:
         """Raises what ended the engine; never returns otherwise."""
         await asyncio.shield(self._future)

@@ -183,11 +183,13 @@ class RolloutRole(Role):
         over: list[asyncio.Task[None]] = []
         try:
             finished, _ = await asyncio.wait([stop, ask, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            self.failure.check()
             for task in finished:
                 task.result()
             ask.cancel()
             over.append(asyncio.create_task(self._hand_over()))
             finished, _ = await asyncio.wait([*over, *jobs], return_when=asyncio.FIRST_COMPLETED)
+            self.failure.check()
             for task in finished:
                 task.result()
         finally:

@@ -381,8 +381,7 @@ class SglangEngine:
             try:
                 await self._drain()
             except RelaxError as error:
-                await self._give_up(error)
-                raise
+                raise await self._give_up(error) from error
             except BaseException:
                 # Whoever gave up does not resume: what was interrupted goes on.
                 if before is None:
@@ -425,13 +424,15 @@ class SglangEngine:
         if self._failed is not None:
             raise EngineEnded("the SGLang engine", why=f"it failed: {self._failed}", hint="its role starts a new one")
 
-    async def _give_up(self, error: RelaxError) -> None:
-        """The engine is out over a call of the server. Where that has ended, this is a better reason than no answer."""
+    async def _give_up(self, error: RelaxError) -> RelaxError:
+        """The engine is out over a call of the server; answers with why. Where the server has ended, this is a better
+        reason than no answer."""
         try:
             if isinstance(error, Unreachable):
                 await self._server.end_told()
         finally:
             self._fail(self._server.explain(error))
+        return self._failed if isinstance(self._failed, RelaxError) else error
 
     @asynccontextmanager
     async def _still(self, name: str, why: str) -> AsyncIterator[None]:
@@ -442,8 +443,7 @@ class SglangEngine:
                 await self._drain()
                 yield
             except RelaxError as error:
-                await self._give_up(error)
-                raise
+                raise await self._give_up(error) from error
             except BaseException as error:
                 self._fail(Refused(f"a change of the SGLang server ({why})", why=f"it was broken off: {error!r}"))
                 raise

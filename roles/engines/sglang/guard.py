@@ -1,9 +1,10 @@
 """The process between a role and its inference server: nothing of the server outlives the role, its log is bounded.
 
-``python -m relax_rt.roles.engines.sglang.guard --lifeline FD --log FILE --log-mib N -- <server's command>`` starts the
-command in a session of its own and pumps its output into the log. The lifeline is the reading end of a pipe whose other
-end only the role has: when that is closed, by the role or by its death, the server and all its descendants are killed
-(the guard is a subreaper). It ends with the server's exit status.
+``python -m relax_rt.roles.engines.sglang.guard --lifeline FD [--told FD] --log FILE --log-mib N -- <server's command>``
+starts the command in a session of its own and pumps its output into the log. The lifeline is the reading end of a pipe
+whose other end only the role has: when that is closed, by the role or by its death, the server and all its descendants
+are killed (the guard is a subreaper). It writes the server's exit status to `--told` as soon as the server has ended,
+cleans up, and ends with that status.
 
 Standard library only: it starts in a fraction of a second and is small beside the server.
 """
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; answers with the exit status to leave with."""
     parser = argparse.ArgumentParser(prog="relax_rt.roles.engines.sglang.guard")
     parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--told", type=int, default=-1)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--log-mib", type=int, required=True)
     parser.add_argument("--set", action="append", default=[], help="NAME=VALUE of the server's environment")
@@ -81,7 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     # SGLang's processes send it to their parent when they fail, and orphans of theirs are our children. A handler, not
     # SIG_IGN, which the server would inherit.
     signal.signal(signal.SIGQUIT, lambda *_: None)
-    os.set_inheritable(options.lifeline, False)
+    for descriptor in (options.lifeline, options.told):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
     environment = {name: value for name, value in os.environ.items() if name not in options.unset}
     environment |= dict(pair.split("=", 1) for pair in options.set)
     server = subprocess.Popen(
@@ -95,7 +99,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     shared: set[Segment] = set()
     try:
-        return watch(server, options.lifeline, RotatingLog(options.log, options.log_mib << 20), shared)
+        status, ended = watch(server, options.lifeline, RotatingLog(options.log, options.log_mib << 20), shared)
+        if ended and options.told >= 0:
+            # Cleaning up takes seconds where a tracker is late.
+            with suppress(OSError):
+                os.write(options.told, b"%d" % status)
+        return status
     finally:
         end_all(shared)
 
@@ -194,8 +203,8 @@ def _die_with_guard() -> None:
     procfs.prctl(procfs.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shared: set[Segment]) -> int:
-    """Pump the log until the server has ended or the role wants it to; the exit status."""
+def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shared: set[Segment]) -> tuple[int, bool]:
+    """Pump the log until the server has ended or the role wants it to; the exit status, and whether it has ended."""
     last_look = time.monotonic()
     next_look = last_look + LOOK_EVERY_S
     assert server.stdout is not None
@@ -222,10 +231,10 @@ def watch(server: subprocess.Popen[bytes], lifeline: int, log: RotatingLog, shar
             if ended in ready:
                 while _pump(output, log):
                     pass
-                return _status(server.wait())
+                return _status(server.wait()), True
             if lifeline in ready:
                 # Weights and cache are the role's to write again: there is nothing that the server could save.
-                return 0
+                return 0, False
 
 
 def _pump(output: int, log: RotatingLog) -> bool:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import msgspec
 
 from relax_rt.roles.engines.sglang.client import Client, ServerRefused
 from relax_rt.roles.engines.sglang.options import Boot, Option, as_arguments
+from relax_rt.supervision import procfs
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, RelaxError, Unreachable
 
 PORT_TRIES = 3
@@ -29,7 +30,7 @@ PROBE_EVERY_S = 0.1
 PROBE_TIMEOUT_S = 5.0
 TELL_EVERY_S = 1.0
 END_TOLD_S = 8.0
-"""A broken connection comes before the word that the server has ended: its guard cleans up first."""
+"""A broken connection comes before the word that the server has ended; its watchdog looks once a second."""
 LOG_MIB = 8
 TAIL_LINES = 6
 TAIL_BYTES = 16 << 10
@@ -64,31 +65,55 @@ def free_port() -> int:
         return port
 
 
-def read_tail(log: Path) -> list[str]:
-    """The lines at the end of a log that say something."""
+class Mark(msgspec.Struct, frozen=True):
+    """How far a log was written at a moment: the file by its inode, for it may be rotated since, and its size."""
+
+    inode: int = 0
+    size: int = 0
+
+
+def mark_of(log: Path) -> Mark:
+    """Where the log ends now."""
+    try:
+        found = log.stat()
+    except OSError:
+        return Mark()
+    return Mark(found.st_ino, found.st_size)
+
+
+BEGINNING = Mark()
+
+
+def read_tail(log: Path, since: Mark = BEGINNING) -> list[str]:
+    """The lines at the end of a log that say something, of those that were written since."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            now = os.fstat(file.fileno())
+            ours = since.size if now.st_ino == since.inode and now.st_size >= since.size else 0
+            file.seek(max(ours, now.st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
     return [line.strip()[:LINE] for line in text.splitlines() if line.strip()]
 
 
-_CRASHED = re.compile(r"Subprocess (\S+) \(pid=\d+\) crashed with exit code (-?\d+)")
+_CRASHED = re.compile(r"Subprocess (\S+) \(pid=(\d+)\) crashed with exit code (-?\d+)")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Refused): .+")
 _CONSEQUENCES = ("EOFError", "BrokenPipeError", "RuntimeError: Initialization failed")
 """What a server's processes say when another of them has ended: the reason stands before it."""
 
 
-def crash_in(lines: Sequence[str]) -> str:
+def crash_in(lines: Sequence[str], pids: Collection[int] = ()) -> str:
     """Which of a server's processes was ended, by its watchdog's word (SGLang, utils/watchdog.py); empty: none.
 
     One that a signal ends says nothing itself, and what the others say of it afterwards is noise.
+
+    Args:
+        pids: the server's processes, where they are known: what is said of others is not of this server.
     """
     for line in reversed(lines):
-        if found := _CRASHED.search(line):
-            return f"its {found[1]} {_how(int(found[2]))}"
+        if (found := _CRASHED.search(line)) and (not pids or int(found[2]) in pids):
+            return f"its {found[1]} {_how(int(found[3]))}"
     return ""
 
 
@@ -106,14 +131,15 @@ def _how(code: int) -> str:
     return f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
-def told_by(log: Path, what: str, *, ended: bool) -> str:
+def told_by(lines: Sequence[str], what: str, *, ended: bool, pids: Collection[int] = ()) -> str:
     """What has come over a server: the cause, `what`, the last lines of its log; each once.
 
     Args:
+        lines: the end of what this server has said.
         ended: it is over, so that an exception in the log is the cause; while it lives it may be of long ago.
+        pids: as of crash_in.
     """
-    lines = read_tail(log)
-    if crash := crash_in(lines):
+    if crash := crash_in(lines, pids):
         return f"{crash}; {what}"
     cause = exception_in(lines) if ended else ""
     last = [line for line in lines[-TAIL_LINES:] if not cause or cause not in line]
@@ -139,7 +165,9 @@ class Server:
     ) -> None:
         self._place, self._model, self._options, self._on_exit, self._tell = place, model, options, on_exit, tell
         self._guard: subprocess.Popen[bytes] | None = None
-        self._pidfd = self._lifeline = -1
+        self._told = self._lifeline = -1
+        self._since, self._pids = Mark(), frozenset[int]()
+        self._status: int | None = None
         self._booting = False
         self._died = asyncio.Event()
         self.client: Client
@@ -201,13 +229,16 @@ class Server:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         "the start of the SGLang server",
-                        why=told_by(self._place.log, f"no answer within {timeout_s:g} s", ended=False),
+                        why=self._told_by(f"no answer within {timeout_s:g} s", ended=False),
                         hint=f"see {self._place.log}, or raise sglang.boot_timeout_s",
                     ) from None
                 await asyncio.sleep(PROBE_EVERY_S)
                 continue
             if answer.get("served_model_name") != boot.name:
                 raise ProtocolError(f"another server answers at port {port}", why="it took the port before ours did")
+            self._pids = frozenset(await asyncio.to_thread(procfs.descendants, self.pid))
+            if self._died.is_set():
+                raise self._diagnosis()
             return
 
     @staticmethod
@@ -218,12 +249,15 @@ class Server:
 
     def _spawn(self, command: list[str]) -> None:
         reading, self._lifeline = os.pipe()
+        self._told, telling = os.pipe()
+        self._since, self._pids, self._status = mark_of(self._place.log), frozenset(), None
         try:
             guard = [sys.executable, "-m", "relax_rt.roles.engines.sglang.guard", "--lifeline", str(reading)]
+            log = ["--log", str(self._place.log), "--log-mib", str(LOG_MIB)]
             self._guard = subprocess.Popen(
-                [*guard, "--log", str(self._place.log), "--log-mib", str(LOG_MIB), *self._changes(), "--", *command],
+                [*guard, "--told", str(telling), *log, *self._changes(), "--", *command],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(reading,),
+                pass_fds=(reading, telling),
                 # Out of the role's group, without its names: the guard outlives the role by the moment that it takes to
                 # clean up. Shot with the role it would leave the server's processes to the agent, whom they may signal.
                 env={name: value for name, value in os.environ.items() if name not in ROLE_NAMES},
@@ -231,9 +265,9 @@ class Server:
             )
         finally:
             os.close(reading)
+            os.close(telling)
         self._died.clear()
-        self._pidfd = os.pidfd_open(self._guard.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+        asyncio.get_running_loop().add_reader(self._told, self._exited)
 
     def _changes(self) -> list[str]:
         """How the server's environment differs from ours; the guard's is ours but for the role's names."""
@@ -242,25 +276,33 @@ class Server:
         return [*changed, *(f"--unset={name}" for name in os.environ if name not in theirs)]
 
     def _exited(self) -> None:
-        self._forget_pidfd()
+        """The guard has told how the server ended, before it cleans up; or it has ended itself, with nothing told."""
+        said = os.read(self._told, 16)
+        self._status = int(said) if said else None
+        self._listen_no_more()
         self._died.set()
         if not self._booting:
             self._on_exit(self._diagnosis())
 
-    def _forget_pidfd(self) -> None:
-        if self._pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
+    def _listen_no_more(self) -> None:
+        if self._told >= 0:
+            asyncio.get_running_loop().remove_reader(self._told)
+            os.close(self._told)
+            self._told = -1
 
     def _diagnosis(self) -> ServerDied:
-        status = self._guard.wait() if self._guard is not None else 0
+        status = self._status
+        if status is None:
+            status = self._guard.wait() if self._guard is not None else 0
         how = f"signal {status - 128}" if status > 128 else f"exit status {status}"
         return ServerDied(
             "the SGLang server ended",
-            why=told_by(self._place.log, how, ended=True),
+            why=self._told_by(how, ended=True),
             hint=f"see {self._place.log}",
         )
+
+    def _told_by(self, what: str, *, ended: bool) -> str:
+        return told_by(read_tail(self._place.log, self._since), what, ended=ended, pids=self._pids)
 
     async def end_told(self, within_s: float = END_TOLD_S) -> None:
         """Wait until its end is known and `on_exit` was called; not longer than that where it has not ended."""
@@ -269,8 +311,8 @@ class Server:
                 await self._died.wait()
 
     def explain(self, error: RelaxError) -> RelaxError:
-        """The same error with what the server's log says of the cause, and where the log is."""
-        why = told_by(self._place.log, error.why, ended=False)
+        """The same error with what this server's part of the log says of the cause, and where the log is."""
+        why = self._told_by(error.why, ended=False)
         return type(error)(error.what, why=why, hint=error.hint or f"see {self._place.log}")
 
     async def stop(self, timeout_s: float = 10.0) -> None:
@@ -278,7 +320,7 @@ class Server:
         if hasattr(self, "client"):
             await self.client.close()
         if self._guard is not None:
-            self._forget_pidfd()
+            self._listen_no_more()
             if self._lifeline >= 0:
                 os.close(self._lifeline)
                 self._lifeline = -1

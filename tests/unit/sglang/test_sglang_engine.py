@@ -21,9 +21,9 @@ from relax_rt.roles.engines.sglang.asking import server_seed
 from relax_rt.roles.engines.sglang.client import Client, Event, Finish, Limits, Meta, ServerRefused
 from relax_rt.roles.engines.sglang.engine import SglangEngine
 from relax_rt.roles.engines.sglang.hashing import content_hash
-from relax_rt.roles.engines.sglang.server import Place
+from relax_rt.roles.engines.sglang.server import Place, ServerDied
 from relax_rt.roles.sections import EngineSettings
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused, RelaxError
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Manifest, layout_of
 
@@ -355,6 +355,26 @@ async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) ->
         await asyncio.gather(fetch, return_exceptions=True)
         with pytest.raises(EngineEnded):
             await one.engine.prepare(Source(2))
+
+
+@pytest.mark.parametrize("work", ["swap", "pause"])
+async def test_what_stumbles_over_a_dead_server_fails_with_how_it_ended(work: str, tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        await one.begin()
+        source = Source(1)
+        await one.engine.prepare(source)
+
+        async def gone(path: str, body: Any = None, *, timeout_s: float) -> dict[str, Any]:
+            raise Unreachable(f"{path} of the SGLang server", why="All connection attempts failed")
+
+        async def end_told() -> None:
+            one.engine._fail(ServerDied("the SGLang server ended", why="its scheduler_0 was killed by SIGKILL"))
+
+        one.client.call = gone  # type: ignore[method-assign]
+        one.engine._server.end_told = end_told  # type: ignore[method-assign,assignment]
+        with pytest.raises(ServerDied, match=r"^the SGLang server ended: its scheduler_0 was killed by SIGKILL"):
+            await (one.engine.commit(source.record, "keep") if work == "swap" else one.engine.pause("a look"))
+        assert isinstance(one.failure, ServerDied)
 
 
 async def test_a_pause_that_is_given_up_holds_nothing(tmp_path: Path) -> None:

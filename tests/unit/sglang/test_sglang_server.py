@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from relax_rt.roles.engines.sglang.options import (
     server_options,
     user_options,
 )
-from relax_rt.roles.engines.sglang.server import Place, Server, ServerDied
+from relax_rt.roles.engines.sglang.server import Place, Server, ServerDied, mark_of, read_tail
 from relax_rt.roles.sections import AlgorithmTable, EngineSettings, RLConfig
+from relax_rt.supervision import procfs
 from relax_rt.supervision.process import kill_strays
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
@@ -177,6 +179,89 @@ async def test_an_error_of_a_server_that_lives_keeps_its_own_reason_first(tmp_pa
     assert isinstance(told, DeadlineExceeded)
     assert told.why.startswith("none within 90 s; its last lines: ") and "Nobody" in told.why
     assert "server.log" in told.hint
+
+
+def log_of(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    return tmp_path / "logs/server.log"
+
+
+async def test_an_earlier_servers_end_is_not_told_of_its_successor(tmp_path: Path) -> None:
+    """One log is written by all servers of a slot."""
+    log, late = log_of(tmp_path), DeadlineExceeded("a token", why="none within 20 s")
+    log.write_text(CRASH)
+    server = stand_in(tmp_path, answering(tmp_path))
+    await server.start(20.0)
+    try:
+        assert server.explain(late).why == "none within 20 s; its last lines: serving"
+        (child,) = procfs.descendants(server.pid)
+        with log.open("a") as file:
+            file.write(CRASH)  # of a process that is none of this server's: its predecessor's guard was late
+        assert server.explain(late).why.startswith("none within 20 s; its last lines: serving")
+        with log.open("a") as file:
+            file.write(CRASH.replace("4711", str(child)))
+        assert server.explain(late).why == "its scheduler_0 was killed by SIGKILL; none within 20 s"
+    finally:
+        await server.stop()
+
+
+def test_what_a_server_has_said_is_found_in_a_log_that_was_rotated_since(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = RotatingLog(path, 1000)
+    log.write(b"before\n" * 50)
+    since = mark_of(path)
+    assert read_tail(path, since) == []
+    log.write(b"first of ours\n")
+    assert read_tail(path, since) == ["first of ours"]
+    log.write(b"x" * 700 + b"\n")
+    log.write(b"after\n")
+    assert read_tail(path, since)[-1] == "after" and "before" not in read_tail(path, since)
+    assert (tmp_path / "log.1").exists()
+    log.close()
+    assert read_tail(tmp_path / "none", mark_of(tmp_path / "none")) == []
+
+
+ORPHAN = """
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; name = 'multiprocessing.resource_tracker'; time.sleep(600)"])
+"""
+
+
+async def test_the_end_of_an_idle_server_is_told_before_what_it_left_is_cleaned_up(tmp_path: Path) -> None:
+    """multiprocessing's trackers may end by themselves: the guard gives them seconds."""
+    told: list[float] = []
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    server = stand_in(
+        tmp_path,
+        f"{sys.executable} {tmp_path / 'orphan.py'}; {answering(tmp_path)}",
+        lambda error: told.append(time.monotonic()),
+    )
+    await server.start(20.0)
+    child = next(pid for pid in procfs.descendants(server.pid) if b"answers.py" in cmdline(pid))
+    os.kill(child, signal.SIGKILL)
+    killed = time.monotonic()
+    await until(lambda: bool(told))
+    assert told[0] - killed < 2.0
+    assert alive(server.pid), "the guard cleans up still"
+    await server.stop()
+    assert len(told) == 1
+
+
+async def test_a_guard_that_is_killed_is_the_end_of_its_server(tmp_path: Path) -> None:
+    told: list[RelaxError] = []
+    server = stand_in(tmp_path, answering(tmp_path), told.append)
+    await server.start(20.0)
+    os.kill(server.pid, signal.SIGKILL)
+    await until(lambda: bool(told))
+    assert isinstance(told[0], ServerDied)
+    await server.stop()
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
