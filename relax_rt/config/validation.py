@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import types
 from collections.abc import Mapping
@@ -45,7 +46,24 @@ def validate(model: type[M], data: Any, at: KeyPath = (), home: type[BaseModel] 
         return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    return [_problem(model, data, at, detail, home or model) for detail in details]
+    # One value has a finding for each kind that its key allows.
+    of_one_value = itertools.groupby(details, lambda detail: _in_data(detail, data)[0])
+    return [one for _, found in of_one_value for one in _problems(model, data, at, list(found), home or model)]
+
+
+def _problems(
+    model: type[BaseModel], data: Any, at: KeyPath, details: list[ErrorDetails], home: type[BaseModel]
+) -> list[Problem]:
+    """What is wrong with one value; that it is of none of several kinds is one problem."""
+    if len(details) == 1 or any(detail["type"] not in _KINDS for detail in details):
+        return [_problem(model, data, at, detail, home) for detail in details]
+    path, value = _in_data(details[0], data)
+    kinds = list(dict.fromkeys(_KINDS[detail["type"]] for detail in details))
+    if "a number" in kinds and "an integer" in kinds:
+        kinds.remove("an integer")
+    named = " or ".join([", ".join(kinds[:-1]), kinds[-1]]) if len(kinds) > 1 else kinds[0]
+    message = f"{dotted((*at, *path))}: must be {named}, not {_show(value)}"
+    return [Problem((*at, *path), message, _description(model, path))]
 
 
 def field_type(model: type[BaseModel], path: KeyPath) -> Any:
@@ -72,7 +90,7 @@ def _table_type(annotation: Any) -> type[BaseModel] | None:
 
 
 def _problem(model: type[BaseModel], data: Any, at: KeyPath, detail: ErrorDetails, home: type[BaseModel]) -> Problem:
-    path, value = _in_data(detail["loc"], data)
+    path, value = _in_data(detail, data)
     kind, context = detail["type"], detail.get("ctx", {})
     table = _table_type(field_type(model, path[:-1]))
     if kind == "extra_forbidden":
@@ -106,17 +124,18 @@ _BOUNDS = {
 }
 
 
-def _in_data(loc: tuple[str | int, ...], data: Any) -> tuple[KeyPath, Any]:
+def _in_data(detail: ErrorDetails, data: Any) -> tuple[KeyPath, Any]:
     """Pydantic's location without the parts that are not keys of the data (names of union members), and the value.
 
-    The last part stays: a missing or unknown key need not be there.
+    The last part of a missing key's location stays, though it is not there.
     """
     path: list[str | int] = []
+    loc, missing = detail["loc"], detail["type"] == "missing"
     for index, part in enumerate(loc):
         inside = part in data if isinstance(data, Mapping) else isinstance(data, list) and part in range(len(data))
         if inside:
             data = data[part]
-        elif index < len(loc) - 1 or not isinstance(data, Mapping) or part == "[key]":
+        elif index < len(loc) - 1 or not missing or not isinstance(data, Mapping):
             continue
         path.append(part)
     return tuple(path), data

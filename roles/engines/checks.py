@@ -40,6 +40,9 @@ def check_engines(config: RLConfig) -> Iterator[Problem]:
             if what is not None and (value is True or value not in (False, 1)):
                 message = f"{plain(name)} = {value}: what {what} holds cannot be verified by what is published"
                 yield Problem((*path, "arguments", name), message, "leave it out", at="key")
+            elif name != plain(name):
+                message = f"'{name}': options are written without dashes before them, and with dashes within"
+                yield Problem((*path, "arguments", name), message, f"did you mean '{plain(name)}'?", at="key")
 
 
 def check_mode(config: RLConfig) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from sglang_parts import PYTHON, make_engine, needs_server
 from relax_rt.roles.engines.base import EngineEnded
 from relax_rt.roles.engines.sglang.client import Client
 from relax_rt.roles.engines.sglang.engine import SglangEngine
+from relax_rt.roles.engines.sglang.interpreter import option_names
 from relax_rt.roles.engines.sglang.server import ServerDied
 from relax_rt.supervision import procfs
 from relax_rt.transport.errors import Corrupt, DeadlineExceeded, RelaxError
@@ -274,6 +275,11 @@ async def test_a_server_without_its_model_is_told(
     with pytest.raises(ServerDied, match="Qwen3ForNobody"):
         await engine.start(lambda _: None, lambda _: None)
     await engine.close(5.0)
+
+
+async def test_an_interpreter_tells_the_options_of_its_sglang() -> None:
+    names = await asyncio.to_thread(option_names, str(PYTHON), "cpu")
+    assert names is not None and {"attention-backend", "mem-fraction-static", "tp"} <= names
 
 
 def tmp_path_of(driver: Driver) -> Path:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from relax_rt.config.problems import KeyPath, Problem
-from relax_rt.roles.engines.sglang.options import SUPPORTED, device_of, interpreter, user_options
+import msgspec
+
+from relax_rt.config.problems import KeyPath, Problem, did_you_mean
+from relax_rt.roles.engines.sglang.options import (
+    SUPPORTED,
+    Device,
+    Option,
+    device_of,
+    interpreter,
+    plain,
+    server_environment,
+    user_options,
+)
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.sections import EngineSettings, RLConfig
@@ -21,12 +34,24 @@ ASK = (
     "print(*(m.version(n) if u.find_spec(n) else '-' for n in names), '%d.%d' % sys.version_info[:2])"
 )
 ASK_TIMEOUT_S = 30.0
+OPTIONS = (
+    "import sys\n"
+    "sys.path[:] = [folder for folder in sys.path if folder]\n"
+    "import argparse, json\n"
+    "from sglang.srt.server_args import ServerArgs\n"
+    "parser = argparse.ArgumentParser()\n"
+    "ServerArgs.add_cli_args(parser)\n"
+    "print(json.dumps(sorted(name[2:] for name in parser._option_string_actions if name.startswith('--'))))"
+)
+OPTIONS_TIMEOUT_S = 90.0
+"""5 s on an idle core, most of it the import of torch."""
 INSTALL = "`make sglang-cpu-env` makes one for the CPU; with a GPU: pip install sglang=="
 
 
 def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
     """What keeps roles with engine = "sglang" from starting, as far as it shows without a start."""
     asked: dict[str, tuple[str, str, bool]] = {}
+    known: dict[tuple[str, Device], frozenset[str] | None] = {}
     for kind, table in config.roles.items():
         if not isinstance(table, EngineSettings) or table.engine != "sglang":
             continue
@@ -63,6 +88,10 @@ def check_sglang(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             yield Problem(key, why, INSTALL + SUPPORTED)
         elif version != SUPPORTED:
             say(f"warning: {python} has sglang {version}; this engine is written to {SUPPORTED}")
+        if not why and table.sglang.arguments:
+            if (python, device) not in known:
+                known[python, device] = option_names(python, device)
+            yield from _unknown((*path, "arguments"), table.sglang.arguments, version, known[python, device])
         mode = config.algorithm.mode
         if not why and device == "cuda" and mode in SHARING and not saves:
             message = f'mode = "{mode}": without torch_memory_saver in {python} its server would keep the memory'
@@ -88,3 +117,34 @@ def ask(python: str) -> tuple[str, str, bool]:
     sglang, torch, transformers, saver, _ = answer.stdout.split()
     lacking = [name for name, v in (("sglang", sglang), ("torch", torch), ("transformers", transformers)) if v == "-"]
     return sglang, f"{python} has no {', '.join(lacking)}" if lacking else "", saver != "-"
+
+
+def option_names(python: str, device: Device) -> frozenset[str] | None:
+    """The options that the sglang of an interpreter knows, without the dashes before them; None where it does not say.
+
+    Its import takes seconds, and is done as the server does it: sglang looks for the device.
+    """
+    with tempfile.TemporaryDirectory(prefix="relax-") as folder:
+        try:
+            answer = subprocess.run(
+                [python, "-c", OPTIONS],
+                capture_output=True,
+                text=True,
+                timeout=OPTIONS_TIMEOUT_S,
+                check=True,
+                env=server_environment(device, 1, Path(folder), os.environ),
+            )
+            return frozenset(msgspec.json.decode((answer.stdout.splitlines() or [""])[-1], type=list[str]))
+        except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
+            gist = (str(error).splitlines() or [type(error).__name__])[-1][:200]
+            say(f"warning: sglang.arguments are not checked: {python} does not tell its options: {gist}")
+            return None
+
+
+def _unknown(
+    path: KeyPath, arguments: Mapping[str, Option], version: str, known: frozenset[str] | None
+) -> Iterator[Problem]:
+    for name in arguments:
+        if known is not None and plain(name) not in known:
+            hint = did_you_mean(plain(name), known) or "`python -m sglang.launch_server --help` lists them"
+            yield Problem((*path, name), f"sglang {version} has no option '{plain(name)}'", hint, at="key")

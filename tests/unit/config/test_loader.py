@@ -253,6 +253,17 @@ def test_numbers_are_not_coerced_but_integers_are_numbers(write: Callable[[str],
         assert one(write(MINIMAL.replace("[model]", f"{wrong}\n[model]"))).message.startswith("run.")
 
 
+def test_a_value_of_none_of_the_kinds_that_its_key_allows_is_one_problem(write: Callable[[str], Path]) -> None:
+    text = MINIMAL + '[roles.rollout.sglang]\narguments = { a = [1], b = {}, c = "x", d = true, e = 1, f = 0.5 }\n'
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(text))
+    kinds = "must be true or false, a number or a string"
+    assert [problem.message for problem in caught.value.problems] == [
+        f"roles.rollout.sglang.arguments.a: {kinds}, not an array",
+        f"roles.rollout.sglang.arguments.b: {kinds}, not a table",
+    ]
+
+
 def test_overrides_are_toml_or_text(write: Callable[[str], Path]) -> None:
     path = write(MINIMAL)
     config = load_config(

@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused_at_its_key(toml: Path, overrides: tuple[str
 
 
 def test_settings_of_the_server_that_is_used_are_taken(toml: Path) -> None:
-    table = 'roles.rollout.sglang={deterministic=true, device="cpu", arguments={log-level="info", enable_lora=false}}'
+    table = 'roles.rollout.sglang={deterministic=true, device="cpu", arguments={log-level="info", enable-lora=false}}'
     assert problems(toml, SGLANG, table) == {}
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import SupervisionTable
+from relax_rt.roles.engines.checks import check_engines
 from relax_rt.roles.engines.sglang.guard import RotatingLog
 from relax_rt.roles.engines.sglang.interpreter import ask, check_sglang
 from relax_rt.roles.engines.sglang.options import (
@@ -479,6 +480,39 @@ def test_validate_asks_the_interpreter(tmp_path: Path) -> None:
     # A real one answers the question that is put to it.
     version, why, _ = ask(sys.executable)
     assert (version, why) in (("-", f"{sys.executable} has no sglang"), (SUPPORTED, ""))
+
+
+def test_options_that_the_interpreters_sglang_does_not_know_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, calls = tmp_path / "tells", tmp_path / "calls"
+
+    def telling(answer: str) -> Path:
+        script = f'case "$*" in *add_cli_args*) echo asked >> {calls}; {answer};; *) echo {SUPPORTED} 2 5 - 3.11;; esac'
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        return python
+
+    tells = telling("""echo noise; echo '["attention-backend", "mem-fraction-static"]'""")
+    assert not problems(tells, device="cpu") and not calls.exists(), "its import takes seconds"
+    assert not problems(tells, device="cpu", arguments={"attention-backend": "fa3"})
+    calls.unlink()
+    first, second = problems(tells, device="cpu", arguments={"atention-backend": "fa3", "nonsense": 2})
+    assert first.path == ("roles", "rollout", "sglang", "arguments", "atention-backend")
+    assert first.message == f"sglang {SUPPORTED} has no option 'atention-backend'"
+    assert first.hint == "did you mean 'attention-backend'?" and "--help" in second.hint
+    assert calls.read_text() == "asked\n"
+    capsys.readouterr()
+    for silent in ("exit 3", "echo no JSON", "true"):
+        assert not problems(telling(silent), device="cpu", arguments={"nonsense": 2})
+        assert "sglang.arguments are not checked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "--attention-backend"])
+def test_an_options_name_is_written_with_dashes_within(name: str) -> None:
+    rollout = EngineSettings.model_validate({"engine": "sglang", "sglang": {"arguments": {name: "fa3"}}})
+    (found,) = check_engines(RLConfig.model_construct(roles={"rollout": rollout}))
+    assert found.path[-1] == name and found.hint == "did you mean 'attention-backend'?"
 
 
 def test_a_server_that_shares_its_device_can_give_the_memory_back(tmp_path: Path) -> None:
