@@ -16,7 +16,7 @@ from rich.text import Text
 
 from relax_rt.cli.doctor.finding import Finding
 from relax_rt.cli.figures import Figures
-from relax_rt.cli.incidents import Incident, gist
+from relax_rt.cli.incidents import Incident, above
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
@@ -215,18 +215,21 @@ def _depth(figures: Figures) -> str:
 def show_why(found: Account, asked: str = "") -> None:
     """Print the account of a run; of one role, its last failure in full."""
     console = console_for_output()
-    head = f"{found.name} is {found.status}" + (f": {clip(found.reason, REASON)}" if found.reason else "")
+    final = None if asked else found.final
+    reason = found.reason if final is None else found.reason.removesuffix(f": {final.cause}")
+    head = f"{found.name} is {found.status}" + (f": {clip(reason, REASON)}" if reason else "")
     console.print(Text(head, "bold"))
     if found.agent_died:
         _show_agent_death(console, found)
     elif found.first is None and found.final is None:
         who = f"{asked} has" if asked else "No role has"
         console.print(Text(f"{who} {'not ' if asked else ''}failed since the run was started.", "green"))
-    if not asked and found.first is not None:
-        _show_diagnosis(console, "First failure", found.first)
-    if not asked and found.final is not None and found.final != found.first:
-        _show_diagnosis(console, "What ended the run", found.final)
-    _show_incidents(console, found, () if asked else (found.first, found.final))
+    first = None if asked or not _led_to_end(found) else found.first
+    if final is not None:
+        _show_diagnosis(console, "What ended the run", final)
+    if first is not None:
+        _show_diagnosis(console, "First failure", first)
+    _show_incidents(console, found, [one for one in (final, first) if one is not None])
     if found.waiting:
         console.print(Text("\nWho waits for what", "bold"))
     for slot in found.waiting:
@@ -239,32 +242,63 @@ def show_why(found: Account, asked: str = "") -> None:
         console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
 
 
-def _show_incidents(console: Console, found: Account, told: Collection[Diagnosis | None]) -> None:
+def _led_to_end(found: Account) -> bool:
+    """Whether the first failure has to do with the end: not if it was mended, and is another role's or the same again.
+
+    What has not ended knows of no other failure that would be worth more.
+    """
+    first, final = found.first, found.final
+    if first is None or final is None:
+        return True
+    if first.slot.partition("/")[0] == final.slot.partition("/")[0]:
+        return first.cause != final.cause
+    return any(death.slot == first.slot and not death.back for death in found.deaths)
+
+
+def _show_incidents(console: Console, found: Account, told: Collection[Diagnosis]) -> None:
     """The slots that failed, each failure in a line, the last one's story; what was told in full is told in short."""
     if found.deaths:
         console.print(Text("\nFailed and restarted", "bold"))
     for death in found.deaths:
         times = "once" if death.failures == 1 else f"{death.failures} times"
         state = f"back, away for {duration(death.away_s)} in all" if death.back else "not back"
-        last = f"{death.last.kind}: {clip(death.last.cause, GIST)}"
+        last = f"{death.last.kind}: {'as told above' if _is_told(death.last, told) else clip(death.last.cause, GIST)}"
         console.print(Text(f"  {death.slot}  {times}, {state}; last: {last}"), soft_wrap=True)
     if len(found.incidents) > 1:
         console.print(Text("\nEach failure", "bold"))
         if found.incidents_left_out:
             console.print(Text(f"  ({found.incidents_left_out} earlier left out)", "bright_black"))
-        for incident in found.incidents:
-            console.print(Text(f"  {_clock(incident.at)}  {incident.line()}"), soft_wrap=True)
+        for same in _repeated(found.incidents):
+            final = same[-1]
+            again = f"{len(same)} times until {_clock(final.at)}, the last: " if len(same) > 1 else ""
+            line = f"  {_clock(same[0].at)}  {again}{final.line(told=_is_told(final.diagnosis, told))}"
+            console.print(Text(line), soft_wrap=True)
     if found.incidents:
-        newest = found.incidents[-1]
-        _show_incident(console, newest, in_short=newest.diagnosis in told)
+        ended = [incident for incident in found.incidents if incident.diagnosis == found.final]
+        newest = [*found.incidents, *ended][-1]
+        _show_incident(console, newest, told=_is_told(newest.diagnosis, told))
 
 
-def _show_incident(console: Console, incident: Incident, *, in_short: bool) -> None:
+def _is_told(diagnosis: Diagnosis, told: Collection[Diagnosis]) -> bool:
+    return any((one.slot, one.kind, one.cause) == (diagnosis.slot, diagnosis.kind, diagnosis.cause) for one in told)
+
+
+def _repeated(incidents: Sequence[Incident]) -> list[list[Incident]]:
+    """Failures of one slot for one reason together. Who is killed from outside is so each time for another one."""
+    found: dict[object, list[Incident]] = {}
+    for incident in incidents:
+        one = incident.diagnosis
+        alone = incident.fault is not None or one.kind == "killed"
+        found.setdefault(id(incident) if alone else (one.slot, one.kind, one.cause), []).append(incident)
+    return list(found.values())
+
+
+def _show_incident(console: Console, incident: Incident, *, told: bool) -> None:
     """The causal story of one failure."""
     console.print(Text(f"\nLast failure: {incident.slots[0]}", "bold"))
     rows: list[tuple[str, str]] = [("cause", str(incident.fault))] if incident.fault else []
     rows += [("seen", line) for line in incident.before]
-    rows.append((_clock(incident.at), gist(incident.diagnosis) if in_short else f"{incident.diagnosis}"))
+    rows.append((_clock(incident.at), above(incident.diagnosis) if told else f"{incident.diagnosis}"))
     rows += [("with it", ", ".join(incident.slots[1:]))] if incident.slots[1:] else []
     rows += [("policy", line) for line in incident.policy] or [("policy", "not restarted")]
     rows += [("affected", line) for line in incident.affected] or [("affected", "no sample, as far as the log tells")]

@@ -70,9 +70,9 @@ class Incident(msgspec.Struct, kw_only=True):
     first_work_s: float | None = None
     work: str = ""
 
-    def line(self) -> str:
-        """All of it in one line."""
-        parts = [gist(self.diagnosis) + (f" [{self.fault}]" if self.fault else "")]
+    def line(self, *, told: bool = False) -> str:
+        """All of it in one line; the cause is left out if it was `told` before."""
+        parts = [(above(self.diagnosis) if told else gist(self.diagnosis)) + (f" [{self.fault}]" if self.fault else "")]
         others = len(self.slots) - 1
         parts += [f"{others} more with it"] if others else []
         parts += [*self.policy[:2], *self.affected[:2], *self.doubts()]
@@ -87,6 +87,11 @@ class Incident(msgspec.Struct, kw_only=True):
 def gist(diagnosis: Diagnosis) -> str:
     """A diagnosis as far as it fits into a line: the cause stands first in it."""
     return clip(f"{diagnosis}", SHORT)
+
+
+def above(diagnosis: Diagnosis) -> str:
+    """In the place of a diagnosis that stands in full further up."""
+    return f"{diagnosis.slot}#{diagnosis.epoch} {diagnosis.kind}: as told above"
 
 
 class _Open:

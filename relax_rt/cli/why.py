@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -109,10 +109,12 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
         slot: tell of this slot only; a kind of role means all of its slots.
     """
     found = _Start()
+    # What ended the run stands at the top of the account, if it is known.
+    quiet = (*QUIET, "run_draining") if status.diagnosis is not None else QUIET
     for event in events:
         if event.get("kind") == "run_started":
             found = _Start()
-        _gather(found, event, slot)
+        _gather(found, event, slot, quiet)
     incidents = [i for i in found.incidents.found if not slot or any(_matches(name, slot) for name in i.slots)]
     failed = [s.first_failure for s in found.slots.values() if s.first_failure is not None]
     died = found.agent_died
@@ -140,7 +142,7 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
     )
 
 
-def _gather(found: _Start, event: dict[str, Any], slot: str) -> None:
+def _gather(found: _Start, event: dict[str, Any], slot: str, quiet: Collection[str]) -> None:
     about, kind, at = str(event.get("slot", "")), event.get("kind"), event.get("t")
     if isinstance(at, int | float):
         found.last_event = float(at)
@@ -153,7 +155,7 @@ def _gather(found: _Start, event: dict[str, Any], slot: str) -> None:
     if about and isinstance(at, int | float):
         _take(found.slots, event, about, float(at))
     note = found.story.note(event)
-    if note is not None and kind not in QUIET:
+    if note is not None and kind not in quiet:
         fault = {k: event.get(k) for k in ("seed", "number")} if kind == "fault_injected" else {}
         found.notes.append((note, fault))
         found.noted += 1

@@ -299,3 +299,52 @@ def test_a_log_of_many_events_is_read_in_bounded_memory() -> None:
     assert found.incidents_left_out == 50_000 - MAX_SHOWN
     assert sum(death.failures for death in found.deaths) == 50_000
     assert peak < 4 << 20
+
+
+FOLDER = (
+    "/mnt/shared/weights/"
+    + "run-" * 30
+    + "is a file: Not a directory (put the folder back, then `relax-rt up` resumes)"
+)
+
+
+def ended_by_trainer(*causes: str) -> tuple[list[dict[str, Any]], RunStatus]:
+    """A rollout is killed and comes back; then the trainer fails, for the last cause for good."""
+    told = [event(10.0, "run_started"), exited(12.0, "rollout/1", "SIGKILL", "killed")]
+    told += [event(12.5, "slot_ready", "rollout/1")]
+    for n, cause in enumerate(causes):
+        told += [exited(20.0 + n, "trainer/0", cause), event(20.5 + n, "slot_ready", "trainer/0")]
+    told.pop()
+    reason = f"trainer/0 cannot go on: {causes[-1]}"
+    told.append(event(30.0, "run_draining", reason=reason, exit_code=1))
+    final = msgspec.convert(told[-2]["diagnosis"], Diagnosis)
+    ended = msgspec.structs.replace(RUNNING, status="failed", exit_code=1, reason=reason, diagnosis=final)
+    return told, ended
+
+
+def test_what_ended_the_run_stands_first_once_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    told, ended = ended_by_trainer(FOLDER)
+    show_why(account(told, ended))
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "two is failed: trainer/0 cannot go on"
+    flat = " ".join(out.split())
+    assert flat.count(FOLDER[:30]) == 1 and FOLDER in flat and "…" not in out
+    assert "First failure" not in out, "it was mended, and is another role's"
+    assert out.index("What ended the run") < out.index("rollout/1")
+    assert "Last failure: trainer/0" in out
+
+
+def test_a_reason_that_comes_again_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    told, ended = ended_by_trainer(FOLDER, FOLDER, FOLDER)
+    show_why(account(told, ended))
+    out = capsys.readouterr().out
+    assert " ".join(out.split()).count(FOLDER[:30]) == 1
+    assert "3 times until" in out and "3 times, not back; last: exception: as told above" in out
+
+
+def test_an_earlier_reason_of_the_role_that_ended_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told, ended = ended_by_trainer("the disk was full", FOLDER)
+    told = [e for e in told if e.get("slot") != "rollout/1"]
+    show_why(account(told, ended))
+    out = capsys.readouterr().out
+    assert out.index("What ended the run") < out.index("First failure") < out.index("Each failure")
