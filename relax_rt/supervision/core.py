@@ -235,7 +235,9 @@ class Supervisor(Requests):
             # Another start would fail in the same way.
             self._end(s, failed=True)
             what = "cannot go on" if s.was_ready else "cannot start"
-            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" else 1, what)
+            # Exit code 2 says that nothing was done yet.
+            begun = s.was_ready or any(o.was_ready for o in self._tree if o.spec.significant)
+            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" and not begun else 1, what)
             return
         if s.role.rules.gang:
             generation = s.role.generation

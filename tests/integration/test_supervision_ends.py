@@ -53,7 +53,7 @@ def test_role_that_does_not_stop_is_killed_at_its_deadline(tmp_path: Path) -> No
 
 def test_what_no_restart_would_mend_ends_the_run_at_once(tmp_path: Path) -> None:
     with LiveRun(tmp_path, "[roles.refuser]\nafter_s = 0.2\n[roles.worker]") as run:
-        assert run.ends() == 2
+        assert run.ends() == 1
         (end,) = [
             e["diagnosis"] for e in run.poll() if e["kind"] == "slot_exited" and e["diagnosis"]["kind"] != "clean"
         ]

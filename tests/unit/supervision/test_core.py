@@ -283,7 +283,16 @@ def test_config_failure_ends_the_run_without_a_restart() -> None:
     b = Bench(spec("a/0"))
     b(RunStarted()), b.up("a/0")
     b.dies("a/0", "config")
-    assert b.done.exit_code == 2 and "a/0 cannot go on" in b.done.reason
+    assert b.done.exit_code == 1 and "a/0 cannot go on" in b.done.reason
+    # A trainer that comes back, or another role, once the work has begun.
+    for late in ("t/0", "r/0"):
+        b = Bench(spec("t/0", significant=True), spec("r/0"))
+        b(RunStarted()), b.up("t/0"), b(SlotSpawned("r/0", 2, 6))
+        b.dies("t/0", "killed") if late == "t/0" else None
+        b(Tick(), after=10)
+        b.dies(late, "config")
+        b.dies("r/0" if late == "t/0" else "t/0", "clean")
+        assert b.done.exit_code == 1
     b = Bench(spec("a/0"))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
     b.dies("a/0", "import_error")
