@@ -67,7 +67,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Life(msgspec.Struct, kw_only=True):
-    """One process in a slot. `ready` is None until it did its work; `failure` is the kind of a death, or empty."""
+    """One process in a slot. `ready` is None until it did its work; `failure` is the kind of a death, or empty; `cut`:
+    it ended with the agent, which told of no end."""
 
     slot: str
     start: float
@@ -75,6 +76,7 @@ class Life(msgspec.Struct, kw_only=True):
     end: float = NAN
     failure: str = ""
     cause: str = ""
+    cut: bool = False
 
 
 class Restarts(msgspec.Struct):
@@ -93,7 +95,8 @@ class History(msgspec.Struct):
         redone: steps that a restart threw away.
         evaluations: of what [data] holds out, in the order made. sets: those of further sets, and of the same where
             there are several completions an item; by name.
-        generated_tokens: by all rollouts together; generated_s: from their first record to their last.
+        generated_tokens: by all rollouts together, as far as they told; generated_s: from their first record to their
+            last.
         lives: every process known of, in the order started.
         restarts: by role.
         account: the queue's last account of itself, if it gave one.
@@ -114,6 +117,11 @@ class History(msgspec.Struct):
     def active(self, t: float) -> float:
         """Seconds of running up to wall-clock t: the time between two sessions does not count."""
         return sum(max(0.0, min(t, end) - start) for start, end in self.sessions if start <= t)
+
+    @property
+    def untold(self) -> bool:
+        """Whether a rollout ended without its last word, so that some of what it generated is in no record."""
+        return any((life.failure or life.cut) and life.slot.startswith("rollout/") for life in self.lives)
 
     @property
     def wall_s(self) -> float:
@@ -258,7 +266,7 @@ class _Supervision:
         before = [end for start, end in self._history.sessions if start < t]
         end = before[-1] if before else NAN
         for life in self._open.values():
-            life.end = end
+            life.end, life.cut = end, True
         for slot in list(self._down):
             self._back(slot, end)
         self._open.clear()

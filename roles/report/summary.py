@@ -41,6 +41,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
         },
         "tokens": {
             "generated": history.generated_tokens,
+            "generated_at_least": history.untold,
             "generated_per_s": _ratio(history.generated_tokens, history.generated_s),
             "trained": int(sum(step.tokens for step in steps if not step.skipped)),
             "computed": int(sum(step.computed_tokens for step in [*steps, *history.redone])),
@@ -220,7 +221,8 @@ def _steps_lines(summary: dict[str, Any]) -> list[str]:
 
 def _tokens_line(tokens: dict[str, Any]) -> str:
     rate = tokens["generated_per_s"]
-    made = f"{count(tokens['generated'])} generated" + (f" ({count(round(rate))}/s)" if rate is not None else "")
+    least = "at least " if tokens["generated_at_least"] else ""
+    made = f"{least}{count(tokens['generated'])} generated" + (f" ({count(round(rate))}/s)" if rate is not None else "")
     return f"{made}, {count(tokens['trained'])} trained on ({count(tokens['computed'])} computed)"
 
 

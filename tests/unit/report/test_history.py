@@ -56,7 +56,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert restarts["trainer"].away_s == pytest.approx(14.0)
     assert history.account is not None and history.account["trained_twice"] == 0
     # 60 + 7 steps, half of 15,000 tokens each for two rollouts, whoever died in between.
-    assert history.generated_tokens == 67 * 15_000
+    assert history.generated_tokens == 67 * 15_000 and history.untold
     assert [life.failure for life in history.lives if life.slot == "trainer/0"] == ["killed", ""]
     assert [e.when for e in history.evaluations] == ["before", "during", "during", "after"]
 
@@ -109,3 +109,23 @@ def test_torn_lines_and_missing_fields_are_lived_with(tmp_path: Path) -> None:
     history = read_history(tmp_path)
     assert [step.step for step in history.steps] == [1]
     assert history.steps[0].reward != history.steps[0].reward
+
+
+@pytest.mark.parametrize(
+    ("slot", "end", "untold"),
+    [
+        ("rollout/0", "clean", False),
+        ("rollout/0", "killed", True),
+        ("rollout/0", "", True),
+        ("trainer/0", "killed", False),
+    ],
+)
+def test_who_generated_more_than_is_told(tmp_path: Path, slot: str, end: str, untold: bool) -> None:
+    out = Writer(tmp_path)
+    out.event("run_started", START)
+    out.event("slot_spawned", START + 1, slot=slot, epoch=3, pid=7)
+    if end:
+        out.event("slot_exited", START + 5, slot=slot, diagnosis={"kind": end, "cause": "x"})
+    out.event("run_started", START + 9)
+    out.close()
+    assert read_history(tmp_path).untold is untold

@@ -58,7 +58,7 @@ def test_a_whole_run_with_a_restart_in_the_middle(tmp_path: Path) -> None:
         "format 97.0%",
         'best constant answer ("12") 0.031',
         "60 of 60, 5,760 samples, 7 more done again",
-        "1.00 M generated",
+        "at least 1.00 M generated",
         "max 1, bound 1",
         "trainer 1 (killed): away 14 s, 7 steps done again",
         "trained twice: 0",
