@@ -11,6 +11,7 @@ from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.checks import check_environment
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.algorithms.checks import check_algorithm
+from relax_rt.roles.bound_checks import check_bound
 from relax_rt.roles.cold_start.checks import check_cold_start
 from relax_rt.roles.engines.checks import check_engines, check_mode
 from relax_rt.roles.evaluation_checks import check_evaluation
@@ -49,6 +50,7 @@ def check(config: RLConfig) -> list[Problem]:
         _data,
         _sampling,
         _algorithm,
+        check_bound,
         check_mode,
         check_engines,
         _roles,
@@ -160,9 +162,18 @@ def _capacity(config: RLConfig) -> Iterator[Problem]:
     if need > have:
         mib = -(-need // MIB)
         message = (
-            f"capacity_mib + spill_mib = {have // MIB} does not hold checkpoint.every_steps + max_staleness + 1 = "
-            f"{retained_batches(config):g} batches of {batch_samples(config)} samples, each up to "
-            f"{sample_bytes(config)} bytes: {mib} MiB"
+            f"capacity_mib + spill_mib = {have // MIB} does not hold {_terms(config)} = {retained_batches(config):g} "
+            f"batches of {batch_samples(config)} samples, each up to {sample_bytes(config)} bytes: {mib} MiB"
         )
-        hint = f"capacity_mib = {mib}, or a smaller checkpoint.every_steps, data.max_prompt_tokens or group"
+        over = config.algorithm.over_provision / config.algorithm.prompts_per_step
+        smaller = "algorithm.over_provision" if over > config.checkpoint.every_steps else "checkpoint.every_steps"
+        hint = f"capacity_mib = {mib}, or a smaller {smaller}, data.max_prompt_tokens or group_size"
         yield Problem(("queue", "capacity_mib"), message, hint)
+
+
+def _terms(config: RLConfig) -> str:
+    """What retained_batches adds up, by the names of its keys."""
+    table = config.algorithm
+    bounded = ["max_staleness"] if math.isfinite(table.max_staleness) else []
+    over = ["over_provision / prompts_per_step"] if table.over_provision else []
+    return " + ".join(["checkpoint.every_steps", *bounded, *over, "1"])

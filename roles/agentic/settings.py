@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from relax_rt.config.loader import role_settings
-from relax_rt.config.schema import RoleSettings, Seconds
+from relax_rt.config.schema import Filled, RoleSettings, Seconds
 from relax_rt.roles.rewards.tables import ComponentTable
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ KIND = "env"
 class EnvSettings(RoleSettings):
     """Plays episodes with the policy: it takes the place of prompts, reward workers and evaluator (docs/agentic.md)."""
 
-    environment: str
+    environment: Filled
     """Your class or function, `file.py:Name` (relative to the config file) or `package.module:Name`; or an adapter:
     `textarena:GuessTheNumber-v0`, `gymnasium:FrozenLake-v1`, `reasoning_gym:chain_sum`; or a program that speaks to the
     gateway: `program:python agent.py` (docs/programs.md)."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_rt.config.schema import Table
+from relax_rt.config.schema import Filled, Table
 from relax_rt.roles.trainers.rates import Schedule
 
 
@@ -16,7 +16,7 @@ class ColdStartTable(Table):
 
     kind: Literal["sft", "dpo"] = "sft"
     """sft: the likelihood of given completions. dpo: preferences between two completions of a prompt."""
-    path: str | None = None
+    path: Filled | None = None
     """A .jsonl or .parquet file, relative to the config file. sft: rows of `messages` that end with the assistant's, or
     of `prompt` and `completion`; dpo: rows of `prompt` or `messages`, `chosen` and `rejected`."""
     answers: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_rt.config.schema import RoleSettings, Seconds
+from relax_rt.config.schema import Filled, RoleSettings, Seconds
 
 LOOPBACK, OF_THE_NODE = "127.0.0.1", "node"
 
@@ -47,7 +47,7 @@ class GatewaySettings(RoleSettings):
     """How tool calls are written; auto: by the chat template."""
     reasoning_parser: str = "auto"
     """How thoughts are marked; auto: by the chat template."""
-    chat_template: str | None = None
+    chat_template: Filled | None = None
     """A file with a chat template in place of the model's; relative to the config file."""
     call_timeout_s: Seconds = 600.0
     """From a call's turn to its end."""

@@ -17,13 +17,13 @@ from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.job import RLJob
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.plan import DELTA_PART, SERVED_DELTAS, STAGE_BUFFERS, model_size
+from relax_rt.roles.plan import DELTA_PART, SERVED_BESIDE, STAGE_BUFFERS, model_size
 from relax_rt.roles.preflight import as_problem, warnings
 from relax_rt.roles.sections import RLConfig
 from relax_rt.roles.try_out import newest_checkpoint
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.weights.manifest import MAX_DELTA
-from relax_rt.transport.weights.served import MAX_PINNED
+from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
 from relax_rt.transport.weights.stage import MAX_BUFFERS
 
 ROLES_TOML = """
@@ -216,14 +216,14 @@ def test_the_plan_counts(toml: Path) -> None:
 
 def test_the_weight_stage_is_asked_for(toml: Path) -> None:
     parameters = model_size("model", toml.parent).parameters
-    assert (STAGE_BUFFERS, DELTA_PART, SERVED_DELTAS) == (MAX_BUFFERS, MAX_DELTA, MAX_PINNED)
+    assert (STAGE_BUFFERS, DELTA_PART, SERVED_BESIDE) == (MAX_BUFFERS, MAX_DELTA, MAX_BESIDE_VERSIONS)
     assert RLJob().shm_bytes(loaded(toml)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
     # With deltas, room for the one to the committed version and the one being written.
     deltas = loaded(toml, "publication.delta=true")
     assert RLJob().shm_bytes(deltas) == (STAGE_BUFFERS + 2 * DELTA_PART) * 2 * parameters + (1 << 20)
     # And between nodes for those that are still read by one.
     more = loaded(toml, "publication.delta=true", 'supervision.nodes.listen="127.0.0.1:0"')
-    assert RLJob().shm_bytes(more) == (STAGE_BUFFERS + 4 * DELTA_PART) * 2 * parameters + (1 << 20)
+    assert RLJob().shm_bytes(more) == (STAGE_BUFFERS + 2 * DELTA_PART + SERVED_BESIDE) * 2 * parameters + (1 << 20)
     (line,) = (line for line in RLJob().plan(deltas) if (line.section, line.name) == ("shared memory", "weights"))
     assert "for deltas" in line.how
     both = ('roles.rollout.dtype="float32"', 'roles.evaluator.dtype="float32"')
@@ -323,3 +323,17 @@ def test_no_more_held_out_prompts_than_there_are(toml: Path) -> None:
 def test_prompts_that_do_not_fit_the_context_are_refused(toml: Path) -> None:
     with pytest.raises(RelaxError, match="context"):
         RLJob().sample(loaded(toml), None, 1, prompts=["1" * 100_000])
+
+
+def test_what_this_machine_cannot_place_is_refused_by_the_slow_checks(
+    toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_rt.nodes.checks.count_gpus", lambda: 0)
+    gpu = "roles.rollout.gpus=1"
+    assert problems(toml, gpu) == {}
+    found = problems(toml, gpu, preflight=True)["roles.rollout.gpus"]
+    assert found.message == "roles.rollout.gpus = 1: this machine has 0, and no other node can join"
+    assert problems(toml, gpu, 'supervision.nodes.listen="127.0.0.1:0"', preflight=True) == {}
+    assert "one node only" in problems(toml, 'roles.rollout.node="b"', preflight=True)["roles.rollout.node"].message
+    monkeypatch.setattr("relax_rt.nodes.checks.count_gpus", lambda: 1)
+    assert problems(toml, gpu, preflight=True) == {}
