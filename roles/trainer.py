@@ -252,6 +252,7 @@ class TrainerRole(Role):
             await self._choices.choose(self.step)
         await self.queue.rollback(self.step, self.weights)
         await self.publisher.begin(self.weights)
+        self._doing("its groups are gathered")
         return True
 
     async def _cold_start(self, found: CheckpointState | None) -> bool:
@@ -319,9 +320,11 @@ class TrainerRole(Role):
             return
         if not batch.full:
             if self._streams and batch.waiting_tokens() >= self._part_tokens:
+                self._doing(f"computing on {batch.groups} of {self.config.algorithm.prompts_per_step} groups")
                 await asyncio.to_thread(self._accumulate, batch)
                 batch.spent.on("train")
             return
+        self._doing("computing")
         if self.critic is not None:
             await self.critic.judge(batch.samples, self.step)
         async with self._device():
@@ -335,6 +338,11 @@ class TrainerRole(Role):
         self._longest_s = max(self._longest_s, batch.spent["train"] + batch.spent["publish"])
         self._tell(batch, result)
         await self._save_if_due()
+
+    def _doing(self, what: str) -> None:
+        """Say what is done for the step that is being made."""
+        step, steps = self.step + 1, self.config.algorithm.steps
+        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._passed_over}")
 
     async def _collect(self) -> Batch | None:
         from relax_rt.roles.trainers.sieve import NothingKept
@@ -416,7 +424,7 @@ class TrainerRole(Role):
             self.ctx.event("first_work", what=f"step {self.step}")
         shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
         self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {steps}{self._passed_over}")
+        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._passed_over}")
 
     async def _save_if_due(self) -> None:
         if self._saving is not None and self._saving.done():

@@ -48,7 +48,9 @@ async def test_a_damaged_checkpoint_no_longer_counts(lives: Lives, model: Path, 
     (aside,) = ctx.told("checkpoint_set_aside")
     assert aside["folder"] == "damaged-step-000004" and aside["why"]
     assert [one["step"] for one in ctx.told("resumed")] == [2]
-    assert any("step 3 of 9 (passed over" in detail and "step-000004" in detail for detail in ctx.progress.details)
+    assert any(
+        "step 3 of 9 is done (passed over" in detail and "step-000004" in detail for detail in ctx.progress.details
+    )
     assert any("asked to stop: finishing the step" in detail for detail in ctx.progress.details)
     # Asked to stop at step 3, it leaves a checkpoint of it, though a damaged one was of a later step.
     assert lives.folders() == ["damaged-step-000004", "step-000002", "step-000003"]
@@ -133,6 +135,18 @@ def spoil(*steps: int) -> Callable[[TrainerRole], None]:
         backend.accumulate = spoilt
 
     return harm
+
+
+async def test_what_it_says_that_it_does_is_of_the_step_that_it_makes(lives: Lives, model: Path) -> None:
+    ctx = await lives.life(model, steps=2)
+    said = [detail for detail in ctx.progress.details if detail.startswith("step")]
+    assert said == [
+        "step 1 of 2: its groups are gathered",
+        "step 1 of 2: computing",
+        "step 1 of 2 is done",
+        "step 2 of 2: computing",
+        "step 2 of 2 is done",
+    ]
 
 
 async def test_a_step_that_is_not_finite_is_thrown_away_and_counted(lives: Lives, model: Path) -> None:
