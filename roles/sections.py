@@ -126,7 +126,7 @@ class AlgorithmTable(Table):
     min_group: Annotated[int, Field(ge=2, le=1024)] = 2
     """With on_failed_member = "shrink": smaller groups are dropped."""
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Of AdamW."""
+    """Of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises from 0."""
     learning_rate_schedule: Schedule = "constant"

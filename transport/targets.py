@@ -74,5 +74,8 @@ less."""
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` if one of the known names is near, else the empty string."""
     by_folded = {name.lower().replace("-", "_"): name for name in known}
-    near = difflib.get_close_matches(given.lower().replace("-", "_"), list(by_folded), n=1, cutoff=NEAR)
+    folded = given.lower().replace("-", "_")
+    # Two letters that changed places are much of a short name.
+    turned = [name for name in by_folded if sorted(name) == sorted(folded)]
+    near = turned or difflib.get_close_matches(folded, list(by_folded), n=1, cutoff=NEAR)
     return f"did you mean '{by_folded[near[0]]}'?" if near else ""
