@@ -21,6 +21,8 @@ SETTLE_S = 2.0
 FAULT_BEFORE_S = 120.0
 """A hang is found some time after the fault that caused it."""
 WITH_OTHERS = "starts again with others"
+LEFT, LEFT_BEFORE_S = "the rollout ends", 15.0
+"""A role that fails gives its groups back in its last words, before its end is seen."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -94,6 +96,31 @@ def above(diagnosis: Diagnosis) -> str:
     return f"{diagnosis.slot}#{diagnosis.epoch} {diagnosis.kind}: as told above"
 
 
+class _Left:
+    """What a role left unfinished, and who goes on with it."""
+
+    def __init__(self, at: float, holder: str) -> None:
+        self.at, self.holder = at, holder
+        self.groups: set[object] = set()
+        self.sequences = self.begun = self.tokens = self.lost = self.taken = 0
+        self.incident: Incident | None = None
+        self.line = ""
+
+    def tell(self) -> None:
+        """Put it into the incident's lines, in the place of what was told of it before."""
+        if self.incident is None or not self.sequences:
+            return
+        lines, before = self.incident.affected, self.line
+        self.line = f"{count(self.sequences)} sequences were left unfinished, "
+        self.line += f"{count(self.begun)} of them with {count(self.tokens)} tokens in the journal"
+        self.line += f", {count(self.lost)} tokens lost" if self.lost else ""
+        self.line += f"; {count(self.taken)} are gone on with behind these" if self.taken else ""
+        if before in lines:
+            lines[lines.index(before)] = self.line
+        elif len(lines) < MAX_LINES:
+            lines.append(self.line)
+
+
 class _Open:
     """An incident that is not over yet."""
 
@@ -120,6 +147,7 @@ class Incidents:
         self._settling: list[_Open] = []
         self._before: dict[str, list[str]] = {}
         self._faults: dict[str, Fault] = {}
+        self._left: deque[_Left] = deque(maxlen=MAX_INCIDENTS)
         self.told: deque[tuple[int | None, int | None]] = deque(maxlen=MAX_OPEN)
         """Seed and number of the faults that stand with the failures they caused."""
 
@@ -144,6 +172,8 @@ class Incidents:
                 self._injected(at, slot, event)
             case "first_work":
                 self._worked(at, str(event.get("by", "")).partition("#")[0], str(event.get("what", "")))
+            case "group_reopened" | "groups_left" | "group_gone_on_with":
+                self._leaves(at, kind, event)
             case _:
                 self._policy(kind, slot, event)
                 self._affected(kind, event)
@@ -172,6 +202,11 @@ class Incidents:
             self._open[slot] = _Open(incident, role)
             self.found.append(incident)
             self.total += 1
+        holder = f"{diagnosis.slot}#{diagnosis.epoch}"
+        for left in self._left:
+            if left.holder == holder and at - left.at < LEFT_BEFORE_S and slot in self._open:
+                left.incident = self._open[slot].incident
+                left.tell()
 
     def _newest(self, role: str, diagnosis: Diagnosis | None = None) -> _Open | None:
         """The newest open incident of a role; the newest that this exit goes with, if one is given."""
@@ -217,6 +252,37 @@ class Incidents:
         for one in [*self._settling, *self._open.values()]:
             if slot in one.incident.slots and one.incident.first_work_s is None:
                 one.incident.first_work_s, one.incident.work = max(0.0, at - one.incident.at), what
+
+    def _leaves(self, at: float, kind: str, event: dict[str, Any]) -> None:
+        """What a dead role had begun, by the queue's word, and what becomes of it."""
+        number = {key: value for key, value in event.items() if isinstance(value, int)}
+        if kind == "group_gone_on_with":
+            tokens = [n for n in event.get("tokens") or [] if isinstance(n, int)]
+            left = next((one for one in reversed(self._left) if event.get("group") in one.groups), None)
+            if left is not None:
+                left.groups.discard(event.get("group"))
+                left.taken += sum(n > 0 for n in tokens)
+                left.tell()
+            return
+        returned = event.get("state") == "dropped(returned)" and event.get("why") != LEFT
+        holder = str(event.get("holder" if kind == "group_reopened" else "by", ""))
+        if returned or not holder:
+            return
+        left = next((one for one in self._left if one.holder == holder and at - one.at < LEFT_BEFORE_S), None)
+        if left is None:
+            left = _Left(at, holder)
+            slot = holder.partition("#")[0]
+            known = [one.incident for one in [*self._open.values(), *self._settling] if slot in one.incident.slots]
+            left.incident = known[0] if known else None
+            self._left.append(left)
+        if kind == "groups_left":
+            left.lost += number.get("tokens_lost", 0)
+        else:
+            left.groups.add(event.get("group"))
+            left.sequences += number.get("missing", 0)
+            left.begun += number.get("begun", 0)
+            left.tokens += number.get("tokens", 0)
+        left.tell()
 
     def _fault(self, slot: str) -> Fault | None:
         """The fault that was injected into the slot last, once."""

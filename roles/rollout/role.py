@@ -48,6 +48,8 @@ HAND_OVER_S = 8.0
 """A stopping rollout waits so long for the engine's next token boundary and the queue; [supervision] stop_timeout_s
 is longer."""
 LAST_WORD_S = 4.0
+LEFT = "the rollout ends"
+"""Why the queue gets groups back that were not handed over; `relax-rt why` looks for it."""
 
 
 class RolloutRole(Role):
@@ -214,7 +216,9 @@ class RolloutRole(Role):
                     if not self._doubtful:
                         await self._keep(self.work.take_all())
                     if self.queue.groups:
-                        await self.queue.give_back(list(self.queue.groups), "the rollout stops")
+                        lost = self.work.tokens_unmarked
+                        self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
+                        await self.queue.give_back(list(self.queue.groups), LEFT)
         finally:
             await self.queue.close()
 

@@ -164,6 +164,13 @@ class Work:
         places = ((job, place) for job in self.jobs.values() for place in range(len(job.marked)))
         return [one for job, place in places for one in self._marks(job, place)]
 
+    @property
+    def tokens_unmarked(self) -> int:
+        """Tokens of unfinished members that the queue does not know of."""
+        places = ((job, place) for job in self.jobs.values() for place in job.running | job.cut.keys())
+        had = ((job, place, job.cut.get(place) or self._assembly.had(job.number, place)) for job, place in places)
+        return sum(max(0, len(one.tokens) - job.marked[place]) for job, place, one in had if one is not None)
+
     def _some(self, job: Job, place: int) -> Iterator[Due]:
         """Of what the queue had no room for, one mark, to see whether it has room now."""
         marks = self._marks(job, place)

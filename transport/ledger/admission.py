@@ -153,19 +153,30 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
     )
 
 
-def reopen(core: Core, group: Group, state: str) -> None:
+def reopen(core: Core, group: Group, state: str, why: str = "") -> None:
     """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
 
     Members that are there stay, and what was marked of the others, so that a producer's death costs at most what it
     sampled since its last mark.
     """
-    group.holder, group.making = None, []
+    holder, group.holder, group.making = group.holder, None, []
     core.unhold(group.id)
     missing = group.missing()
     if not missing:
         core.refresh(group)
         return
     begun = [member for member in missing if group.samples[member].mark is not None]
+    tokens = sum(mark.length for member in missing if (mark := group.samples[member].mark) is not None)
+    core.note(
+        "group_reopened",
+        group=group.id,
+        holder=str(holder),
+        state=state,
+        why=why,
+        missing=len(missing),
+        begun=len(begun),
+        tokens=tokens,
+    )
     nothing = len(missing) == group.size and not begun
     if nothing or group.prompt is None or core.policy.on_failed_member == "drop":
         core.end(group, state)
@@ -407,4 +418,4 @@ def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
             if event.failed and group.prompt is not None:
                 fail_missing(core, group, event.reason)
             else:
-                reopen(core, group, "dropped(returned)")
+                reopen(core, group, "dropped(returned)", event.reason)

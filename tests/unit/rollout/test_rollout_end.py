@@ -11,8 +11,11 @@ from relax_rt.roles.engines.base import Chunk
 from relax_rt.roles.rollout.role import RolloutRole
 
 
-def role_with(calls: list[str], close_error: Exception | None = None) -> RolloutRole:
+def role_with(
+    calls: list[str], close_error: Exception | None = None, events: list[tuple[str, dict[str, Any]]] | None = None
+) -> RolloutRole:
     """A role whose parts tell what is done with them."""
+    events = events if events is not None else []
 
     def told(what: str, answer: Any = None, error: Exception | None = None) -> Any:
         async def call(*_: Any) -> Any:
@@ -32,7 +35,10 @@ def role_with(calls: list[str], close_error: Exception | None = None) -> Rollout
         "queue": SimpleNamespace(
             groups={7}, give_back=told("give back"), close=told("close queue"), marks=SimpleNamespace(keep=told("mark"))
         ),
-        "work": SimpleNamespace(take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None),
+        "work": SimpleNamespace(
+            take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
+        ),
+        "ctx": SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields))),
     }
     vars(role).update(parts)
     return role
@@ -46,11 +52,13 @@ async def test_at_its_end_it_marks_what_it_has_and_gives_its_groups_back() -> No
 
 async def test_nothing_of_an_engine_that_failed_is_marked() -> None:
     calls: list[str] = []
-    role = role_with(calls)
+    events: list[tuple[str, dict[str, Any]]] = []
+    role = role_with(calls, events=events)
     role._engine_failed(RuntimeError("of the device"))
     role._arrive(cast(list[Chunk], [object()]))  # it is not looked at
     await role.teardown()
     assert calls == ["close engine", "give back", "close queue"]
+    assert events == [("groups_left", {"groups": 1, "tokens_lost": 31})]
 
 
 async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:

@@ -140,7 +140,9 @@ def test_a_member_is_marked_every_so_many_tokens_and_only_what_is_new(rng: rando
     r.sample((1, 1), EVERY - 1)
     due = r.work.take_due()
     assert [(one.place, one.mark.start, len(one.mark.tokens) // 4) for one in due] == [(0, 0, EVERY)]
+    assert r.work.tokens_unmarked == 2 * EVERY - 1
     r.work.marked(due, [EVERY])
+    assert r.work.tokens_unmarked == EVERY - 1
     r.sample((1, 0), EVERY + 2)
     r.sample((1, 1), 1)
     assert [(one.place, one.mark.start, len(one.mark.tokens) // 4) for one in r.work.take_due()] == [

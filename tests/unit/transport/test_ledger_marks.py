@@ -36,6 +36,8 @@ def test_whoever_gets_the_group_next_goes_on_behind_the_marks() -> None:
     assert d.mark(ENGINE, ticket, 1, 4, tokens(14, 2, version)) == 6
     before = d.ledger.account()
     d.gone(ENGINE)
+    ((kind, told),) = [notice for notice in d.ledger.core.notices if notice[0] == "group_reopened"]
+    assert (told["holder"], told["missing"], told["begun"], told["tokens"]) == (str(ENGINE), 2, 1, 6), kind
     after = d.ledger.account()
     # The member that was begun goes on; the one without a mark is another sample.
     assert after["dropped(producer gone)"] == 1 and after["samples_issued"] == before["samples_issued"] + 1
