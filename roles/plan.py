@@ -32,8 +32,8 @@ STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
 DELTA_PART = 0.5
 """Of a buffer that a delta takes at most."""
-SERVED_DELTAS = 2
-"""That the server of the stage still holds at most when no version names them any more."""
+SERVED_BESIDE = 1
+"""Versions' size of deltas or adapters that the server of the stage still holds at most when they are retired."""
 LOGIT_BYTES = 14
 """Of one entry of a trained token's logits: the autocast copy, float32, their log-softmax and its gradient."""
 RUNTIME_MIB = {"torch": 420, "transformers": 250, "plain": 60}
@@ -105,8 +105,12 @@ def received_copies(config: RLConfig) -> int:
 def delta_parts(config: RLConfig) -> float:
     """Shared memory of deltas on the trainer's node at most, in versions: those that lead to the committed one, one
     that is written, and those that a server to other nodes still holds."""
-    held = SERVED_DELTAS if config.supervision.nodes.listen else 0
-    return (2 + held) * DELTA_PART if config.publication.delta else 0.0
+    return 2 * DELTA_PART + served_parts(config) if config.publication.delta else 0.0
+
+
+def served_parts(config: RLConfig) -> int:
+    """Shared memory of what other nodes still read of retired deltas or adapters at most, in versions."""
+    return SERVED_BESIDE if config.supervision.nodes.listen else 0
 
 
 def delta_bytes(config: RLConfig) -> int:
@@ -123,8 +127,9 @@ def wire_bytes(config: RLConfig) -> int:
 
 def base_bytes(config: RLConfig) -> int:
     """Shared memory of the model's own weights, where adapters are published, and of those at most: of the committed
-    version, and of one that is written."""
-    return int((1 + 2 * DELTA_PART) * published_bytes(config)) if config.publication.adapters else 0
+    version, of one that is written, and those that a server to other nodes still holds."""
+    parts = 1 + 2 * DELTA_PART + served_parts(config)
+    return int(parts * published_bytes(config)) if config.publication.adapters else 0
 
 
 def stage_bytes(config: RLConfig) -> int:

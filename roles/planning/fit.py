@@ -11,7 +11,7 @@ from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.checks import batch_samples
-from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS, delta_parts
+from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS, delta_parts, served_parts
 from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.links import (
     Communicator,
@@ -300,7 +300,8 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
         how = f"up to {STAGE_BUFFERS} buffers of {_gib(buffer)} GiB: committed, being written, slow readers"
         deltas = int(delta_parts(config) * buffer) if head else 0
         how += f"; {_gib(deltas)} GiB for deltas" if deltas else ""
-        base = int((1 + 2 * DELTA_PART) * buffer) if config.publication.adapters else 0
+        parts = 1 + 2 * DELTA_PART + (served_parts(config) if head else 0)
+        base = int(parts * buffer) if config.publication.adapters else 0
         how += f"; {_gib(base)} GiB for adapters and their base" if base else ""
         yield Component("weight stage", STAGE_BUFFERS * buffer + deltas + base, how)
         yield from _engines_copies(config, engines, buffer)

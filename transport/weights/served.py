@@ -1,12 +1,14 @@
 """The stage of a node, given out to other nodes: versions by name, to a payload server's readers.
 
 A version that a reader is at stays pinned for a while after it was retired, or a slow link would never see the end of
-one. At most two are, so that readers elsewhere cannot hold the trainer's buffers.
+one. At most two are, so that readers elsewhere cannot hold the trainer's buffers. Deltas and adapters, which lie beside
+the buffers, are held apart from them: as many as are one version together, so that small ones push nothing out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import struct
 import time
@@ -27,7 +29,10 @@ MANIFEST_HEAD = struct.Struct("<8sQ")
 MANIFEST_MAGIC = b"RLXWMAN1"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PINNED = 2
+MAX_BESIDE_VERSIONS, MAX_BESIDE = 1, 32
+"""Of deltas and adapters, by their size together and by their number: each costs a file descriptor."""
 IDLE_S = 5.0
+_BESIDE = ("adapters", "delta")
 _NAME = re.compile(r"(manifest|weights|wire|adapters|delta)-(\d{1,18})-([0-9a-f]{0,64})")
 
 
@@ -63,6 +68,7 @@ def stage_server(folder: Path, keys: CurveKeys | None, *, io_threads: int = 2) -
 
 
 class _Pinned(NamedTuple):
+    kind: str
     view: memoryview
     release: contextlib.ExitStack
 
@@ -89,8 +95,8 @@ class StagedVersions:
         found = _NAME.fullmatch(name)
         if found is None:
             raise Corrupt(f"{name[:64]!r} on the weight stage", why="that is no name of a version")
-        version, digest = int(found[2]), found[3]
-        whole = self._text(name, version, digest) if found[1] == "manifest" else self._bytes(name, version, digest)
+        kind, version, digest = found[1], int(found[2]), found[3]
+        whole = self._text(name, version, digest) if kind == "manifest" else self._bytes(name, kind, version, digest)
         if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
             raise Corrupt(f"{name} on the weight stage", why=f"bytes {offset} to {offset + nbytes} of {len(whole)}")
         return whole[offset : offset + nbytes]
@@ -106,29 +112,40 @@ class StagedVersions:
         for name in list(self._pins):
             self._let_go(name)
 
-    def _bytes(self, name: str, version: int, digest: str) -> memoryview:
+    def _bytes(self, name: str, kind: str, version: int, digest: str) -> memoryview:
         if name not in self._pins:
             with contextlib.ExitStack() as entering:
                 try:
-                    view = self._enter(entering, name, version, digest)
+                    view = self._enter(entering, kind, version, digest)
                 except OSError as error:
                     raise Gone(f"weights of policy version {version}", why=str(error)) from error
-                while len(self._pins) >= MAX_PINNED:
-                    self._let_go(next(iter(self._pins)))
-                self._pins[name] = _Pinned(view, entering.pop_all())
+                self._make_room(kind, len(view))
+                self._pins[name] = _Pinned(kind, view, entering.pop_all())
         self._used[name] = self._clock()
         self._pins.move_to_end(name)
         return self._pins[name].view
 
-    def _enter(self, entering: contextlib.ExitStack, name: str, version: int, digest: str) -> memoryview:
-        if name.startswith("delta"):
+    def _make_room(self, kind: str, nbytes: int) -> None:
+        """Let go of those of its kind that were not read for longest, until another one is within the bounds."""
+        beside = kind in _BESIDE
+        alike = [name for name, pinned in self._pins.items() if (pinned.kind in _BESIDE) == beside]
+        most = MAX_BESIDE if beside else MAX_PINNED
+        most_bytes = MAX_BESIDE_VERSIONS * _version_bytes(self._folder) if beside else math.inf
+        total = nbytes + sum(len(self._pins[name].view) for name in alike)
+        while alike and (len(alike) >= most or total > most_bytes):
+            oldest = alike.pop(0)
+            total -= len(self._pins[oldest].view)
+            self._let_go(oldest)
+
+    def _enter(self, entering: contextlib.ExitStack, kind: str, version: int, digest: str) -> memoryview:
+        if kind == "delta":
             # Versions behind its own have it, too: its own may be retired.
             return entering.enter_context(delta_of(self._folder, version, digest))
         manifest = self._read(version, digest)
-        if name.startswith("adapters"):
+        if kind == "adapters":
             return entering.enter_context(adapters_of(self._folder, manifest))
         view = entering.enter_context(pinned(self._folder, manifest))
-        return entering.enter_context(narrow(self._folder, manifest)) if name.startswith("wire") else view
+        return entering.enter_context(narrow(self._folder, manifest)) if kind == "wire" else view
 
     def _text(self, name: str, version: int, digest: str) -> memoryview:
         if self._manifest[0] != name:
@@ -150,3 +167,12 @@ class StagedVersions:
         # What ZeroMQ still sends keeps the mapping, and so the pin, until it is sent or its reader is given up.
         self._used.pop(name)
         self._pins.pop(name).release.close()
+
+
+def _version_bytes(folder: Path) -> int:
+    """Size of a version on a stage, by its buffers; 0: there is none."""
+    found = 0
+    for path in folder.glob("w*.buf"):
+        with contextlib.suppress(FileNotFoundError):
+            found = max(found, path.stat().st_size)
+    return found

@@ -9,6 +9,7 @@ import pytest
 from relax_rt.roles.plan import DELTA_PART, plan, published_bytes, stage_bytes
 from relax_rt.roles.publication_checks import check_publication
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
 
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 8}}}
 
@@ -84,3 +85,6 @@ def test_the_plan_asks_for_the_base_and_the_adapters() -> None:
     assert stage_bytes(made) - stage_bytes(without) == (1 + 2 * DELTA_PART) * published_bytes(made)
     (line,) = [line for line in plan(made) if (line.section, line.name) == ("shared memory", "weights")]
     assert "for adapters and their base" in line.how
+    # And between nodes for those that are still read by one.
+    served = config({"adapters": True}, supervision={"nodes": {"listen": "10.0.0.1:0"}})
+    assert stage_bytes(served) - stage_bytes(made) == MAX_BESIDE_VERSIONS * published_bytes(made)

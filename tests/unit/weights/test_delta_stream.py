@@ -22,6 +22,7 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.publication.carriers import source_for
 from relax_rt.transport.errors import Corrupt, Gone
 from relax_rt.transport.versions import VersionRecord
+from relax_rt.transport.weights import served as served_module
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, MAX_DELTAS, layout_of
@@ -94,6 +95,31 @@ def content(home: Home, mirror: StageMirror, record: VersionRecord, timeout_s: f
     mirror.source(record, timeout_s).copy_into(memoryview(mine))
     StageSource(home.folder, record).copy_into(memoryview(theirs))
     return mine == theirs, mirror.bytes_in - before
+
+
+HELD = "held"
+
+
+@contextlib.contextmanager
+def held_at(some: int) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """A reader in the thread HELD takes nothing more when so many bytes of one name came; yields that it was reached,
+    and what lets it go on."""
+    reached, go_on = threading.Event(), threading.Event()
+    arrived = stream._Reader.arrived
+
+    def counted(self: Any, entry: Any, nbytes: int) -> None:
+        arrived(self, entry, nbytes)
+        there = entry.extent.nbytes - entry.missing_bytes
+        if threading.current_thread().name == HELD and there >= some and not reached.is_set():
+            reached.set()
+            assert go_on.wait(20)
+
+    stream._Reader.arrived = counted  # type: ignore[method-assign]
+    try:
+        yield reached, go_on
+    finally:
+        go_on.set()
+        stream._Reader.arrived = arrived  # type: ignore[method-assign]
 
 
 def test_deltas_cross_alone_behind_the_first_version(tmp_path: Path) -> None:
@@ -390,6 +416,55 @@ def test_a_delta_is_served_as_long_as_a_version_leads_over_it(tmp_path: Path) ->
     assert len(served) == 0
     with pytest.raises(Gone):
         served.range(name, 0, 1)
+
+
+def test_deltas_push_no_version_out_from_under_its_reader(tmp_path: Path) -> None:
+    """Two nodes: one is slow with its first version, the other keeps up by deltas meanwhile."""
+    count = 4 << 20
+    home = Home(tmp_path / "home", layout_of([("w", "bfloat16", (count,), 2 * count)]))
+    with serving(home.folder) as address:
+        slow = StageMirror(
+            tmp_path / "slow", lambda: address, KEYS, window_bytes=256 << 10, chunk_bytes=64 << 10, connections=1
+        )
+        quick = mirror_of(tmp_path / "quick", lambda: address)
+        record = home.publish()
+        content(home, quick, record)
+        whole, came_whole = bytes(home.data), []
+        with held_at(1 << 20) as (reached, go_on):
+
+            def read() -> None:
+                into = bytearray(home.layout.nbytes)
+                slow.source(record, 20.0).copy_into(memoryview(into))
+                came_whole.append(into == whole)
+
+            thread = threading.Thread(target=read, name=HELD)
+            thread.start()
+            assert reached.wait(20)
+            for _ in range(4):
+                assert content(home, quick, home.publish())[0] and came(quick) == ("delta", "")
+            go_on.set()
+            thread.join(20)
+        assert came_whole == [True] and slow.bytes_in < home.layout.nbytes + SMALL, "not a byte twice"
+
+
+def test_what_is_served_beside_the_buffers_is_bounded_by_bytes_and_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, layout_of([("w", "bfloat16", (ELEMENTS,), 2 * ELEMENTS)]))
+    served = StagedVersions(tmp_path, clock=lambda: 0.0)
+    home.publish()
+    large = []
+    for _ in range(4):
+        large.append(home.publish(ELEMENTS // 5))
+        served.range(delta_name(large[-1].version, large[-1].digest), 0, 1)
+    size = sum(len(pin.view) for pin in served._pins.values())
+    assert len(served) == 3 and 3 * 200_000 < size <= home.layout.nbytes, "together no more than a version"
+    with pytest.raises(Gone):
+        served.range(delta_name(large[0].version, large[0].digest), 0, 1)
+    monkeypatch.setattr(served_module, "MAX_BESIDE", 2)
+    small = home.publish()
+    served.range(delta_name(small.version, small.digest), 0, 1)
+    assert len(served) == 2
 
 
 async def test_the_event_says_as_what_a_version_crossed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
