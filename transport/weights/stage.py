@@ -160,6 +160,7 @@ class WeightStage:
             buckets: the digests of `data`, from who has just held it against them; unless given, they are taken here.
 
         Raises:
+            StaleEpoch: a newer incarnation of the trainer has opened the stage.
             OutOfSpace: there is no room for the manifest; the buffer is as it was, and may be sealed again.
         """
         self._fence()
@@ -248,9 +249,13 @@ class WeightStage:
         It has no deltas, and `no_delta` says why, where the base is not on the stage or is of another layout, the
         delta would not be smaller than MAX_DELTA of the whole, or there is no room for it. A reader then takes the
         version in full. Deltas that lead elsewhere go: incarnations left them that died before their commit.
+
+        Raises:
+            StaleEpoch: a newer incarnation of the trainer has opened the stage; what is its own stays.
         """
         path = self.folder / delta_file(manifest.version, manifest.digest)
         try:
+            self._fence()
             before = read_manifest(self.folder, base)
             for other in self.folder.glob("d*.bin"):
                 if other.name not in _files_of(before.deltas):
@@ -262,6 +267,7 @@ class WeightStage:
             delta = Delta(manifest.version, manifest.digest, base, before.digest, nbytes)
             deltas = worth_applying((*before.deltas, delta), manifest.layout.nbytes)
             named = msgspec.structs.replace(manifest, deltas=deltas)
+            self._fence()
             self._put(_manifest_path(self.folder, manifest.version), named)
             return named
         except (Gone, Corrupt, OutOfSpace, OSError) as error:
@@ -269,6 +275,7 @@ class WeightStage:
         path.unlink(missing_ok=True)
         without = msgspec.structs.replace(manifest, no_delta=why)
         with suppress(OutOfSpace):  # the version itself is there
+            self._fence()
             self._put(_manifest_path(self.folder, manifest.version), without)
             return without
         return manifest
@@ -286,7 +293,8 @@ class WeightStage:
 
     def retire(self, committed: int) -> None:
         """Remove the manifests of the versions before the committed one, and what lies beside them; buffers may be
-        reused. The model's own weights stay, and the deltas that the committed version names."""
+        reused. The model's own weights stay, and the deltas that the committed version names. StaleEpoch: see seal."""
+        self._fence()
         try:
             wanted = _files_of(read_manifest(self.folder, committed).deltas)
         except (Gone, Corrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, Refused
+from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Gone, Refused, StaleEpoch
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import delta as codec
 from relax_rt.transport.weights.checks import check_manifest
@@ -176,6 +177,38 @@ def test_no_delta_where_it_would_not_be_smaller_or_the_base_is_gone(tmp_path: Pa
         assert not gone.deltas and "policy version 1: not on the stage" in gone.no_delta, "it lay in this buffer"
         smaller = two.stage.seal_delta(msgspec.structs.replace(sealed, layout=layout("bfloat16", 4000)), view, 2)
         assert not smaller.deltas and "version 2 has other tensors" in smaller.no_delta
+
+
+def test_an_older_incarnation_neither_names_deltas_nor_removes_any(tmp_path: Path) -> None:
+    made = Published(tmp_path, 5000, 10)
+    data = change(made.new, [7], 2)
+    with made.stage.writing(made.layout, 2) as (file, view):
+        view[:] = data
+        sealed = made.stage.seal(3, made.layout, file, view)
+        newer = WeightStage(tmp_path, 2)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(StaleEpoch, match="epoch 2 writes here, this is 1"):
+            made.stage.seal_delta(sealed, view, 1)
+        with pytest.raises(StaleEpoch):
+            made.stage.retire(3)
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    newer.close()
+
+
+def test_one_that_is_overtaken_while_it_makes_a_delta_does_not_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Published(tmp_path, 5000, 10)
+    write = made.stage._write_delta
+
+    def overtaken(*args: Any) -> int:
+        WeightStage(tmp_path, 2).close()
+        return write(*args)
+
+    monkeypatch.setattr(made.stage, "_write_delta", overtaken)
+    with pytest.raises(StaleEpoch):
+        made.put(3, change(made.new, [7], 2), keep=2)
+    assert not read_manifest(tmp_path, 3).deltas
 
 
 def test_a_retired_delta_is_gone_and_its_file_with_it(tmp_path: Path) -> None:
