@@ -22,7 +22,14 @@ from relax_rt.transport.errors import RelaxError, Unreachable
 T = TypeVar("T")
 
 GATHER_S = 300.0
-"""For one message, the other rank's copy aside included: after that the rank is taken for hung."""
+"""Of rank 0, for another rank's copy aside and for each of its messages: after that the rank is taken for hung."""
+ORDER_S = 1800.0
+"""Of rank 0, until a rank takes the order: it may be busy with the step, whose collectives wait as long."""
+TURN_S = 86_400.0
+"""Of the other ranks, for their turn: gloo sends when rank 0 receives. A rank 0 that is gone ends the wait, one that
+hangs is ended by its supervisor."""
+WORD_BYTES = 512
+ORDER, COPIED = "word of the order to copy its weights aside", "word of its copy aside"
 
 
 def gathered(value: T, group: dist.ProcessGroup) -> list[T]:
@@ -46,18 +53,20 @@ class Channel:
     time.
 
     Args:
-        group: gloo, over ordinary memory. Its timeout bounds each message.
+        group: gloo, over ordinary memory. Its timeout bounds the wait of a rank for its turn.
         device: where this rank's weights are.
+        gather_s: deadline of what rank 0 receives; unless given, that of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device = CPU, gather_s: float | None = None) -> None:
         self.group, self.rank, self.world, self._device = group, group.rank(), group.size(), device
+        self._gather_s = gather_s
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
-    def beside_training(cls, device: torch.device, timeout_s: float = GATHER_S) -> Channel:
+    def beside_training(cls, device: torch.device, gather_s: float = GATHER_S) -> Channel:
         """One over a group of all ranks that is made for it; all make it at the same time."""
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), device)
+        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=TURN_S)), device, gather_s)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Where this rank's part is kept, uint8 [nbytes]; the same each time: fresh pages cost more than the copy."""
@@ -75,6 +84,7 @@ class Channel:
         Raises:
             Exception: what this rank's copy raised. RelaxError: another rank's failed. Unreachable: one is gone.
         """
+        arrived = self._begin_send(_word(""), 0, ORDER) if self.rank != 0 else None
         failed: Exception | None = None
         try:
             with _own_stream(self._device):
@@ -82,22 +92,37 @@ class Channel:
         except Exception as error:  # noqa: BLE001 - the others are told before it is raised
             failed = error
         copied()
-        with self._talk("whether all ranks have copied their weights aside"):
-            told = gathered(f"{type(failed).__name__}: {failed}" if failed is not None else "", self.group)
+        told = self._agreed(arrived, f"{type(failed).__name__}: {failed}" if failed is not None else "")
         if failed is not None:
             raise failed
-        for rank, why in enumerate(told):
-            if why:
-                raise RelaxError(f"rank {rank} could not copy its weights aside", why=why)
+        if told:
+            who, _, why = told.partition(" ")
+            raise RelaxError(f"rank {who} could not copy its weights aside", why=why)
+
+    def _agreed(self, arrived: dist.Work | None, why: str) -> str:
+        """The first rank whose copy failed, and why; empty if none did. All ranks get the same."""
+        word = _word(why)
+        if arrived is not None:
+            self._end(arrived, f"sending {ORDER} to rank 0")
+            self._send(word, 0, COPIED)
+            self._receive(word, 0, "whether all ranks have copied their weights aside")
+            return _text(word)
+        told = f"0 {why}" if why else ""
+        for rank in range(1, self.world):
+            self._receive(word, rank, ORDER, self._order_s)
+            self._receive(word, rank, COPIED, self._gather_s)
+            told = told or (f"{rank} {_text(word)}" if _text(word) else "")
+        for rank in range(1, self.world):
+            self._send(_word(told), rank, "whether all ranks have copied their weights aside")
+        return told
 
     def send(self, part: torch.Tensor, what: str) -> None:
-        """To rank 0; uint8, contiguous, in ordinary memory.
+        """To rank 0; uint8, contiguous, in ordinary memory. Returns when rank 0 has received it.
 
         Raises:
-            Unreachable: rank 0 is gone, or does not take it in time.
+            Unreachable: rank 0 is gone.
         """
-        with self._talk(f"sending {what} to rank 0"):
-            dist.send(part, 0, group=self.group)
+        self._send(part, 0, what)
 
     def receive(self, into: torch.Tensor, rank: int, what: str) -> None:
         """On rank 0, what a rank sends.
@@ -105,29 +130,72 @@ class Channel:
         Raises:
             Unreachable: the rank is gone, or does not send it in time.
         """
-        with self._talk(f"{what} from rank {rank}"):
-            dist.recv(into, rank, group=self.group)
+        self._receive(into, rank, what, self._gather_s)
 
     def whole(self, rows: torch.Tensor, each: int) -> torch.Tensor:
-        """The rows of all ranks, one after the other, on each of them, in ordinary memory; all call it.
+        """The rows of all ranks, one after the other, on each of them, in ordinary memory; all call it, as the first
+        part of an order.
 
         Args:
             rows: this rank's, [at most each, ...].
         """
-        mine = torch.zeros((each, *rows.shape[1:]), dtype=rows.dtype)
-        mine[: len(rows)] = rows.detach()
-        found = [torch.empty_like(mine) for _ in range(self.world)]
-        with self._talk("rows of all ranks"):
-            dist.all_gather(found, mine, group=self.group)
-        return torch.cat(found)
+        found = torch.zeros((self.world, each, *rows.shape[1:]), dtype=rows.dtype)
+        found[self.rank, : len(rows)] = rows.detach()
+        what = "rows of an adapter"
+        if self.rank == 0:
+            for rank in range(1, self.world):
+                self._receive(found[rank], rank, what, self._order_s)
+            for rank in range(1, self.world):
+                self._send(found, rank, what)
+        else:
+            self._send(found[self.rank], 0, what)
+            self._receive(found, 0, what)
+        return found.flatten(0, 1)
 
-    @contextmanager
-    def _talk(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
-            hint = "the trainer's gang begins again at its last checkpoint; was a rank killed, or did it hang?"
-            raise Unreachable(f"the weights of the gang: {what}", why=_said(error), hint=hint) from error
+    @property
+    def _order_s(self) -> float | None:
+        return None if self._gather_s is None else max(ORDER_S, self._gather_s)
+
+    def _receive(self, into: torch.Tensor, rank: int, what: str, timeout_s: float | None = None) -> None:
+        what = f"{what} from rank {rank}"
+        with _talk(what):
+            work = self.group.recv([into], rank, 0)
+        self._end(work, what, timeout_s)
+
+    def _send(self, part: torch.Tensor, rank: int, what: str) -> None:
+        self._end(self._begin_send(part, rank, what), f"sending {what} to rank {rank}")
+
+    def _begin_send(self, part: torch.Tensor, rank: int, what: str) -> dist.Work:
+        with _talk(f"sending {what} to rank {rank}"):
+            return self.group.send([part], rank, 0)
+
+    @staticmethod
+    def _end(work: dist.Work, what: str, timeout_s: float | None = None) -> None:
+        with _talk(what):
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
+
+
+@contextmanager
+def _talk(what: str) -> Iterator[None]:
+    """Around calls of gloo alone: whatever else raises a RuntimeError, as memory that does not suffice, is no lost
+    rank."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo has one kind for a peer that is gone and for one that is late
+        hint = "the trainer's gang begins again at its last checkpoint; was a rank killed, or did it hang?"
+        raise Unreachable(f"the weights of the gang: {what}", why=_said(error), hint=hint) from error
+
+
+def _word(text: str) -> torch.Tensor:
+    """A message of fixed size."""
+    return torch.frombuffer(bytearray(text.encode()[:WORD_BYTES].ljust(WORD_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _text(word: torch.Tensor) -> str:
+    return word.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
 def _said(error: RuntimeError) -> str:

@@ -24,7 +24,7 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import AdapterBackend, Partial, StepResult
 from relax_rt.roles.trainers.blocks import failure_of
-from relax_rt.roles.trainers.channel import GATHER_S
+from relax_rt.roles.trainers.channel import GATHER_S, ORDER_S
 from relax_rt.roles.trainers.checkpoint import passing
 from relax_rt.roles.trainers.orders import Order, give, received, sent, take
 from relax_rt.roles.trainers.sharing import Numbered, share
@@ -34,6 +34,8 @@ from relax_rt.transport.weights.payloads import Lora
 
 T = TypeVar("T")
 
+COPIED_S = ORDER_S + GATHER_S
+"""For a rank's copy of its weights: others may have to begin theirs first."""
 UNREADABLE = (SafetensorError, OSError, Refused)
 """What a checkpoint that cannot be used raises."""
 
@@ -92,10 +94,14 @@ class RankBackend(Protocol):
 
 
 class Member:
-    """One rank's part of each order. The same code runs on rank 0 and on those that follow it."""
+    """One rank's part of each order. The same code runs on rank 0 and on those that follow it.
 
-    def __init__(self, backend: RankBackend) -> None:
-        self.backend, self.ranks = backend, backend.ranks
+    Args:
+        waiting: told what this rank waits for, and the empty string when it goes on.
+    """
+
+    def __init__(self, backend: RankBackend, waiting: Callable[[str], None] = lambda _: None) -> None:
+        self.backend, self.ranks, self._waiting = backend, backend.ranks, waiting
         self._copied = threading.Event()
         self._copied.set()
 
@@ -112,8 +118,14 @@ class Member:
             self._copied.set()
 
     def _weights_may_change(self) -> None:
-        if not self._copied.wait(GATHER_S):
-            raise DeadlineExceeded(f"rank {self.ranks.rank} did not copy its weights aside within {GATHER_S:g} s")
+        if self._copied.is_set():
+            return
+        self._waiting("this rank's copy of its weights for a publication")
+        try:
+            if not self._copied.wait(COPIED_S):
+                raise DeadlineExceeded(f"rank {self.ranks.rank} did not copy its weights aside within {COPIED_S:g} s")
+        finally:
+            self._waiting("")
 
     @property
     def _adapted(self) -> AdapterBackend:
@@ -268,8 +280,13 @@ class Follower(Member):
         doing: told the name of each order when it comes, and the empty string when it is done.
     """
 
-    def __init__(self, backend: RankBackend, doing: Callable[[str], None] = lambda _: None) -> None:
-        super().__init__(backend)
+    def __init__(
+        self,
+        backend: RankBackend,
+        doing: Callable[[str], None] = lambda _: None,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(backend, waiting)
         self._doing = doing
         self._threads: dict[str, threading.Thread] = {}
         self._failed: BaseException | None = None

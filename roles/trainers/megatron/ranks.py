@@ -31,7 +31,7 @@ class Ranks:
     Args:
         store: torch's, where the ranks meet. rank, local_rank: among all, and among those of this node.
         seed: of Megatron's random states; nothing that this backend computes draws from them, a loss of the user's may.
-        gather_s: deadline of each message of a publication, seconds.
+        gather_s: deadline of each message of a publication that rank 0 receives, seconds.
 
     Raises:
         Refused: the sizes do not divide the ranks.

@@ -51,7 +51,7 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
     def doing(order: str) -> None:
         ctx.progress.waiting("" if order else "orders of rank 0")
 
-    return Follower(backend, doing)
+    return Follower(backend, doing, ctx.progress.waiting)
 
 
 def serves_single_experts(config: RLConfig) -> bool:

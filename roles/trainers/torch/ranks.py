@@ -27,7 +27,7 @@ class TorchRanks:
     Args:
         store: torch's, where the ranks meet. rank, world: this one's number, and how many there are.
         device: that this rank computes on: GPUs talk over NCCL, CPUs over gloo. All ranks have one kind.
-        gather_s: deadline of each message of a publication, seconds.
+        gather_s: deadline of each message of a publication that rank 0 receives, seconds.
 
     Attributes:
         mesh: of all ranks. control: between their processors; waits as long as it takes.

@@ -53,7 +53,7 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     def doing(order: str) -> None:
         ctx.progress.waiting("" if order else "orders of rank 0")
 
-    return Follower(backend, doing)
+    return Follower(backend, doing, ctx.progress.waiting)
 
 
 def _join(device: torch.device) -> TorchRanks:
