@@ -207,6 +207,8 @@ class SglangEngine:
         """Health is progress: a server with running segments that yields nothing is given up."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
+            if crashed := await asyncio.to_thread(self._server.crashed):
+                self._fail(crashed)
             if self._running and (stalled := self._stalled(time.monotonic())):
                 self._fail(self._server.explain(DeadlineExceeded(stalled[0], why=stalled[1])))
             if lost := [member.rid for member in self._running.values() if member.aborted]:

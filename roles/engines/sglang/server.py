@@ -304,6 +304,11 @@ class Server:
     def _told_by(self, what: str, *, ended: bool) -> str:
         return told_by(read_tail(self._place.log, self._since), what, ended=ended, pids=self._pids)
 
+    def crashed(self) -> ServerDied | None:
+        """The end of one of its processes, by its log: the server itself goes down behind it, which takes seconds."""
+        crash = crash_in(read_tail(self._place.log, self._since), self._pids) if self._pids else ""
+        return ServerDied("the SGLang server ended", why=crash, hint=f"see {self._place.log}") if crash else None
+
     async def end_told(self, within_s: float = END_TOLD_S) -> None:
         """Wait until its end is known and `on_exit` was called; not longer than that where it has not ended."""
         with suppress(TimeoutError):

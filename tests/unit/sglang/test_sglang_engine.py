@@ -127,6 +127,7 @@ class FakeClient(Client):
 
 class FakeServer:
     pid = 0
+    crash: ServerDied | None = None
 
     def __init__(self, client: FakeClient) -> None:
         self.client = client
@@ -139,6 +140,9 @@ class FakeServer:
 
     def explain(self, error: RelaxError) -> RelaxError:
         return type(error)(error.what, why=f"{error.why}; a fake", hint=error.hint)
+
+    def crashed(self) -> ServerDied | None:
+        return self.crash
 
     async def end_told(self, within_s: float = 1.0) -> None:
         pass
@@ -355,6 +359,14 @@ async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) ->
         await asyncio.gather(fetch, return_exceptions=True)
         with pytest.raises(EngineEnded):
             await one.engine.prepare(Source(2))
+
+
+async def test_an_idle_engine_hears_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "WATCH_EVERY_S", 0.02)
+    async with rig(tmp_path) as one:
+        one.engine._server.crash = ServerDied("the SGLang server ended", why="its scheduler_0")  # type: ignore[attr-defined]
+        await until(lambda: one.failure is not None)
+        assert isinstance(one.failure, ServerDied)
 
 
 @pytest.mark.parametrize("work", ["swap", "pause"])

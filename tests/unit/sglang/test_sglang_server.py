@@ -200,7 +200,9 @@ async def test_an_earlier_servers_end_is_not_told_of_its_successor(tmp_path: Pat
             file.write(CRASH)  # of a process that is none of this server's: its predecessor's guard was late
         assert server.explain(late).why.startswith("none within 20 s; its last lines: serving")
         with log.open("a") as file:
+            assert server.crashed() is None
             file.write(CRASH.replace("4711", str(child)))
+        assert str(server.crashed()).startswith("the SGLang server ended: its scheduler_0 was killed by SIGKILL")
         assert server.explain(late).why == "its scheduler_0 was killed by SIGKILL; none within 20 s"
     finally:
         await server.stop()
