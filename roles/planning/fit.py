@@ -11,7 +11,7 @@ from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.checks import batch_samples
-from relax_rt.roles.plan import DELTA_PART, RUNTIME_MIB, STAGE_BUFFERS, delta_parts, served_parts
+from relax_rt.roles.plan import DELTA_PART, FOLLOWERS, RUNTIME_MIB, STAGE_BUFFERS, delta_parts, served_parts
 from relax_rt.roles.planning.flow import cache_tokens, gpu_bytes, longest_sample, longest_trained
 from relax_rt.roles.planning.links import (
     Communicator,
@@ -274,6 +274,16 @@ def _processes(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> I
         }
         nbytes = sum(copies[slot.kind] // config.roles[slot.kind].count for slot in trained)
         yield Component("checkpoint copies", nbytes, f"of {len(trained)} ranks, while they are written")
+    yield from _aside(config, shape, here)
+
+
+def _aside(config: RLConfig, shape: ModelShape, here: Sequence[Placed]) -> Iterator[Component]:
+    """What the trainer's ranks but the first keep of the weights, as published, until rank 0 has gathered them."""
+    copying = sum(slot.kind == "trainer" and slot.index > 0 for slot in here)
+    trainer = config.roles.get("trainer")
+    if copying and isinstance(trainer, ShardedSettings):
+        nbytes = shape.parameters * published_width(config) * copying // gang_sizes(trainer).world
+        yield Component("publication copies", nbytes, f"of {copying} ranks, kept from one version to the next")
 
 
 def _cpu_model(config: RLConfig, shape: ModelShape, table: RoleSettings) -> int:
@@ -308,10 +318,13 @@ def _shared(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head
 
 
 def _arriving(config: RLConfig, shape: ModelShape, here: Sequence[Placed], *, head: bool) -> Iterator[Component]:
-    """What a node that the trainer is not on has in a process's memory before it is applied."""
-    if config.publication.delta and not head and any(isinstance(config.roles[s.kind], EngineSettings) for s in here):
-        nbytes = int(DELTA_PART * shape.parameters * published_width(config))
-        yield Component("deltas as they come", nbytes, "at the one process that fetches, half a version at most")
+    """Deltas in processes' own memory before they are applied."""
+    engines = sum(slot.kind in FOLLOWERS for slot in here)
+    if config.publication.delta and engines:
+        readers = engines if head else 1
+        nbytes = readers * int(DELTA_PART * shape.parameters * published_width(config))
+        where = f"at each of {engines} engines" if head else "at the one process that fetches"
+        yield Component("deltas as they come", nbytes, f"{where}, half a version at most")
 
 
 def _engines_copies(config: RLConfig, engines: Sequence[Placed], buffer: int) -> Iterator[Component]:

@@ -86,6 +86,15 @@ def test_a_cold_start_may_have_longer_sequences_than_rl() -> None:
     assert after["activations"] > 2.5 * before["activations"] and after["weights"] == before["weights"]
 
 
+@pytest.mark.parametrize("on", ["gpus", "cores"])
+def test_ranks_but_the_first_keep_their_parts_of_a_publication(on: str) -> None:
+    plan = planned(*ROOM, *(("roles.trainer.gpus=0",) if on == "cores" else ()))
+    (part,) = (part for host in plan.hosts for part in host.components if part.name == "publication copies")
+    ranks = sum(slot.kind == "trainer" for slot in plan.slots)
+    # bfloat16, of all ranks but one.
+    assert part.bytes == 2 * 8_190_735_360 * (ranks - 1) // ranks
+
+
 def test_engines_hold_a_version_while_they_swap_to_it() -> None:
     (host,) = planned(*ROOM).hosts
     parts = {part.name: part.bytes for part in host.components}
@@ -109,3 +118,11 @@ def test_deltas_lie_on_the_trainers_node_and_come_to_others_in_a_process() -> No
     # are still read from elsewhere.
     assert head_with["weight stage"] - head["weight stage"] == 2 * whole and "deltas as they come" not in head_with
     assert other_with == {**other, "deltas as they come": whole // 2}
+
+
+def test_each_engine_on_the_trainers_node_has_deltas_in_memory_of_its_own() -> None:
+    before, after = (
+        {part.name: part.bytes for part in planned(*ROOM, f"publication.delta={delta}").hosts[0].components}
+        for delta in ("false", "true")
+    )
+    assert after["deltas as they come"] == 2 * (PUBLISHED // 2) and "deltas as they come" not in before
