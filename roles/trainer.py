@@ -74,6 +74,7 @@ class TrainerRole(Role):
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
         self._saving: asyncio.Task[None] | None = None
+        self._saved_version: asyncio.Task[VersionRecord] | None = None
         self._skipped = 0
         self._worked = False
         self._longest_s = 0.0
@@ -464,8 +465,9 @@ class TrainerRole(Role):
         sampling = self._choices.ahead.state() if self._choices is not None else {}
         if self._sieve is not None:
             sampling = self._sieve.state()
+        self._saved_version = self.publisher.current
         self._saving = asyncio.create_task(
-            self._write(self.step, elapsed, self.publisher.current, self.objective.state(), sampling)
+            self._write(self.step, elapsed, self._saved_version, self.objective.state(), sampling)
         )
         if final:
             await self._saved()
@@ -475,6 +477,8 @@ class TrainerRole(Role):
         from relax_rt.roles.trainers.keeping import through
 
         if self._saving is not None:
+            # Until its version is committed nothing of it is written.
+            await self.publisher.through(self._saved_version)
             await through(self._saving, self.store, self.ctx.progress.advance)
 
     async def _write(

@@ -100,17 +100,18 @@ class Publisher:
         self._copied.clear()
         self.current = asyncio.create_task(self._publish(weights))
 
-    async def through(self) -> None:
-        """Wait until what was begun is committed."""
-        if self.current is None:
+    async def through(self, publication: asyncio.Task[VersionRecord] | None = None) -> None:
+        """Wait until what was begun, unless given the newest, is committed; what is waited for is seen meanwhile."""
+        publication = publication or self.current
+        if publication is None:
             return
         try:
-            while not self.current.done():
+            while not publication.done():
                 self._ctx.progress.waiting(f"the publication before: {self._doing}")
-                await asyncio.wait([self.current], timeout=RETRY_S)
+                await asyncio.wait([publication], timeout=RETRY_S)
         finally:
             self._ctx.progress.waiting("")
-        self.current.result()
+        publication.result()
 
     async def filed(self) -> None:
         """Wait until the newest version lies in the folder of files, where there is one and it takes it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,26 @@ def weights_of(folder: Path) -> list[Any]:
     from safetensors.torch import load_file
 
     return list(load_file(folder / "model.safetensors").values())
+
+
+async def test_the_last_checkpoint_says_that_it_waits_for_its_version(lives: Lives, model: Path) -> None:
+    waits: list[str] = []
+
+    def slow(role: TrainerRole) -> None:
+        real = role.backend.export
+
+        def export(*what: Any, **more: Any) -> None:
+            if role.step == 4:
+                time.sleep(1.0)
+            real(*what, **more)
+
+        role.backend.export = export  # type: ignore[method-assign]
+        role.ctx.progress.waiting = waits.append  # type: ignore[method-assign, assignment]
+
+    ctx = await lives.life(model, steps=4, harm=slow)
+    last = ctx.told("published")[-1]["version"]
+    assert f"the publication before: version {last} is staged" in waits and waits[-1] == ""
+    assert lives.folders()[-1] == "step-000004"
 
 
 async def test_too_many_in_a_row_end_the_trainer(lives: Lives, model: Path) -> None:
