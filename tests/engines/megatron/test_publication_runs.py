@@ -81,9 +81,6 @@ def test_ranks_that_are_struck_in_the_middle_of_a_gather_cost_no_version(runs: l
     committed = {event["version"] for event in run.events("version_committed")}
     assert len(set(range(1, max(committed))) - committed) >= len(STRIKES)
     check_versions(run)
-    # The optimizer did not wait for the gather, which alone takes 0.4 s.
-    held = sorted(record["held_s"] for record in run.records("step"))
-    assert held[len(held) // 2] < 0.2
     run.gone(run.run_id())
 
 
