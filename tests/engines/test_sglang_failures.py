@@ -279,7 +279,7 @@ async def test_a_server_without_its_model_is_told(
 
 async def test_an_interpreter_tells_the_options_of_its_sglang() -> None:
     names = await asyncio.to_thread(option_names, str(PYTHON), "cpu")
-    assert names is not None and {"attention-backend", "mem-fraction-static", "tp"} <= names
+    assert names is not None and {"attention-backend", "mem-fraction-static", "tp-size"} <= names
 
 
 def tmp_path_of(driver: Driver) -> Path:
