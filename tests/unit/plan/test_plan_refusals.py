@@ -109,7 +109,7 @@ def test_the_caret_stands_at_the_value_of_the_file(tmp_path: Path) -> None:
 
 def test_a_host_that_is_too_small() -> None:
     found = refused(DENSE, nodes=inventory(DENSE, memory_gib=100.0))
-    assert "node node-0: 265.3 GiB of memory are needed and 100.0 GiB there" in found["roles"]
+    assert "node node-0: 276.7 GiB of memory are needed and 100.0 GiB there" in found["roles"]
     assert "/dev/shm has 50.0 GiB" in found["queue.capacity_mib"]
 
 
