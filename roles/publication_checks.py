@@ -12,7 +12,7 @@ from relax_rt.config.problems import Problem
 from relax_rt.nodes.api import HEAD
 from relax_rt.nodes.gpus import count_gpus
 from relax_rt.roles.engines.tables import SHARING
-from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
 
 CARRIER = ("publication", "carrier")
 UNSENT = ("shared_memory", "directory")
@@ -128,10 +128,21 @@ def _adapters(config: RLConfig) -> Iterator[Problem]:
 
 def _delta(config: RLConfig) -> Iterator[Problem]:
     """What changed lies beside a version on the trainer's node: engines there read it, a stream brings it elsewhere."""
-    table = config.publication
+    table, mode, path = config.publication, config.algorithm.mode, ("publication", "delta")
     if table.delta and table.carrier in ("directory", "collective", "cuda_ipc"):
         message = f'delta = true has no effect with carrier = "{table.carrier}", which moves each version in full'
-        yield Problem(("publication", "delta"), message, 'leave it out, or set carrier = "auto"')
+        yield Problem(path, message, 'leave it out, or set carrier = "auto"')
+    elif table.delta and mode in SHARING and not _evaluates_elsewhere(config):
+        message = f'delta = true saves nothing with algorithm.mode = "{mode}"'
+        hint = "leave it out: rollouts let go of their weights for each step, and take the next ones in full"
+        yield Problem(path, message, hint)
+
+
+def _evaluates_elsewhere(config: RLConfig) -> bool:
+    """Whether an evaluator may be on another node. It keeps its weights while the trainer has its turn."""
+    table = config.roles.get("evaluator")
+    several = bool(config.supervision.nodes.listen)
+    return several and isinstance(table, EvaluatorSettings) and table.count > 0 and table.node != HEAD
 
 
 def _broadcasts(config: RLConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import pytest
 from relax_rt.config.job import PlanLine
 from relax_rt.roles.plan import DELTA_PART, plan, published_bytes, stage_bytes
 from relax_rt.roles.publication_checks import check_publication
-from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
 
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 8}}}
@@ -79,6 +79,20 @@ def test_a_delta_goes_to_engines_on_another_node(carrier: str) -> None:
     elsewhere = config({"delta": True, "carrier": carrier}, **listen)
     elsewhere.roles["rollout"] = RolloutSettings(node="far")
     assert not list(check_publication(elsewhere))
+
+
+@pytest.mark.parametrize("mode", ["colocate", "hybrid"])
+def test_a_delta_is_refused_where_engines_let_go_of_their_weights(mode: str) -> None:
+    def found(evaluator: EvaluatorSettings, **tables: Any) -> list[str]:
+        made = config({"delta": True}, algorithm={"mode": mode}, **tables)
+        made.roles["evaluator"] = evaluator
+        return [p.message for p in check_publication(made) if p.path == ("publication", "delta")]
+
+    listen = {"supervision": {"nodes": {"listen": "10.0.0.1:0"}}}
+    refused = [f'delta = true saves nothing with algorithm.mode = "{mode}"']
+    assert found(EvaluatorSettings()) == refused
+    assert found(EvaluatorSettings(count=0), **listen) == found(EvaluatorSettings(node="head"), **listen) == refused
+    assert found(EvaluatorSettings(node="far"), **listen) == [], "it keeps its weights"
 
 
 def test_the_plan_asks_for_the_base_and_the_adapters() -> None:
