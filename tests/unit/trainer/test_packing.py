@@ -18,7 +18,7 @@ from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 
 
 def backend(model_dir: Path, budget: int) -> TorchBackend:
-    table = AlgorithmTable(learning_rate=1e-3, max_grad_norm=1e9)
+    table = AlgorithmTable(loss="ppo_clip", learning_rate=1e-3, max_grad_norm=1e9)
     return TorchBackend(
         model_dir,
         table,
