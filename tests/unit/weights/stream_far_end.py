@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 from weight_versions import fill
@@ -17,12 +19,37 @@ from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.manifest import Layout, layout_of
 from relax_rt.transport.weights.served import stage_server
+from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage
 from relax_rt.transport.weights.stream import StageMirror
 from relax_rt.transport.zmq_keys import CurveKeys
 
 KEYS = CurveKeys.make()
 MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def serving(folder: pathlib.Path) -> Iterator[str]:
+    server = stage_server(folder, KEYS)
+    try:
+        yield server.start("tcp://127.0.0.1:0")
+    finally:
+        server.stop()
+
+
+def mirror_of(folder: pathlib.Path, locate: Callable[[], str]) -> StageMirror:
+    return StageMirror(folder, locate, KEYS, connections=1)
+
+
+def compared(
+    folder: pathlib.Path, nbytes: int, mirror: StageMirror, record: VersionRecord, timeout_s: float = 20.0
+) -> tuple[bool, int]:
+    """Whether a version came as it is at home, and how many bytes crossed."""
+    before = mirror.bytes_in
+    mine, theirs = bytearray(nbytes), bytearray(nbytes)
+    mirror.source(record, timeout_s).copy_into(memoryview(mine))
+    StageSource(folder, record).copy_into(memoryview(theirs))
+    return mine == theirs, mirror.bytes_in - before
 
 
 def layout_of_mib(mib: int) -> Layout:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import xxhash
 torch = pytest.importorskip("torch")
 
 from adapted import LAYOUT, fill_base, publish  # noqa: E402
-from stream_far_end import KEYS, Far  # noqa: E402
+from stream_far_end import KEYS, Far, compared, mirror_of, serving  # noqa: E402
 from test_carriers import Context  # noqa: E402
 
 from relax_rt.nodes.links import Links  # noqa: E402
@@ -26,8 +25,6 @@ from relax_rt.roles.publication.carriers import source_for  # noqa: E402
 from relax_rt.transport.errors import OutOfSpace, Unreachable  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights import manifest, stream  # noqa: E402
-from relax_rt.transport.weights.served import stage_server  # noqa: E402
-from relax_rt.transport.weights.source import StageSource  # noqa: E402
 from relax_rt.transport.weights.stage import BASE_FILE, WeightStage, adapters_file  # noqa: E402
 from relax_rt.transport.weights.stream import StageMirror  # noqa: E402
 
@@ -35,26 +32,8 @@ SMALL = 40_000
 """More than adapters and manifests have, and much less than a version."""
 
 
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    server = stage_server(folder, KEYS)
-    try:
-        yield server.start("tcp://127.0.0.1:0")
-    finally:
-        server.stop()
-
-
-def mirror_of(folder: Path, locate: Callable[[], str]) -> StageMirror:
-    return StageMirror(folder, locate, KEYS, connections=1)
-
-
 def content(folder: Path, mirror: StageMirror, record: VersionRecord) -> tuple[bool, int]:
-    """Whether a version came as it is at home, and how many bytes crossed."""
-    before = mirror.bytes_in
-    mine, theirs = bytearray(LAYOUT.nbytes), bytearray(LAYOUT.nbytes)
-    mirror.source(record, 20.0).copy_into(memoryview(mine))
-    StageSource(folder, record).copy_into(memoryview(theirs))
-    return mine == theirs, mirror.bytes_in - before
+    return compared(folder, LAYOUT.nbytes, mirror, record)
 
 
 def test_the_base_crosses_once_and_then_adapters_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from stream_far_end import KEYS, Far
+from stream_far_end import KEYS, Far, compared, mirror_of, serving
 from test_carriers import Context
 from weight_versions import fill
 
@@ -26,7 +26,7 @@ from relax_rt.transport.weights import served as served_module
 from relax_rt.transport.weights import stream
 from relax_rt.transport.weights.delta import apply
 from relax_rt.transport.weights.manifest import BUCKET_BYTES, MAX_DELTAS, layout_of
-from relax_rt.transport.weights.served import StagedVersions, delta_name, stage_server
+from relax_rt.transport.weights.served import StagedVersions, delta_name
 from relax_rt.transport.weights.source import StageSource
 from relax_rt.transport.weights.stage import WeightStage, delta_file, read_manifest
 from relax_rt.transport.weights.stream import StageMirror
@@ -70,31 +70,13 @@ class Home:
         return self.folder / delta_file(record.version, record.digest)
 
 
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    server = stage_server(folder, KEYS)
-    try:
-        yield server.start("tcp://127.0.0.1:0")
-    finally:
-        server.stop()
-
-
-def mirror_of(folder: Path, locate: Callable[[], str]) -> StageMirror:
-    return StageMirror(folder, locate, KEYS, connections=1)
-
-
 def came(mirror: StageMirror) -> tuple[str, str]:
     """As what a version came, and why in full."""
     return mirror.payload, mirror.why_full
 
 
 def content(home: Home, mirror: StageMirror, record: VersionRecord, timeout_s: float = 20.0) -> tuple[bool, int]:
-    """Whether a version came as it is at home, and how many bytes crossed."""
-    before = mirror.bytes_in
-    mine, theirs = bytearray(home.layout.nbytes), bytearray(home.layout.nbytes)
-    mirror.source(record, timeout_s).copy_into(memoryview(mine))
-    StageSource(home.folder, record).copy_into(memoryview(theirs))
-    return mine == theirs, mirror.bytes_in - before
+    return compared(home.folder, home.layout.nbytes, mirror, record, timeout_s)
 
 
 HELD = "held"
