@@ -6,10 +6,12 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from netns import nodes
+from tiny_run import TinyRun
 
 __all__ = ["nodes"]
 
@@ -43,3 +45,15 @@ def sim_seed(request: pytest.FixtureRequest) -> int | None:
     chosen = request.config.getoption("--sim-seed")
     named = os.environ.get("RELAX_SIM_SEED")
     return chosen if chosen is not None else int(named) if named else None
+
+
+@pytest.fixture
+def runs() -> Iterator[list[TinyRun]]:
+    """Runs that a test starts; whatever it leaves is ended here. Their model is made outside any run's deadlines."""
+    from relax_rt.roles.models.resolve import resolve_model
+
+    resolve_model("package:tiny", Path())
+    started: list[TinyRun] = []
+    yield started
+    for run in started:
+        run.end()

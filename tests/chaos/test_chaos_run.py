@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,6 @@ PATIENT = {"supervision.restart.max_restarts": 50, "supervision.restart.period_s
 def tiny_model() -> None:
     """Converted once, outside any run's deadlines."""
     resolve_model("package:tiny", Path())
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[list[TinyRun]]:
-    """Runs that a test starts; whatever it leaves is ended here."""
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
 
 
 def relax(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from sglang_parts import PYTHON, needs_server
 from struck_rollout import AT_VERSION, STRUCK
 from test_sglang_failures import shared_memory
-from tiny_run import RELAX, TinyRun, steps_that_count
+from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 
@@ -40,10 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
         assert shared_memory() <= before
         yield run
     finally:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
+        run.end()
 
 
 def test_its_server_alone_was_struck_and_the_role_says_so(run: TinyRun) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 from netns import Nodes
 from numpy.typing import NDArray
 from test_weights_nodes import OnNode, joined
-from tiny_run import RELAX, TinyRun, steps_that_count
+from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 
@@ -43,19 +41,6 @@ OVERRIDES: dict[str, Any] = {
     "supervision.restart": "{ max_restarts = 50, backoff_max_s = 0.3 }",
 }
 Swaps = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture
-def runs() -> Iterator[list[TinyRun]]:
-    """Runs that a test starts; whatever it leaves is ended here."""
-    resolve_model("package:tiny", Path())
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
 
 
 def swaps(run: TinyRun) -> Swaps:

@@ -65,10 +65,7 @@ def test_programs_of_a_joined_node_play_through_the_gateway_of_the_head(
             run.process.wait(60)
             there.wait(60)
     finally:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
+        run.end()
     path = steps_that_count(run.records("step"))
     assert sorted(path)[:STEPS] == list(range(1, STEPS + 1))
     keys = [key for record in path.values() for key in record["keys"]]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import RELAX, TinyRun
+from tiny_run import TinyRun
 
 from relax_rt import discovery
 from relax_rt.roles.models.resolve import resolve_model
@@ -29,10 +28,7 @@ def run(tmp_path: Path) -> Iterator[TinyRun]:
     overrides = {"algorithm.steps": 5000, "roles.rollout.count": 2, "evaluation.items": 16, "evaluation.every_steps": 0}
     started = TinyRun(tmp_path / "run", **overrides).start()
     yield started
-    if started.process.poll() is None:
-        subprocess.run([RELAX, "down", str(started.run_dir), "--kill"], timeout=60, check=False)
-        started.process.kill()
-        started.process.wait()
+    started.end()
 
 
 class Clients:

@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import RELAX, TinyRun, steps_that_count
+from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.supervision import rundir
@@ -27,18 +26,6 @@ KINDS = ("registry/0", "queue/0", "reward/0", "rollout/0", "trainer/0", "evaluat
 def tiny_model() -> None:
     """Converted once, outside any run's deadlines."""
     resolve_model("package:tiny", Path())
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[list[TinyRun]]:
-    """Runs that a test starts; whatever it leaves is ended here."""
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
 
 
 def check_account(run: TinyRun, steps: int, batch: int = 64) -> None:

@@ -107,10 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
         assert shared_memory() <= before
         yield run
     finally:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
+        run.end()
 
 
 def test_nobody_else_ended_and_nothing_is_left(run: TinyRun) -> None:

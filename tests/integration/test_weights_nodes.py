@@ -80,10 +80,7 @@ def test_rollouts_elsewhere_follow_the_trainer_by_one_stream_a_version(nodes: No
             assert run.wait() == 0, run.text()
             assert there.wait(60) == 0
     finally:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
+        run.end()
     assert run.last_step() == 150
     streamed = Counter(event["version"] for event in run.events("weights_streamed"))
     published = {event["version"] for event in run.events("published")}
@@ -141,10 +138,7 @@ def test_rollouts_elsewhere_get_deltas_alone_whoever_dies(nodes: Nodes, tmp_path
             assert run.wait() == 0, run.text()
             assert there.wait(60) == 0
     finally:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
+        run.end()
     assert run.last_step() == 120
     streamed, published = run.events("weights_streamed"), {e["version"]: e for e in run.events("published")}
     whole = published[1]["bytes"]

@@ -46,6 +46,13 @@ class TinyRun:
             self.process.wait()
             raise AssertionError(f"the run did not end:\n{self.text()}") from None
 
+    def end(self) -> None:
+        """Leave nothing of it running, whatever became of the test."""
+        if self.process.poll() is None:
+            subprocess.run([RELAX, "down", str(self.run_dir), "--kill"], timeout=90, check=False)
+            self.process.kill()
+            self.process.wait()
+
     def text(self) -> str:
         return self.output.read_text()[-6000:]
 

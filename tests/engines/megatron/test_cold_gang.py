@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import RELAX, TinyRun, steps_that_count
+from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 
@@ -35,10 +34,7 @@ def run(tmp_path: Path) -> Iterator[TinyRun]:
     resolve_model("package:tiny", Path())
     made = TinyRun(tmp_path / "run", **OVERRIDES)
     yield made
-    if made.process.poll() is None:
-        subprocess.run([RELAX, "down", str(made.run_dir), "--kill"], timeout=60, check=False)
-        made.process.kill()
-        made.process.wait()
+    made.end()
 
 
 def test_a_gang_learns_resumes_and_goes_on_to_rl(run: TinyRun) -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fragile_trainer import STRIKES
 from test_runs import GANG, check_account
-from tiny_run import RELAX, TinyRun
-
-from relax_rt.roles.models.resolve import resolve_model
+from tiny_run import TinyRun
 
 pytestmark = pytest.mark.engines
 
@@ -29,19 +25,6 @@ def overrides(target: str, steps: int) -> dict[str, object]:
         "roles.trainer.hang_after_s": 15,
         "supervision.restart": "{ max_restarts = 20, backoff_max_s = 0.3 }",
     }
-
-
-@pytest.fixture
-def runs() -> Iterator[list[TinyRun]]:
-    """Runs that a test starts; whatever it leaves is ended here."""
-    resolve_model("package:tiny", Path())
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
 
 
 def digest_of(folder: Path) -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import RELAX, TinyRun, steps_that_count
+from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 
@@ -27,18 +25,6 @@ GANG = {
 def tiny_model() -> None:
     """Converted once, outside any run's deadlines."""
     resolve_model("package:tiny", Path())
-
-
-@pytest.fixture
-def runs() -> Iterator[list[TinyRun]]:
-    """Runs that a test starts; whatever it leaves is ended here."""
-    started: list[TinyRun] = []
-    yield started
-    for run in started:
-        if run.process.poll() is None:
-            subprocess.run([RELAX, "down", str(run.run_dir), "--kill"], timeout=60, check=False)
-            run.process.kill()
-            run.process.wait()
 
 
 def check_account(run: TinyRun, steps: int) -> None:
