@@ -7,16 +7,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-
 from tiny_run import RELAX, TinyRun
 
 from relax_rt.chaos.checker import breaches, check

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-INTEGRATION = Path(__file__).resolve().parents[1] / "integration"
-if str(INTEGRATION) not in sys.path:
-    sys.path.append(str(INTEGRATION))  # runs that are watched and harmed from outside are made there
-
 pytest.register_assert_rewrite("harness", "conformance", "moe_conformance", "trainer_conformance")
 
 

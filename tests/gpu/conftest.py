@@ -13,7 +13,6 @@ pytest.register_assert_rewrite("harness", "conformance")
 for folder in (
     HERE.parent / "unit" / "weights",
     HERE.parent / "engines",
-    HERE.parent / "integration",
     HERE.parent / "integration" / "supervision_toys",
 ):
     if str(folder) not in sys.path:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("tests/gpu", "tests/unit/weights", "tests/integration"):
+for folder in ("tests/gpu", "tests/unit/weights", "tests"):
     sys.path.insert(0, str(ROOT / folder))
 
 ROUNDS = 9

@@ -11,9 +11,8 @@ import pytest
 
 HERE = Path(__file__).parent
 pytest.register_assert_rewrite("megatron_parts", "gang_harness", "gang_publication")
-for folder in (HERE, HERE.parents[1] / "integration"):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # runs that are watched and harmed from outside are made there
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

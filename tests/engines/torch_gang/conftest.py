@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import pytest
 
 HERE = Path(__file__).parent
 pytest.register_assert_rewrite("gang_harness", "gang_publication")
-INTEGRATION = HERE.parents[1] / "integration"
-if str(INTEGRATION) not in sys.path:
-    sys.path.append(str(INTEGRATION))  # runs that are watched and harmed from outside are made there
 
 
 @pytest.fixture(scope="session")

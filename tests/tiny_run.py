@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-CONFIG = Path(__file__).resolve().parent.parent / "tiny_job" / "roles.toml"
+CONFIG = Path(__file__).resolve().parent / "tiny_job" / "roles.toml"
 RELAX = str(Path(sys.executable).with_name("relax-rt"))
 DEADLINE_S = 240.0
 
