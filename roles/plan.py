@@ -167,11 +167,12 @@ def _steps(config: RLConfig) -> list[PlanLine]:
     bound = "no bound" if math.isinf(table.max_staleness) else f"{(table.max_staleness + 1) * b:g} samples"
     every = config.evaluation.every_steps
     evaluated = f"before, {f'every {every} steps, ' if every else ''}after"
+    published = "published" if table.updates_per_step == 1 else f"published after {table.updates_per_step} updates"
     return [
         PlanLine(
             section, "samples a step", f"{b}", f"{table.prompts_per_step} prompts x {table.group_size} samples (b)"
         ),
-        PlanLine(section, "optimizer steps", f"{table.steps}", f"{table.steps * b} samples in all; each is published"),
+        PlanLine(section, "steps", f"{table.steps}", f"{table.steps * b} samples in all; each is {published}"),
         PlanLine(
             section,
             "admitted at a time",

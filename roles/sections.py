@@ -76,7 +76,8 @@ class AlgorithmTable(Table):
     """What is optimised: a preset, each part of which can be replaced (docs/algorithms.md)."""
 
     name: Name = "grpo"
-    """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high and normalise_std."""
+    """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high, normalise_std and
+    updates_per_step."""
     advantage: Part = "grpo"
     """What makes a token better than expected."""
     loss: Part = "decoupled_ppo"
@@ -99,12 +100,15 @@ class AlgorithmTable(Table):
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8
     """Samples of one prompt; 1 where advantages compare no group (gae, reinforce_pp, distillation, sft)."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65_536)] = 12
-    """Groups of one optimizer step; each step is published."""
+    """Groups of one step; each step is published."""
+    updates_per_step: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Optimizer updates of one step (the field's term: mini-batches): its groups are dealt out into so many parts, each
+    an update of its own, and the step is published after the last. 1: all groups in one update."""
     streaming: bool = False
     """Compute the gradients of groups while the rest of the step is still being generated, where the algorithm needs no
     whole batch and the trainer has devices of its own."""
     steps: Annotated[int, Field(ge=1)] = 100
-    """The run ends after this many optimizer steps."""
+    """The run ends after this many steps."""
     mode: Mode = "asynchronous"
     """Who has the devices. asynchronous: engines and trainer have their own. colocate: they share, in turns; a batch is
     finished first (max_staleness = 0). hybrid: the same, but what is in flight when a batch is there waits for the
@@ -140,9 +144,10 @@ class AlgorithmTable(Table):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Longer gradients are shortened to this norm."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Ratios count down to 1 - clip_low."""
+    """Ratios count down to 1 - clip_low. Of a ratio to the proximal policy, as the default loss has it, this bounds the
+    updates of a step after the first (updates_per_step)."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Ratios count up to 1 + clip_high."""
+    """Ratios count up to 1 + clip_high, as clip_low."""
     truncated: Literal["mask", "zero_reward", "soft_penalty", "none"] = "none"
     """A completion cut at max_new_tokens: mask its tokens, give it reward 0, subtract soft_penalty, or train on it."""
     soft_penalty: Annotated[float, Field(ge=0)] = 0.5
@@ -419,7 +424,8 @@ class CriticSettings(TrainedSettings):
     hang_after_s: Seconds = 300.0
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     value_clip: Annotated[float, Field(ge=0)] = 0.2
-    """How far a value may move from what it was before the step, for the loss to follow it; 0: as far as it likes."""
+    """How far a value may move from what it was before the step, for the loss to follow it; 0: as far as it likes. It
+    bounds the updates of a step after the first (algorithm.updates_per_step)."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 

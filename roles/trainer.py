@@ -40,7 +40,7 @@ FETCH_S = 10.0
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = STEP_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
-"""Steps thrown away one after the other before the trainer gives up."""
+"""Steps one after the other that were thrown away, or one of whose updates was, before the trainer gives up."""
 
 
 class TrainerRole(Role):
@@ -368,16 +368,28 @@ class TrainerRole(Role):
             await self.publisher.through()
 
     def _train(self, batch: Batch) -> StepResult:
-        """The gradients that are not there yet, and the update. Blocks."""
+        """The gradients that are not there yet, and the update; or all updates of the step. Blocks."""
         from relax_rt.roles.trainers.mismatch import beside_gradients
-
-        self._accumulate(batch)
-        batch.beside = beside_gradients(batch.samples, self.backend, self.objective, self.settings.mismatch)
+        from relax_rt.roles.trainers.updates import take_updates
 
         def before_update() -> None:
-            batch.held_s = self.publisher.weights_may_change()
+            batch.held_s += self.publisher.weights_may_change()
 
-        return self.backend.apply(batch.count, self.step + 1, before_update)
+        number, over, updates = self.step + 1, self.settings.mismatch, self.config.algorithm.updates_per_step
+        if updates > 1:
+            return take_updates(
+                batch,
+                self.backend,
+                self.objective,
+                updates=updates,
+                version=self.weights.version,
+                number=number,
+                over=over,
+                before_update=before_update,
+            )
+        self._accumulate(batch)
+        batch.beside = beside_gradients(batch.samples, self.backend, self.objective, over)
+        return self.backend.apply(batch.count, number, before_update)
 
     def _accumulate(self, batch: Batch) -> None:
         from relax_rt.roles.trainers.step import accumulate
@@ -393,12 +405,13 @@ class TrainerRole(Role):
 
     async def _account(self, batch: Batch, result: StepResult) -> None:
         """The step is done: the queue hears of it first, then the weights are published while the next one is made."""
-        if not result.applied:
+        if result.updates_skipped:
             self._skipped += 1
-            self.ctx.event("step_skipped", step=self.step + 1, why=result.why)
+            self.ctx.event("update_skipped" if result.applied else "step_skipped", step=self.step + 1, why=result.why)
             if self._skipped >= SKIPPED_IN_A_ROW:
+                which = "had an update that was thrown away" if result.applied else "were thrown away"
                 raise RelaxError(
-                    f"{self._skipped} steps in a row were thrown away", why=result.why, hint="lower the learning rate"
+                    f"{self._skipped} steps in a row {which}", why=result.why, hint="lower the learning rate"
                 )
         else:
             self._skipped = 0

@@ -23,11 +23,11 @@ class AdaptiveOptions(Table):
     target: Annotated[float, Field(gt=0)] = 0.2
     """Entropy to hold, nats a token."""
     step: Annotated[float, Field(gt=0)] = 0.0005
-    """What the coefficient changes by in a step."""
+    """What the coefficient changes by in an update."""
     most: Annotated[float, Field(gt=0)] = 0.05
     """Largest coefficient."""
     first: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the first step."""
+    """Coefficient of the first update."""
 
 
 @part("entropy", "bonus", options=BonusOptions, needs={"entropy"}, first=lambda options: options.coefficient)
@@ -36,7 +36,7 @@ def bonus(coefficient: float, entropy: float, options: BonusOptions) -> tuple[fl
     equation 9).
 
     Returns:
-        The coefficient that counts in the next step, and the one to go on from.
+        The coefficient that counts in the next update, and the one to go on from.
     """
     return options.coefficient, options.coefficient
 
@@ -48,10 +48,10 @@ def adaptive(coefficient: float, entropy: float, options: AdaptiveOptions) -> tu
     at most the target.
 
     Args:
-        coefficient: the one to go on from. entropy: mean of the last step, nats a token.
+        coefficient: the one to go on from. entropy: mean of the last update, nats a token.
 
     Returns:
-        The coefficient that counts in the next step, and the one to go on from.
+        The coefficient that counts in the next update, and the one to go on from.
     """
     moved = coefficient + options.step if entropy < options.target else coefficient - options.step
     moved = min(max(moved, 0.0), options.most)

@@ -1,7 +1,8 @@
 """What each `algorithm.name` stands for: defaults of the other keys of [algorithm], each of which can be overridden.
 
 `grpo` is the table's own defaults: group advantages by mean and standard deviation, decoupled clipping (samples may be
-older than the weights that are trained), every token of the step counting alike.
+older than the weights that are trained), every token of the step counting alike. Bounds of a ratio to the proximal
+policy, which most of these have, act where a step has several updates.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ PRESETS: Mapping[Name, Mapping[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"normalise_std": False, "aggregation": "fixed_length", "clip_high": 0.2},
     "dapo": {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
-    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean"},
+    # Bounds so narrow are for what the trainer's own updates do: an engine's rounding alone is beyond them. The paper's
+    # experiments take four mini-batches from a batch (arXiv 2507.18071, section 5.1; from memory).
+    "gspo": {
+        "loss": {"name": "gspo", "ratio_to": "proximal"},
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence_mean",
+        "corrections": ["tis"],
+        "updates_per_step": 4,
+    },
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
     "rloo": {

@@ -35,11 +35,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CriticReport(msgspec.Struct, frozen=True):
-    """One step of the critic.
+    """One step of the critic, which has as many updates as the policy's.
 
     Attributes:
-        applied: False when it was thrown away (a loss or gradient that is not finite).
-        loss: mean over the trained tokens. grad_norm: before clipping.
+        applied: False when it was thrown away (a loss or gradient that is not finite); of several updates, when all
+            were. thrown_away: how many were.
+        loss: mean over the trained tokens. grad_norm: before clipping; the mean of the updates that were taken.
         value, returned: mean value before the step, and mean return. clipped: share of tokens whose gradient the
             clip stopped.
         explained: 1 - var(return - value) / var(return), of the values before the step.
@@ -53,6 +54,7 @@ class CriticReport(msgspec.Struct, frozen=True):
     returned: float
     clipped: float
     explained: float
+    thrown_away: int = 0
 
 
 class CriticApi(Protocol):
@@ -84,7 +86,7 @@ class CriticApi(Protocol):
 
     @idempotent
     async def learn(self, at: Place) -> CriticReport:
-        """Take a step on what was given by `values` and `returns`; the critic is at the next step then."""
+        """Take the updates of a step on what `values` and `returns` gave; the critic is at the next step then."""
 
     @idempotent
     async def snapshot(self, at: Place) -> None:

@@ -26,6 +26,7 @@ from relax_rt.roles.trainers.budget import Budget, Fitting
 from relax_rt.roles.trainers.checkpoint import passing
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, hidden_states
 from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
+from relax_rt.roles.trainers.updates import chosen, mini_batches
 from relax_rt.transport.errors import Refused
 
 MODEL_FILE, OPTIMIZER_FILE = "critic.safetensors", "critic_optimizer.safetensors"
@@ -53,13 +54,14 @@ class ValueModel(torch.nn.Module):
 
 
 class CriticModel:
-    """float32 weights, optional bfloat16 autocast, AdamW; one step a batch.
+    """float32 weights, optional bfloat16 autocast, AdamW.
 
     Args:
         folder: of the model whose layers it begins with.
         on_progress: told of tokens that went through the model.
         budget: of micro-batches; unless given, the settings'.
         device: where weights, gradients and moments are; snapshots are in ordinary memory.
+        updates: of a step; its groups are dealt out over them.
     """
 
     def __init__(
@@ -69,11 +71,14 @@ class CriticModel:
         on_progress: Callable[[int], object],
         device: torch.device = CPU,
         budget: Budget | None = None,
+        *,
+        updates: int = 1,
     ) -> None:
         torch.set_num_threads(settings.threads)
         self._folder, self._settings, self._on_progress, self._device = folder, settings, on_progress, device
         self._budget = budget if budget is not None else Budget(settings.tokens_per_micro_batch)
         self._fitting = Fitting(self._budget, device)
+        self._updates = updates
         self._snapshot: dict[str, dict[str, torch.Tensor]] = {}
         self.reset()
 
@@ -96,34 +101,48 @@ class CriticModel:
         return found
 
     def learn(self, samples: Sequence[Sample], old: Sequence[Values], returns: Sequence[Values]) -> CriticReport:
-        """One optimizer step on the mean of `value_loss` over all trained tokens.
+        """The updates of a step, each on the mean of `value_loss` over the trained tokens of its part of the groups.
 
         Args:
             old: values before the step. returns: what they should have been; float32 [T] each.
 
         Returns:
-            What it did; it is thrown away, and the weights stay, if a loss or gradient is not finite.
+            What they did; one is thrown away, and the weights stay, if a loss or gradient is not finite.
         """
+        parts = mini_batches([sample.meta.group for sample in samples], self._updates) or [[]]
+        found = [self._update(chosen(samples, at), chosen(old, at), chosen(returns, at)) for at in parts]
+        taken = [(sums, norm) for applied, sums, norm in found if applied]
+        counted = taken or [(measured, norm) for _, measured, norm in found]
+        sums: Metrics = {}
+        for measured, _ in counted:
+            merge(sums, measured)
+        before, wanted = _trained(samples, old), _trained(samples, returns)
+        return CriticReport(
+            applied=bool(taken),
+            tokens=len(before),
+            loss=sums.get("loss", 0.0) / max(sums.get("tokens", 0.0), 1.0),
+            grad_norm=float(np.mean([norm for _, norm in counted])),
+            value=float(before.mean()) if len(before) else 0.0,
+            returned=float(wanted.mean()) if len(before) else 0.0,
+            clipped=sums.get("clipped", 0.0) / max(sums.get("tokens", 0.0), 1.0),
+            explained=_explained(before, wanted),
+            thrown_away=sum(bool(measured) and not applied for applied, measured, _ in found),
+        )
+
+    def _update(
+        self, samples: Sequence[Sample], old: Sequence[Values], returns: Sequence[Values]
+    ) -> tuple[bool, Metrics, float]:
+        """One update; whether it was taken, what was measured, as sums, and the gradients' norm before clipping."""
         count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
-        trained = [i for i, sample in enumerate(samples) if sample.loss_mask[1:].any()]
-        columns = _Columns([old[i] for i in trained], [returns[i] for i in trained], self._device)
+        trained = [place for place, sample in enumerate(samples) if sample.loss_mask[1:].any()]
+        columns = _Columns(chosen(old, trained), chosen(returns, trained), self._device)
         with denormals_flushed():
-            sums = self._fitting(lambda: self._gradients([samples[i] for i in trained], columns, count))
+            sums = self._fitting(lambda: self._gradients(chosen(samples, trained), columns, count))
             norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
             applied = count > 0 and math.isfinite(norm) and math.isfinite(sums["loss"])
             if applied:
                 self._optimizer.step()
-        trained_old, wanted = columns.trained([samples[i] for i in trained])
-        return CriticReport(
-            applied=applied,
-            tokens=count,
-            loss=sums.get("loss", 0.0) / max(count, 1),
-            grad_norm=norm,
-            value=float(trained_old.mean()) if count else 0.0,
-            returned=float(wanted.mean()) if count else 0.0,
-            clipped=sums.get("clipped", 0.0) / max(count, 1),
-            explained=_explained(trained_old, wanted),
-        )
+        return applied, sums, norm
 
     def _gradients(self, samples: Sequence[Sample], columns: _Columns, count: int) -> Metrics:
         """Those of a whole batch and of nothing else; what was measured, as sums."""
@@ -191,7 +210,6 @@ class _Columns:
     """Values and returns of the samples, to be picked for the tokens of a micro-batch."""
 
     def __init__(self, old: Sequence[Values], returns: Sequence[Values], device: torch.device) -> None:
-        self._old, self._returns = old, returns
         lengths = [len(values) for values in old]
         self._starts = torch.tensor([0, *np.cumsum(lengths)[:-1]] if lengths else [0]).to(device)
         self._flat = [
@@ -205,14 +223,11 @@ class _Columns:
         assert old is not None and returns is not None
         return old[places], returns[places]
 
-    def trained(self, samples: Sequence[Sample]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """At all trained tokens of the samples."""
-        masks = [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
-        picked = [
-            np.concatenate([np.zeros(0), *(v[m] for v, m in zip(values, masks, strict=True))])
-            for values in (self._old, self._returns)
-        ]
-        return picked[0], picked[1]
+
+def _trained(samples: Sequence[Sample], values: Sequence[Values]) -> NDArray[np.float64]:
+    """Of all trained tokens of the samples."""
+    picked = (one[1:][sample.loss_mask[1:] != 0] for sample, one in zip(samples, values, strict=True))
+    return np.concatenate([np.zeros(0), *picked])
 
 
 def _explained(values: NDArray[np.float64], returns: NDArray[np.float64]) -> float:

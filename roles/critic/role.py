@@ -48,7 +48,8 @@ class CriticRole(Role):
 
         device = open_device(self.ctx, self.settings)
         budget = Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
-        return CriticModel(model_folder(self.ctx), self.settings, self.ctx.progress.advance, device, budget)
+        updates, told = self.config.algorithm.updates_per_step, self.ctx.progress.advance
+        return CriticModel(model_folder(self.ctx), self.settings, told, device, budget, updates=updates)
 
     async def run(self) -> None:
         await self.ctx.ready()
@@ -63,3 +64,5 @@ class CriticRole(Role):
         self.ctx.metrics({"kind": "critic", "step": step, **fields})
         if not report.applied:
             self.ctx.event("critic_step_skipped", step=step)
+        elif report.thrown_away:
+            self.ctx.event("critic_update_skipped", step=step, thrown_away=report.thrown_away)

@@ -9,7 +9,6 @@ import msgspec
 
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.problems import Problem
-from relax_rt.roles.checks import batch_samples
 from relax_rt.roles.planning.division import divides_model, divisible
 from relax_rt.roles.planning.fit import (
     GpuAccount,
@@ -150,11 +149,13 @@ def _context(config: RLConfig, shape: ModelShape) -> list[Problem]:
 
 
 def _replicas(config: RLConfig) -> list[Problem]:
-    """A step with fewer samples than the trainer has replicas."""
-    table = config.roles.get("trainer")
-    if not isinstance(table, ShardedSettings) or (replicas := gang_sizes(table).data) <= batch_samples(config):
+    """An update with fewer samples than the trainer has replicas."""
+    table, algorithm = config.roles.get("trainer"), config.algorithm
+    fewest = max(1, algorithm.prompts_per_step // algorithm.updates_per_step) * algorithm.group_size
+    if not isinstance(table, ShardedSettings) or (replicas := gang_sizes(table).data) <= fewest:
         return []
-    message = f"a step has {batch_samples(config)} samples for {replicas} data-parallel replicas of the trainer"
+    what = "a step" if algorithm.updates_per_step == 1 else "an update"
+    message = f"{what} has {fewest} samples for {replicas} data-parallel replicas of the trainer"
     return [Problem(("algorithm", "prompts_per_step"), message, "raise it, or lower roles.trainer.count")]
 
 

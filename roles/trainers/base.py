@@ -31,13 +31,15 @@ class Partial(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What one optimizer step did.
+    """What one optimizer update did, or all those of a step.
 
     Attributes:
-        applied: False when the step was thrown away (a loss or gradient that is not finite); `why` says which.
+        applied: False when it was thrown away (a loss or gradient that is not finite); `why` says which. Of several
+            updates, when all were.
         changed: whether the weights are others than before (not when every group's rewards were equal).
-        tokens: trained tokens of the batch. loss: the aggregated one.
-        grad_norm: before clipping. learning_rate: that of the step.
+        tokens: trained tokens of the batch. loss: the aggregated one; of several updates their mean.
+        grad_norm: before clipping; of several updates the mean of those that changed the weights, `grad_norm_max` of
+            `others` being the largest. learning_rate: that of the step.
         ratio_mean, ratio_max_deviation: of the trainer's to the behaviour probability; the largest |ratio - 1|.
         clip_fraction: share of tokens whose ratio was clipped. kl_behaviour: k3 estimate, nats a token.
         computed_tokens: tokens that went through the model, shared prompts once.
@@ -46,7 +48,8 @@ class StepResult(msgspec.Struct, frozen=True):
         sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
         entropy: of the trained policy, where the objective needs it, else None.
         kl_reference: mean of the KL term, nats a token, where there is one, else None.
-        tokens_rejected: trained tokens that corrections gave weight 0.
+        tokens_rejected: trained tokens that corrections gave weight 0, or that the loss left out (weight_cap).
+        updates: those that changed the weights. updates_skipped: those that were thrown away.
         others: sums (largest values under names ending in `_max`) of what the loss and corrections measured besides;
             `tokens` of the batch went through the model.
     """
@@ -70,6 +73,8 @@ class StepResult(msgspec.Struct, frozen=True):
     kl_reference: float | None = None
     tokens_rejected: int = 0
     measured_tokens: int = 0
+    updates: int = 0
+    updates_skipped: int = 0
     others: dict[str, float] = {}
 
 
@@ -126,6 +131,7 @@ def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, le
         kl_reference=mean("kl_reference") if "kl_reference" in sums else None,
         tokens_rejected=int(sums.get("rejected", 0)),
         measured_tokens=int(seen),
+        updates=int(seen > 0),
         others={name: value for name, value in sums.items() if name not in REPORTED},
     )
 
@@ -134,7 +140,7 @@ def thrown_away(why: str, sums: Mapping[str, float], learning_rate: float) -> St
     """The result of a step that left the weights as they were; what was measured before it went wrong is in it."""
     nan = float("nan")
     found = step_result(sums, count=1.0, grad_norm=nan, learning_rate=learning_rate)
-    return msgspec.structs.replace(found, applied=False, changed=False, why=why, loss=nan)
+    return msgspec.structs.replace(found, applied=False, changed=False, why=why, loss=nan, updates=0, updates_skipped=1)
 
 
 class TrainerBackend(Protocol):
@@ -163,11 +169,12 @@ class TrainerBackend(Protocol):
         """
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = ...) -> StepResult:
-        """Divide the gradients by the batch's count, clip them, take the optimizer's step.
+        """Divide the gradients by the batch's count, clip them, take the optimizer's step. The next `accumulate` begins
+        another batch: of the next step, or of this one's next update.
 
         Args:
             count: sum of `Partial.count` over all parts of the batch.
-            number: of the step, from 1.
+            number: of the step, from 1: the learning rate follows from it.
             before_update: called, and may block, before the weights change.
 
         Returns:

@@ -49,7 +49,7 @@ class Batch:
         leases: what they were taken under; the step finishes them together.
         leased, samples: the same samples, as they were leased and as they were read. digests: of what was read.
         groups: how many there are.
-        accumulated: so many samples, from the first on, have their gradients in the backend, in so many parts.
+        accumulated: so many samples, from the first on, have had their gradients computed, in so many parts.
         count: what the gradients so far are to be divided by.
         scored: groups that came, also those that filters left out. filtered: groups left out, by filter.
         beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
@@ -167,9 +167,9 @@ def set_proximal(samples: Sequence[Sample], backend: TrainerBackend, version: in
     """Give samples the proximal log-probabilities of the backend's weights, or none. Blocks.
 
     What was computed under another version, by an engine or for an earlier publication, has lapsed; what is of this
-    one stays. So whoever takes several updates to a publication calls this before the first, with the samples of all:
-    each update is then compared with the weights before the first. For a single update the pass that computes gradients
-    finds them itself (`Objective.proximal_first`).
+    one stays. So whoever takes several updates to a publication (`take_updates`) calls this before the first, with the
+    samples of all: each update is then compared with the weights before the first. For a single update the pass that
+    computes gradients finds them itself (`Objective.proximal_first`).
 
     Args:
         version: of the weights, as they were published. wanted: compute those that are not there.

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.roles.trainers.base import StepResult
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.sharing import share
 from relax_rt.roles.trainers.step import Batch, accumulate
+from relax_rt.roles.trainers.updates import take_updates
 from relax_rt.transport.errors import Refused, RelaxError
 
 STEP_S = 60.0
@@ -105,6 +107,19 @@ def streamed(here: Here, parts: list[list[Sample]]) -> dict[str, Any]:
         Follower(here.backend).run()
     found = {name: value.numpy().copy() for name, value in here.gradients().items()}
     here.backend._accumulation.forget()
+    return found
+
+
+def updates(here: Here, batch: list[Sample], number: int = 1, parts: int = 2, version: int = 4) -> StepResult | None:
+    """A step of several updates, driven by rank 0 as the trainer role drives it; its answer."""
+    if here.rank != 0:
+        Follower(here.backend).run()
+        return None
+    backend = Leader(here.backend) if here.ranks is not None else here.backend
+    step = Batch(samples=batch)
+    found = take_updates(step, backend, here.backend.objective, updates=parts, version=version, number=number)
+    if here.ranks is not None:
+        backend.close()
     return found
 
 

@@ -65,6 +65,24 @@ def test_a_step_of_a_gang_in_unequal_parts_has_the_gradients_of_a_whole_one(
             assert_same(*({n: v for n, v in one.items() if "norm" not in n} for one in (ours, theirs)))
 
 
+@pytest.mark.parametrize("division", [{"tensor_parallel": 2}, {}], ids=["tp2", "dp2"])
+def test_several_updates_of_a_step_are_those_of_one_process(
+    division: dict[str, Any], gang: Callable[[int], Gang], model: Callable[[str], Path]
+) -> None:
+    one, two, found = gang(1), gang(2), []
+    algorithm = {**ALGORITHM, "loss": "decoupled_ppo"}
+    for ranks, options in ((one, {}), (two, {"tokens_per_micro_batch": 40, **division})):
+        ranks.call("build", model=model("qwen3"), division=options, algorithm=algorithm)
+        # Three updates of four, three and two samples.
+        found.append([ranks.call("updates", batch=samples(9), number=number, parts=3)[0] for number in (1, 2)])
+    for wanted, ours in zip(*found, strict=True):
+        assert (ours.updates, ours.tokens) == (3, wanted.tokens) and wanted.clip_fraction > 0
+        for name in ("loss", "grad_norm", "ratio_mean", "kl_behaviour", "clip_fraction"):
+            assert getattr(ours, name) == pytest.approx(getattr(wanted, name), rel=2e-3, abs=1e-5), name
+    for name, value in one.weights().items():
+        torch.testing.assert_close(two.weights()[name], value, atol=5e-4, rtol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_gradients_do_not_depend_on_the_replicas(
     family: str, gang: Callable[[int], Gang], model: Callable[[str], Path]

@@ -21,6 +21,7 @@ from gang_work import (
     step,
     streamed,
     struck,
+    updates,
     use,
     write,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "steps",
     "streamed",
     "struck",
+    "updates",
     "use",
     "write",
 ]

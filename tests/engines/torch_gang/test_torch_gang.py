@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.engines.weights import model_layout
 
-ALGORITHM: dict[str, Any] = {"learning_rate": 1e-2}
+ALGORITHM: dict[str, Any] = {"loss": "decoupled_ppo", "learning_rate": 1e-2}
 Gangs = Callable[[int], Gang]
 Models = Callable[[str], Path]
 
@@ -81,6 +81,27 @@ def test_a_step_in_unequal_parts_has_the_gradients_of_a_whole_one(
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=2e-6 * max(1.0, np.abs(value).max()))
+
+
+@pytest.mark.parametrize("algorithm", [{"loss": "decoupled_ppo"}, {"name": "gspo", "clip_low": 0.01}], ids=str)
+def test_several_updates_of_a_step_are_those_of_one_process(
+    algorithm: dict[str, Any], torch_gang: Gangs, shared_model: Models
+) -> None:
+    one, two = torch_gang(1), torch_gang(2)
+    for gang, budget in ((one, 4096), (two, 40)):
+        gang.call("build", model=shared_model("dense"), algorithm={**ALGORITHM, **algorithm}, budget=budget)
+    before = one.weights()
+    for number in (1, 2):
+        # Three updates of four, three and two samples.
+        wanted, found = (gang.call("updates", batch=samples(9), number=number, parts=3)[0] for gang in (one, two))
+        assert (found.updates, found.tokens) == (wanted.updates, wanted.tokens) and found.updates == 3
+        assert found.clip_fraction == pytest.approx(wanted.clip_fraction, abs=1e-6)
+        assert wanted.clip_fraction > 0, "the ratio moves with the weights"
+        for name in ("loss", "grad_norm", "ratio_mean", "kl_behaviour"):
+            assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=2e-3, abs=1e-5), name
+    after = one.weights()
+    assert max(float((after[name] - value).abs().max()) for name, value in before.items()) > 1e-3
+    assert_close(two.weights(), after, atol=5e-4)
 
 
 def test_each_rank_holds_its_share_and_the_layout_is_an_engine_s(torch_gang: Gangs, shared_model: Models) -> None:

@@ -19,6 +19,7 @@ from gang_work import (
     step,
     streamed,
     struck,
+    updates,
     use,
     write,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "step",
     "streamed",
     "struck",
+    "updates",
     "use",
     "write",
 ]

@@ -141,6 +141,14 @@ def test_reference_and_critic_are_planned_where_they_are_named() -> None:
     assert [gang.kind for gang in found.gangs] == ["trainer", "critic", "reference"]
 
 
+def test_an_update_has_a_sample_for_each_replica() -> None:
+    few = (f"{TRAINER}.tensor_parallel=1", "algorithm.group_size=2")
+    found = refused(DENSE, *few, "algorithm.prompts_per_step=1")
+    assert "a step has 2 samples for 4 data-parallel replicas" in found["algorithm.prompts_per_step"]
+    found = refused(DENSE, *few, "algorithm.prompts_per_step=4", "algorithm.updates_per_step=4")
+    assert "an update has 2 samples for 4 data-parallel replicas" in found["algorithm.prompts_per_step"]
+
+
 def test_replicas_within_an_engine_load_from_files() -> None:
     found = outcome(
         EXPERTS, f"{ROLLOUT}.tensor_parallel=2", f"{ROLLOUT}.data_parallel=2", f"{ROLLOUT}.expert_parallel=1"

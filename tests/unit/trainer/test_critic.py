@@ -29,9 +29,9 @@ from relax_rt.roles.sections import AlgorithmTable, CriticSettings  # noqa: E402
 from relax_rt.transport.errors import Refused, StaleEpoch  # noqa: E402
 
 
-def critic(model_dir: Path, **settings: Any) -> CriticModel:
+def critic(model_dir: Path, updates: int = 1, **settings: Any) -> CriticModel:
     given = {"dtype": "float32", "learning_rate": 1e-3, "value_clip": 0.0, **settings}
-    return CriticModel(model_dir, CriticSettings(**given), lambda _: None)
+    return CriticModel(model_dir, CriticSettings(**given), lambda _: None, updates=updates)
 
 
 def wanted(sample: Sample) -> Any:
@@ -103,6 +103,47 @@ def test_a_step_that_is_not_finite_is_thrown_away(model_dir: Path) -> None:
     report = model.learn(SAMPLES, model.values(SAMPLES), spoiled)
     assert not report.applied and same(weights(model), before)
     assert model.learn([], [], []).applied is False
+
+
+def test_the_updates_of_a_step_are_those_of_its_groups(model_dir: Path) -> None:
+    several, by_hand = critic(model_dir, 3, learning_rate=1e-2), critic(model_dir, learning_rate=1e-2)
+    old = several.values(SAMPLES)
+    report = several.learn(SAMPLES, old, RETURNS)
+    found = []
+    for group in range(3):
+        at = [i for i, sample in enumerate(SAMPLES) if sample.meta.group == group]
+        found.append(by_hand.learn([SAMPLES[i] for i in at], [old[i] for i in at], [RETURNS[i] for i in at]))
+    assert same(weights(several), weights(by_hand)) and report.applied and report.thrown_away == 0
+    tokens = [one.tokens for one in found]
+    assert report.tokens == sum(tokens)
+    assert report.loss == pytest.approx(np.average([one.loss for one in found], weights=tokens))
+    assert report.grad_norm == pytest.approx(np.mean([one.grad_norm for one in found]))
+    assert report.value == pytest.approx(np.average([one.value for one in found], weights=tokens))
+    one_update = critic(model_dir, learning_rate=1e-2)
+    one_update.learn(SAMPLES, old, RETURNS)
+    assert not same(weights(several), weights(one_update))
+
+
+def test_values_are_held_to_those_before_the_step_in_its_later_updates(model_dir: Path) -> None:
+    reports = []
+    for updates in (1, 3):
+        model = critic(model_dir, updates, learning_rate=0.05, value_clip=0.01)
+        reports.append(model.learn(SAMPLES, model.values(SAMPLES), RETURNS))
+    assert reports[0].clipped == 0 < reports[1].clipped
+
+
+def test_an_update_that_is_not_finite_is_thrown_away_and_the_others_are_taken(model_dir: Path) -> None:
+    model, other = critic(model_dir, 3), critic(model_dir, 2)
+    old = model.values(SAMPLES)
+    spoilt = [
+        np.full(len(s.tokens), np.nan, np.float32) if s.meta.group == 1 else r
+        for s, r in zip(SAMPLES, RETURNS, strict=True)
+    ]
+    report = model.learn(SAMPLES, old, spoilt)
+    assert report.applied and report.thrown_away == 1 and np.isfinite([report.loss, report.grad_norm]).all()
+    rest = [i for i, s in enumerate(SAMPLES) if s.meta.group != 1]
+    other.learn([SAMPLES[i] for i in rest], [old[i] for i in rest], [RETURNS[i] for i in rest])
+    assert same(weights(model), weights(other))
 
 
 def test_a_critic_goes_on_from_what_it_wrote(model_dir: Path, tmp_path: Path) -> None:
