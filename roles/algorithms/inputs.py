@@ -59,8 +59,15 @@ class Trajectory:
 
     @property
     def current(self) -> Floats:
-        """The policy's own log-probabilities: proximal, else behaviour; [T]."""
-        return self.behaviour if self.proximal is None else self.proximal
+        """The policy's own log-probabilities, by the trainer's numerics; [T].
+
+        Raises:
+            Refused: they were not computed. An objective computes them for parts of the trait `policy`.
+        """
+        if self.proximal is None:
+            hint = 'an advantage that looks at them says so: @part("advantage", traits={"policy"})'
+            raise Refused(f"a sample of group {self.group}", why="it has no proximal log-probabilities", hint=hint)
+        return self.proximal
 
     def spread(self, value: float) -> NDArray[np.float32]:
         """One value on every trained token, 0 elsewhere; float32 [T]."""

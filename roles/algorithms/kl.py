@@ -16,7 +16,7 @@ from pydantic import Field
 from relax_rt.config.schema import Table
 from relax_rt.roles.algorithms.inputs import Floats
 from relax_rt.roles.algorithms.registry import part
-from relax_rt.roles.algorithms.tensors import TokenTensors, log_ratio
+from relax_rt.roles.algorithms.tensors import LOG_RATIO_LIMIT, TokenTensors, log_ratio
 
 if TYPE_CHECKING:
     import torch
@@ -46,16 +46,22 @@ def _gap(tokens: TokenTensors) -> torch.Tensor:
     return log_ratio(tokens.logprobs, tokens.reference)
 
 
+def _held(gap: Floats) -> Floats:
+    """d within the bounds that it has in the loss."""
+    return np.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def _cost_k1(gap: Floats, options: object) -> Floats:
-    return gap
+    return _held(gap)
 
 
 def _cost_k2(gap: Floats, options: object) -> Floats:
-    return gap**2 / 2
+    return _held(gap) ** 2 / 2
 
 
 def _cost_k3(gap: Floats, options: object) -> Floats:
-    return np.exp(-gap) - 1 + gap
+    held = _held(gap)
+    return np.exp(-held) - 1 + held
 
 
 @part("kl", "k1", options=KlOptions, needs={"reference"}, traits={"no_gradient"}, cost=_cost_k1)

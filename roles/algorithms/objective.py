@@ -101,7 +101,8 @@ class Objective:
     def __init__(self, table: AlgorithmTable, parts: Parts, *, base: Path = Path(), longest: int | None = None) -> None:
         self._table, self.base, self.longest = table, base, longest
         self.parts = parts
-        self.needs = frozenset(need for part in parts.all() for need in part.needs)
+        own = {"proximal"} if self._looks_at_policy else set()
+        self.needs = frozenset(own.union(*(part.needs for part in parts.all())))
         self.entropy_coefficient = self._entropy_base = float(parts.entropy.extra("first")) if parts.entropy else 0.0
 
     @classmethod
@@ -118,15 +119,15 @@ class Objective:
 
     @property
     def proximal_first(self) -> bool:
-        """Whether the proximal log-probabilities must be there before the pass that computes gradients.
+        """Whether the proximal log-probabilities must be there before the pass that computes gradients, also where a
+        publication has a single update.
 
-        In the only update of a publication they are what that pass finds, held fixed, and the ratio is exactly 1. What
-        is decided before it needs them earlier: advantages and costs that look at the policy, what a loss prepares.
+        There they are what that pass finds, held fixed, and the ratio is exactly 1. What is decided before it needs
+        them earlier: advantages and costs that look at the policy, what a loss prepares.
         """
-        advantage, loss = self.parts.advantage, self.parts.loss
-        looks = "proximal" in advantage.needs or "policy" in advantage.part.traits or self._kl_in_reward
+        loss = self.parts.loss
         prepares = "prepare" in loss.part.extras and "proximal" in loss.needs
-        return "proximal" in self.needs and (looks or prepares)
+        return self._looks_at_policy or "proximal" in self.parts.advantage.needs or prepares
 
     @property
     def streams(self) -> bool:
@@ -217,6 +218,13 @@ class Objective:
         return one
 
     @property
+    def _looks_at_policy(self) -> bool:
+        """Whether advantages or costs are of the policy's own log-probabilities. They must be those of the weights that
+        are trained: with what was sampled from in their place, samples of older weights would be drawn away from
+        these, log pi - log pi_behaviour being rewarded (see `distillation`)."""
+        return "policy" in self.parts.advantage.part.traits or self._kl_in_reward
+
+    @property
     def _kl_in_reward(self) -> bool:
         return self.parts.kl is not None and getattr(self.parts.kl.options, "place", "loss") == "reward"
 
@@ -253,7 +261,7 @@ class Objective:
             trained and the behaviour policy `ratio`, `ratio_deviation_max`, `kl` (k3 of KL(behaviour || trained),
             nats), `difference` and `difference_max` (of log-probabilities, absolute); `sampled_entropy`, minus the
             behaviour log-probabilities; `entropy` and `kl_reference` where they are computed; with corrections
-            `rejected` and `weight`; and the loss's own, as `clipped`.
+            `weight`, with corrections or a loss that leaves tokens out `rejected`; and the loss's own, as `clipped`.
         """
         if "proximal" not in self.needs and tokens.proximal is not None:
             # Whoever computed it, it is not of the weights that this step begins with.
@@ -263,8 +271,11 @@ class Objective:
         metrics = _mismatch(tokens)
         each, own = self.parts.loss(tokens)
         merge(metrics, own)
+        left_out = self.parts.loss.extra("left_out", tokens) if "left_out" in self.parts.loss.part.extras else None
+        if left_out is not None:
+            metrics["rejected"] = float((tokens.mask & left_out).sum())
         if self.parts.corrections:
-            each = self._corrected(each, tokens, metrics)
+            each = self._corrected(each, tokens, left_out, metrics)
         if self.parts.kl is not None and not self._kl_in_reward:
             distance = self.parts.kl(tokens)
             metrics["kl_reference"] = float(distance.detach().sum())
@@ -275,18 +286,22 @@ class Objective:
                 each = each - self.entropy_coefficient * tokens.entropy
         return (self.parts.aggregation(tokens) * each).sum(), metrics
 
-    def _corrected(self, each: torch.Tensor, tokens: TokenTensors, metrics: Metrics) -> torch.Tensor:
+    def _corrected(
+        self, each: torch.Tensor, tokens: TokenTensors, left_out: torch.Tensor | None, metrics: Metrics
+    ) -> torch.Tensor:
+        """The loss under the corrections' weights. left_out: bool [m], tokens to which the loss itself gives none."""
         weight = tokens.mask.to(each.dtype)
         for correction in self.parts.corrections:
             factor, found = correction(tokens)
             merge(metrics, {k: v for k, v in found.items() if k != "rejected"})
             weight = weight * factor.detach()
-        metrics["rejected"] = float((tokens.mask & (weight == 0)).sum())
+        rejected = weight == 0 if left_out is None else (weight == 0) | left_out
+        metrics["rejected"] = float((tokens.mask & rejected).sum())
         metrics["weight"] = float(weight.sum())
         return weight * each
 
     def after_step(self, metrics: Metrics) -> None:
-        """The entropy's coefficient for the next step, from the sums of this one over all micro-batches and ranks."""
+        """The entropy's coefficient for the next update, from the sums of this one over all micro-batches and ranks."""
         if self.parts.entropy is not None and metrics.get("tokens"):
             entropy = metrics.get("entropy", 0.0) / metrics["tokens"]
             self.entropy_coefficient, self._entropy_base = self.parts.entropy(self._entropy_base, entropy)

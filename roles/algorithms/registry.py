@@ -75,10 +75,11 @@ class Part:
     Attributes:
         options: type of the table that configures it.
         needs: what must be there, given its options.
-        extras: further functions that belong to it (`count` of an aggregation, `prepare` of a loss, `returns` of an
-            advantage: what a critic's values should have been, as arrays like the advantages).
+        extras: further functions that belong to it: `count` of an aggregation; `prepare` of a loss, and `left_out`, the
+            tokens that it gives no weight; `returns` of an advantage, what a critic's values should have been, arrays
+            like the advantages.
         traits: facts about it that others ask for, as `ratio`, `weights`, or `policy`: it looks at the policy's own
-            log-probabilities.
+            log-probabilities, `Trajectory.current`, which are then computed first.
     """
 
     kind: Kind

@@ -28,13 +28,15 @@ def distillation(batch: AdvantageInputs, options: DistillationOptions) -> list[N
 
     Thinking Machines Lab, "On-Policy Distillation" (2025), with no discount into the future, as there; the objective is
     MiniLLM's (arXiv 2306.08543) and GKD's (arXiv 2306.13649) on-policy reverse KL, taken token by token. The teacher's
-    log-probabilities are the reference's column.
+    log-probabilities are the reference's column, the policy's those of the weights before the step's first update: with
+    what was sampled from in their place, and the samples weighted to be the policy's (tis), the gradient would be that
+    of -KL(policy || teacher) + KL(policy || behaviour).
 
     Returns:
         float32 [T] for each trajectory.
 
     Raises:
-        Refused: a sample has no reference log-probabilities.
+        Refused: a sample has no reference or proximal log-probabilities.
     """
     found = []
     for one in require(batch, "reference", "distillation"):

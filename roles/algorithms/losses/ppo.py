@@ -99,7 +99,24 @@ def dual_clip(tokens: TokenTensors, options: DualClipOptions) -> tuple[torch.Ten
     return torch.where(negative, torch.minimum(loss, most), loss), metrics
 
 
-@part("loss", "decoupled_ppo", options=DecoupledOptions, needs={"proximal"}, traits={"ratio", "weights"})
+def _behaviour_weight(tokens: TokenTensors) -> torch.Tensor:
+    """pi_proximal / pi_behaviour; [m]."""
+    return log_ratio(tokens.old("proximal"), tokens.behaviour).exp()
+
+
+def over_cap(tokens: TokenTensors, options: DecoupledOptions) -> torch.Tensor:
+    """Where the weight is above the cap; bool [m]."""
+    return _behaviour_weight(tokens) > options.weight_cap
+
+
+@part(
+    "loss",
+    "decoupled_ppo",
+    options=DecoupledOptions,
+    needs={"proximal"},
+    traits={"ratio", "weights"},
+    left_out=over_cap,
+)
 def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torch.Tensor, Metrics]:
     """-(pi_prox / pi_behav) min(r A, clip(r) A) with r = pi / pi_prox, for each token.
 
@@ -111,11 +128,10 @@ def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torc
     Returns:
         The loss [m], not aggregated; `clipped`, `capped` (tokens left out by the cap).
     """
-    proximal = tokens.old("proximal")
-    weight = log_ratio(proximal, tokens.behaviour).exp()
-    ratio = log_ratio(tokens.logprobs, proximal).exp()
+    weight = _behaviour_weight(tokens)
+    ratio = log_ratio(tokens.logprobs, tokens.old("proximal")).exp()
     loss, stopped = clipped(ratio, tokens.advantages, options.clip_low, options.clip_high)
-    over = weight > options.weight_cap
+    over = over_cap(tokens, options)
     return weight.masked_fill(over, 0.0) * loss, {"clipped": float(stopped.sum()), "capped": float(over.sum())}
 
 

@@ -54,7 +54,7 @@ def mask_outliers(
 ) -> list[NDArray[np.float32]]:
     """The advantages with 0 at the tokens that M2PO leaves out, chosen over the whole batch.
 
-    r is that of the weights before the update, which is the policy of the step's only update.
+    r is that of the weights before the update: validation holds the step to one.
 
     Raises:
         Refused: a sample has no proximal log-probabilities.

@@ -119,11 +119,15 @@ def test_gae_is_whitened_over_the_batch_and_refuses_samples_without_values() -> 
 
 
 def test_distillation_is_the_teacher_less_the_student() -> None:
-    batch = trajectories((0, 0.0, 2), (1, 0.0, 1), behaviour=[[-1, -2], [-3]], reference=[[-0.5, -9], [-3]])
+    batch = trajectories((0, 0.0, 2), (1, 0.0, 1), proximal=[[-1, -2], [-3]], reference=[[-0.5, -9], [-3]])
     found = bound("advantage", {"name": "distillation", "coefficient": 2.0, "limit": 4.0})(batch)
     assert [f[2:].tolist() for f in found] == [[1.0, -8.0], [0.0]]
     batch.trajectories[0].proximal = np.array([9, 9, -0.5, -9.0])
     assert bound("advantage", "distillation")(batch)[0][2:].tolist() == [0.0, 0.0]
+    # What was sampled from is no stand-in for the policy.
+    batch.trajectories[1].proximal = None
+    with pytest.raises(Refused, match="a sample of group 1: it has no proximal log-probabilities"):
+        bound("advantage", "distillation")(batch)
 
 
 def episodes(*given: tuple[float, list[float], list[str]]) -> AdvantageInputs:

@@ -36,7 +36,7 @@ def lying(member: int, rewards: list[float], states: list[str], *, branches: boo
     info = {"turn_rewards": [rewards[came[t]] for t in range(3)], "turn_states": [states[came[t]] for t in range(3)]}
     made = sample(0, [0, 1, 1] * 3, sum(rewards), member=member, turns=turns, info=info)
     # The same numbers on a token wherever its turn lies.
-    for seed, name in enumerate(("values", "reference_logprobs", "behaviour_logprobs")):
+    for seed, name in enumerate(("values", "reference_logprobs", "proximal_logprobs")):
         by_time = np.random.default_rng([member, seed]).normal(size=(3, 3)) * [0, 1, 1]
         setattr(made, name, by_time[came].reshape(-1).astype(np.float32))
     if branches:
@@ -52,7 +52,7 @@ def group(branches: bool) -> AdvantageInputs:
     found = AdvantageInputs([trajectory(one, one.reward or 0.0) for one in made])
     for one in found.trajectories:
         assert one.reference is not None
-        one.penalty = np.where(one.mask, one.behaviour - one.reference, 0.0)
+        one.penalty = np.where(one.mask, one.current - one.reference, 0.0)
     return found
 
 

@@ -318,6 +318,11 @@ def test_values_of_the_kl_forms_in_loss_and_reward(form: str, definition: Callab
     part = bound("kl", form)
     assert part(batch).tolist() == pytest.approx(wanted, rel=1e-12)
     assert part.extra("cost", np.array(gaps)).tolist() == pytest.approx(wanted, rel=1e-12)
+    # Beyond the bound of log-ratios both are held there: e^500 would leave no other token a say.
+    far = torch.tensor([500.0, -500.0], dtype=torch.float64)
+    nothing, two = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    held = part(TokenTensors(far, far, nothing, torch.ones(2), two, reference=nothing)).tolist()
+    assert held == part.extra("cost", far.numpy()).tolist() == pytest.approx([definition(20.0), definition(-20.0)])
 
 
 def test_weights_of_the_aggregations() -> None:

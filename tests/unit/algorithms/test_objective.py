@@ -206,7 +206,19 @@ def test_the_default_weighs_older_samples_and_stops_no_gradient_in_the_first_upd
     (gradient,) = torch.autograd.grad(loss, logprobs)
     weights = torch.tensor([1.0, math.exp(0.9), math.exp(-2.0), 0.0])  # the last one, e^8.9, is above the cap
     assert torch.allclose(gradient, -weights * advantages)
-    assert (found["clipped"], found["capped"]) == (0, 1)
+    assert (found["clipped"], found["capped"], found["rejected"]) == (0, 1, 1)
+
+
+def test_a_token_that_the_cap_and_a_correction_leave_out_is_rejected_once() -> None:
+    behaviour = torch.tensor([-1.0, -9.0, -9.0, -1.0])
+    logprobs = torch.tensor([-1.0, -0.1, -9.0, -8.0], requires_grad=True)
+    given_ = TokenTensors(logprobs, behaviour, torch.ones(4), torch.ones(4), torch.zeros(4, dtype=torch.int64))
+    # Ratios 1, e^8.9, 1, e^-7: the second is above the cap of 5 and outside the bounds, the last outside alone.
+    _, found = Objective.of(AlgorithmTable(corrections=["rejection"])).loss(given_)
+    assert (found["capped"], found["rejected"], found["weight"]) == (1, 2, 2)
+    free = AlgorithmTable(loss={"name": "decoupled_ppo", "weight_cap": math.inf})
+    assert Objective.of(free).loss(given_)[1]["rejected"] == 0
+    assert "rejected" not in Objective.of(AlgorithmTable(loss="ppo_clip")).loss(given_)[1]
 
 
 @pytest.mark.parametrize("policy", ["mask", "zero_reward", "soft_penalty", "none"])
@@ -235,8 +247,7 @@ def test_default_advantages_are_bit_equal_to_those_of_groups(policy: Any, normal
 
 
 def test_kl_in_the_reward_is_paid_by_token() -> None:
-    one = sample(0, [0, 1, 1], 1.0, reference_logprobs=[0, -1.0, -2.0])
-    one.behaviour_logprobs = np.array([0, -0.5, -2.5], np.float32)
+    one = sample(0, [0, 1, 1], 1.0, reference_logprobs=[0, -1.0, -2.0], proximal_logprobs=[0, -0.5, -2.5])
     table = AlgorithmTable(
         name="reinforce_pp",
         advantage={"name": "reinforce_pp", "whiten": False},
@@ -251,6 +262,9 @@ def test_kl_in_the_reward_is_paid_by_token() -> None:
     assert torch.equal(loss, plain) and "kl_reference" not in metrics
     one.reference_logprobs = None
     with pytest.raises(Refused, match="has no reference_logprobs"):
+        objective.advantages([one])
+    one.reference_logprobs, one.proximal_logprobs = np.zeros(3, np.float32), None
+    with pytest.raises(Refused, match="no proximal log-probabilities"):
         objective.advantages([one])
 
 
@@ -274,10 +288,7 @@ def test_a_proximal_column_that_nobody_asked_for_is_passed_over() -> None:
     assert torch.equal(objective.loss(given_)[0], objective.loss(bare)[0])
     asked = AlgorithmTable(loss={"name": "ppo_clip", "ratio_to": "proximal"}, corrections=["tis"])
     assert "proximal" in Objective.of(asked).needs
-    one = sample(0, [0, 1], 0.0, proximal_logprobs=[0, -9.0], reference_logprobs=[0, -1.0])
-    Objective.of(AlgorithmTable(name="distillation")).advantages([one])
-    assert one.advantages is not None
-    assert one.advantages.tolist() == pytest.approx([0, -1.0 - float(one.behaviour_logprobs[1])])
+    assert "proximal" not in Objective.of(AlgorithmTable(name="rloo"), longest=6).needs
 
 
 def test_what_is_idle_needs_no_pass() -> None:
@@ -299,7 +310,10 @@ def test_presets_stand_for_their_parts_and_give_way_to_what_is_set() -> None:
         table = AlgorithmTable(name=name)
         assert Objective.of(table, longest=64).parts.advantage.part.name
         assert AlgorithmTable.model_validate_json(table.model_dump_json(), strict=True) == table
-    assert Objective.of(AlgorithmTable(name="gspo")).parts.loss.options.clip_low == 3e-4
+    gspo = Objective.of(AlgorithmTable(name="gspo")).parts
+    assert (gspo.loss.options.clip_low, gspo.loss.options.ratio_to) == (3e-4, "proximal")
+    assert AlgorithmTable(name="gspo").updates_per_step == 4 and AlgorithmTable().updates_per_step == 1
+    assert AlgorithmTable(name="gspo", updates_per_step=2).updates_per_step == 2
     assert Objective.of(AlgorithmTable(name="gspo", clip_low=0.1)).parts.loss.options.clip_low == 0.1
     own = AlgorithmTable(name="dr_grpo", loss={"name": "dual_clip", "clip_low": 0.05}, normalise_std=True)
     found = Objective.of(own, longest=7)

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -27,7 +28,8 @@ PROXIMAL: list[dict[str, Any]] = [
 ]
 FIRST: list[dict[str, Any]] = [
     {"name": "m2po"},
-    {"name": "distillation", "loss": {"name": "ppo_clip", "ratio_to": "proximal"}},
+    {"name": "distillation"},
+    {"name": "rloo", "kl": {"name": "k1", "place": "reward"}},
     {"name": "decoupled_ppo", "kl": {"name": "k1", "place": "reward"}},
 ]
 """They look at the proximal policy before the pass that computes gradients."""
@@ -92,6 +94,17 @@ def test_what_is_decided_before_the_gradients_gets_it_first(model_dir: Path, tab
     batch = Batch(samples=samples())
     accumulate(batch, backend, backend.objective, version=4)
     assert backend.passes == 1 and all(sample.proximal_version == 4 for sample in batch.samples)
+
+
+def test_a_teacher_judges_the_policy_that_is_trained_not_the_one_that_sampled(model_dir: Path) -> None:
+    backend = opened(model_dir, {"name": "distillation"})
+    batch = Batch(samples=samples())
+    accumulate(batch, backend, backend.objective, version=4)
+    for sample, own in zip(batch.samples, backend.log_probabilities(batch.samples), strict=True):
+        assert sample.reference_logprobs is not None and sample.advantages is not None
+        wanted = (sample.reference_logprobs - own) * sample.loss_mask
+        np.testing.assert_allclose(sample.advantages, wanted, atol=1e-6)
+        assert not np.allclose(own, sample.behaviour_logprobs, atol=0.1)
 
 
 def test_later_updates_are_compared_with_the_weights_before_the_first(model_dir: Path) -> None:
