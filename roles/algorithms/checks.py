@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_rt.config.problems import Problem
+from relax_rt.roles.algorithms.idle_checks import check_idle
 from relax_rt.roles.algorithms.objective import Parts, read_parts
 from relax_rt.roles.algorithms.registry import bind
 from relax_rt.roles.sections import RLConfig
@@ -26,6 +27,7 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
         yield from parts
         return
     yield from _streaming(config, parts)
+    yield from _updates(config, parts)
     if table.group_size < 2 and "groups" in parts.advantage.part.traits:
         message = f"group_size = 1, and advantage '{parts.advantage.part.name}' compares the samples of a group"
         hint = "at least 2; gae, reinforce_pp and distillation do with one"
@@ -36,6 +38,7 @@ def check_algorithm(config: RLConfig) -> Iterator[Problem]:
     yield from _kl(parts)
     yield from _pairs(parts)
     yield from _judgement(parts)
+    yield from check_idle(config, parts)
 
 
 def _filters(config: RLConfig, base: Path) -> Iterator[Problem]:
@@ -65,6 +68,29 @@ def _streaming(config: RLConfig, parts: Parts) -> Iterator[Problem]:
         message = f"streaming = true, and {whole.part.kind} '{whole.part.name}' {what}"
         message += ": no gradient can be computed before the last group is there"
         yield Problem(("algorithm", "streaming"), message, "leave it out")
+
+
+def _updates(config: RLConfig, parts: Parts) -> Iterator[Problem]:
+    """Several updates of one step, where there cannot be as many."""
+    table, place = config.algorithm, ("algorithm", "updates_per_step")
+    if table.updates_per_step == 1:
+        return
+    asked = f"updates_per_step = {table.updates_per_step}"
+    if "updates_per_step" not in table.model_fields_set:
+        asked += f" (preset '{table.name}')"
+    if table.updates_per_step > table.prompts_per_step:
+        message = f"{asked} is more than prompts_per_step = {table.prompts_per_step}: a mini-batch is of whole groups"
+        yield Problem(place, message, f"at most {table.prompts_per_step}")
+    if table.streaming:
+        message = f"streaming = true, and {asked}: the groups of a step are dealt out when all of them are there"
+        yield Problem(("algorithm", "streaming"), message, "leave it out, or set updates_per_step = 1")
+    loss = parts.loss
+    if "prepare" in loss.part.extras and "proximal" in loss.needs:
+        message = (
+            f"{asked}, and loss '{loss.part.name}' decides by the weights before the first update what it leaves out: "
+            "later updates would be without its bound"
+        )
+        yield Problem(place, message, "set updates_per_step = 1")
 
 
 def _columns(config: RLConfig, parts: Parts) -> Iterator[Problem]:
