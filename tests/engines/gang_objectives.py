@@ -12,7 +12,7 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "ppo_clip": {},
+    "ppo_clip": {"loss": "ppo_clip"},
     "proximal": {"loss": {"name": "ppo_clip", "ratio_to": "proximal"}},
     "dual_clip": {"loss": "dual_clip"},
     "decoupled_ppo": {"loss": "decoupled_ppo"},
@@ -21,8 +21,26 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "sapo": {"loss": "sapo"},
     "m2po": {"loss": "m2po"},
-    "kl and entropy": {"kl": {"name": "k3", "coefficient": 0.3}, "entropy": {"name": "bonus", "coefficient": 0.2}},
-    "rejection": {"corrections": [{"name": "rejection", "level": "geometric", "low": 0.7, "high": 1.4}]},
+    "k3 and entropy": {
+        "loss": "ppo_clip",
+        "kl": {"name": "k3", "coefficient": 0.3},
+        "entropy": {"name": "bonus", "coefficient": 0.2},
+    },
+    "k2": {"loss": "ppo_clip", "kl": {"name": "k2", "coefficient": 0.3}},
+    "unbiased": {
+        "loss": "policy_gradient",
+        "kl": {"name": "unbiased", "coefficient": 0.3, "ratio_to": "proximal"},
+    },
+    "rejection": {
+        "loss": "decoupled_ppo",
+        "corrections": [{"name": "rejection", "level": "geometric", "low": 0.7, "high": 1.4}],
+    },
+    "mis": {"loss": "policy_gradient", "corrections": ["mis"]},
+    "icepop": {
+        "loss": {"name": "ppo_clip", "ratio_to": "proximal"},
+        "corrections": [{"name": "icepop", "low": 0.7, "high": 1.4}],
+    },
+    "stale_sequences": {"loss": "policy_gradient", "corrections": ["stale_sequences"]},
 }
 AGGREGATIONS: list[Any] = ["token_mean", "sequence_mean", {"name": "fixed_length", "length": 6}]
 TABLES: dict[str, dict[str, Any]] = {

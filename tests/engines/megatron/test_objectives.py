@@ -22,9 +22,13 @@ TABLES: dict[str, dict[str, Any]] = {
     "decoupled": {"name": "decoupled_ppo"},
     "m2po": {"name": "m2po"},
     "corrected": {"loss": {"name": "ppo_clip", "ratio_to": "proximal"}, "corrections": [{"name": "tis"}]},
-    "kl-entropy": {"kl": {"name": "unbiased", "coefficient": 0.3}, "entropy": {"name": "bonus", "coefficient": 0.2}},
+    "kl-entropy": {
+        "loss": "decoupled_ppo",
+        "kl": {"name": "unbiased", "coefficient": 0.3},
+        "entropy": {"name": "bonus", "coefficient": 0.2},
+    },
     "fixed-length": {"name": "dr_grpo", "aggregation": {"name": "fixed_length", "length": 6}},
-    "sequence-mean": {"aggregation": "sequence_mean"},
+    "sequence-mean": {"loss": "ppo_clip", "aggregation": "sequence_mean"},
     "dpo": {"name": "dpo"},
     "sft": {"name": "sft"},
 }

@@ -16,7 +16,13 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.torch_backend import TorchBackend
 
-ALGORITHM = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "adam_betas": (0.9, 0.95)}
+ALGORITHM = {
+    "loss": "decoupled_ppo",
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "adam_betas": (0.9, 0.95),
+}
 TEMPERATURE = 0.7
 DIVISIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
