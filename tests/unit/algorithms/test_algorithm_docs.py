@@ -40,9 +40,9 @@ def test_the_examples_are_valid(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "mine.py").write_text(code)
     objectives = [Objective.of(AlgorithmTable(**c["algorithm"]), base=tmp_path) for c in configs]
-    assert [o.parts.loss.part.name for o in objectives] == ["dual_clip", "my_loss"]
+    assert [o.parts.loss.part.name for o in objectives] == ["dual_clip", "decoupled_ppo", "my_loss"]
     one = sample(0, [0, 1], 0.5)
-    objectives[1].advantages([one])
+    objectives[2].advantages([one])
     assert one.advantages is not None and one.advantages.tolist() == [0.0, 1.0]
     given = tokens([2])
-    torch.testing.assert_close(objectives[1].loss(given)[0], -(given.advantages * given.logprobs).sum())
+    torch.testing.assert_close(objectives[2].loss(given)[0], -(given.advantages * given.logprobs).sum())
