@@ -88,7 +88,8 @@ class Sample(msgspec.Struct, kw_only=True):
         rewards: by component; `reward` is their total.
         turn_rewards: float32, one for each turn of the assistant, where a reward function gives them.
         advantages: float32 [T].
-        proximal_logprobs, reference_logprobs, values: float32 [T] with the version that computed them.
+        proximal_logprobs: float32 [T] of the weights of proximal_version. reference_logprobs, values: float32 [T]; the
+            reference never changes, and the critic is asked within the step.
         routing: int16 [T-1, layers, k] experts chosen (MoE); -1 at a branch's last token, which was sent nowhere.
     """
 
@@ -104,9 +105,7 @@ class Sample(msgspec.Struct, kw_only=True):
     proximal_logprobs: NDArray[np.float32] | None = None
     proximal_version: int | None = None
     reference_logprobs: NDArray[np.float32] | None = None
-    reference_version: int | None = None
     values: NDArray[np.float32] | None = None
-    values_version: int | None = None
     routing: NDArray[np.int16] | None = None
 
     @property
