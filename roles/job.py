@@ -67,7 +67,7 @@ class RLJob:
         Column("step", "grad_norm", "gradient norm", ".2f"),
         Column("step", "clip_fraction", "clipped", ".1%"),
         Column("step", "wait_s", "trainer waits s", ".1f"),
-        Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum"),
+        Column("rollout", "tokens", "tokens/s", ".0f", aggregate="rate"),
         Column("queue", "outstanding", "queue", of="bound"),
         Column(
             "evaluation",

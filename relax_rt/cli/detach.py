@@ -56,6 +56,16 @@ def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> t
     return code if code or status.status == "finished" else FAILED, status
 
 
+def wait_until_ended(run_dir: Path, wait_s: float, say: Say) -> bool:
+    """Wait until a run is gone, and tell now and then what it waits for; False: it is still there after wait_s."""
+    began = time.monotonic()
+    while (left := began + wait_s - time.monotonic()) > 0:
+        if control.wait_ended(run_dir, min(left, TELL_EVERY_S)):
+            return True
+        say(f"{duration(time.monotonic() - began)}: {who_is_awaited(run_dir)}")
+    return False
+
+
 def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, say: Say) -> int | None:
     """None when the run is ready, else its exit code."""
     starts, reasons = Starts(), Reasons(say)
@@ -77,7 +87,7 @@ def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, s
                 told = looked if reasons.take(control.status(run_dir)) else told
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
-            say(f"{duration(told - began)}: {_who_is_awaited(run_dir)}")
+            say(f"{duration(told - began)}: {who_is_awaited(run_dir)}")
         time.sleep(POLL_S)
 
 
@@ -100,12 +110,13 @@ class Reasons:
         return bool(new)
 
 
-def _who_is_awaited(run_dir: Path) -> str:
+def who_is_awaited(run_dir: Path) -> str:
+    """What a run that is starting or ending waits for, in a line."""
     try:
         status = control.status(run_dir)
     except RelaxError as error:
         return str(error)
-    late = [slot for slot in status.slots if slot.state != "ready"]
+    late = [slot for slot in status.slots if slot.state not in ("ready", "ended")]
     told = ", ".join(
         f"{s.slot} {s.state}" + (f" ({s.waiting or s.detail})" if s.waiting or s.detail else "") for s in late[:4]
     )
@@ -115,12 +126,12 @@ def _who_is_awaited(run_dir: Path) -> str:
 def _tell_end(run_dir: Path, status: RunStatus, code: int) -> None:
     reason = clip(status.reason, REASON)
     lines = [f"relax-rt: {status.name or run_dir} is {status.status}: {reason} (exit code {code})"]
-    if status.first is not None:
-        lines.append(f"  first failure: {status.first}")
     if status.diagnosis is not None:
         lines += [f"  {status.diagnosis}", *_shown(status.diagnosis)]
     elif code:
         lines += [f"    {line}" for line in _output(run_dir)]
+    if status.first is not None:
+        lines.append(f"  earlier, the first failure: {status.first}")
     lines.append(f"more: relax-rt why --run {run_dir}")
     sys.stderr.write("\n".join(lines) + "\n")
 

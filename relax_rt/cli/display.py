@@ -55,8 +55,9 @@ def console_for_output() -> Console:
 
 
 def say(text: str) -> None:
-    """Print plain text."""
+    """Print plain text, now: some of it tells of long work."""
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def show_json(value: Any) -> None:
@@ -104,9 +105,10 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
     if status.reason:
         head += f"  {escape(clip(status.reason, REASON))}"
     console.print(f"{head}  [bright_black]{escape(status.run_dir)}[/]")
-    for diagnosis in (status.first, status.diagnosis):
-        if diagnosis is not None:
-            console.print(Text(f"  {diagnosis}", "red"))
+    if status.diagnosis is not None:
+        console.print(Text(f"  {status.diagnosis}", "red"))
+    if status.first is not None:
+        console.print(Text(f"  earlier, the first failure: {status.first}", "red"))
     if not status.slots:
         return
     several = any(slot.node for slot in status.slots)

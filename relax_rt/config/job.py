@@ -44,8 +44,8 @@ class Column(msgspec.Struct, frozen=True):
         key: the record's key: a number, or a list of numbers.
         title: heading.
         form: format specification for the value, ``.3f``.
-        aggregate: ``last`` the newest record's value; ``mean_max`` mean and maximum of its list; ``sum`` over the
-            newest records of all living senders.
+        aggregate: ``last`` the newest record's value; ``mean_max`` mean and maximum of its list; ``rate`` of a counter
+            that each sender keeps: its growth a second over the last 20 s, of all living senders together.
         of: a second key of the same record, shown after a slash (``outstanding`` of ``bound``).
         spark: draw the last 40 values.
         line: template of the whole line that tells of each record as it comes, ``held out {when}: {exact:.3f}``;
@@ -56,7 +56,7 @@ class Column(msgspec.Struct, frozen=True):
     key: str
     title: str
     form: str = ""
-    aggregate: Literal["last", "mean_max", "sum"] = "last"
+    aggregate: Literal["last", "mean_max", "rate"] = "last"
     of: str = ""
     spark: bool = False
     line: str = ""

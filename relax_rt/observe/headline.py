@@ -17,6 +17,10 @@ __all__ = ["Column", "Headline", "Value"]
 SPARK = 40
 PACE_STEPS = 20
 FRESH_S = 10.0
+"""A sender that has not been heard of for so long counts no more."""
+RATE_OVER_S = 20.0
+"""A rate is taken over this time: where roles take turns, two records often have only work or only waiting between."""
+RATE_POINTS = 32
 MAX_SENDERS = 4096
 
 
@@ -38,6 +42,36 @@ class _Forgiving(string.Formatter):
         return number(value, format_spec)
 
 
+class _Counters:
+    """One counter of each sender over the last seconds, and how fast they grow together."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._senders: dict[str, tuple[str, deque[tuple[float, float]]]] = {}
+
+    def take(self, slot: str, record: dict[str, Any]) -> None:
+        """Take in a record; another incarnation of a slot counts from its own beginning."""
+        by, t, value = str(record.get("by", "")), _float(record.get("t")), _float(record.get(self._key))
+        known = self._senders.get(slot)
+        if t != t or value != value or (known is None and len(self._senders) >= MAX_SENDERS):
+            return
+        if known is None or known[0] != by:
+            known = self._senders[slot] = (by, deque(maxlen=RATE_POINTS))
+        points = known[1]
+        points.append((t, value))
+        # The point before the window stays: a sender that reports seldom has a rate all the same.
+        while len(points) > 2 and t - points[1][0] >= RATE_OVER_S:
+            points.popleft()
+
+    def rate(self, now: float) -> float | None:
+        """Growth a second of the living senders together; None while none has been heard of twice."""
+        heard = [points for _, points in self._senders.values() if len(points) > 1]
+        if not heard:
+            return None
+        fresh = [points for points in heard if now - points[-1][0] <= FRESH_S]
+        return sum((p[-1][1] - p[0][1]) / (p[-1][0] - p[0][0]) for p in fresh if p[-1][0] > p[0][0])
+
+
 class Headline:
     """Newest values of the job's columns and how far the run has come. Bounded; no I/O.
 
@@ -56,7 +90,7 @@ class Headline:
         self._progress = progress
         self._kinds = {column.kind for column in columns} | {progress[0]}
         self._newest: dict[str, dict[str, Any]] = {}
-        self._by_sender: dict[str, dict[str, dict[str, Any]]] = {}
+        self._counters = {i: _Counters(column.key) for i, column in enumerate(columns) if column.aggregate == "rate"}
         self._sparks: dict[int, deque[tuple[int, float]]] = {
             i: deque(maxlen=SPARK) for i, column in enumerate(columns) if column.spark
         }
@@ -71,9 +105,9 @@ class Headline:
         if kind not in self._kinds:
             return False
         self._newest[kind] = record
-        senders = self._by_sender.setdefault(kind, {})
-        if slot in senders or len(senders) < MAX_SENDERS:
-            senders[slot] = record
+        for i, counters in self._counters.items():
+            if self.columns[i].kind == kind:
+                counters.take(slot, record)
         step = record.get(self._progress[1])
         counts = kind == self._progress[0] and isinstance(step, int)
         if counts:
@@ -99,7 +133,7 @@ class Headline:
     def values(self, now: float) -> list[Value]:
         """Every column as it stands at wall-clock time `now` (s)."""
         return [
-            Value(column.title, self._text(column, now), tuple(v for _, v in self._sparks.get(i, ())))
+            Value(column.title, self._text(i, now), tuple(v for _, v in self._sparks.get(i, ())))
             for i, column in enumerate(self.columns)
         ]
 
@@ -107,8 +141,8 @@ class Headline:
         """The line for a step: every column that has no line of its own and a value."""
         of = f"/{self.target}" if self.target else ""
         parts = [f"{self._progress[1]} {self.step if self.step is not None else 0}{of}"]
-        for column in self.columns:
-            text = self._text(column, now)
+        for i, column in enumerate(self.columns):
+            text = self._text(i, now)
             if not column.line and text != NOTHING:
                 parts.append(f"{column.title} {text.replace(' / ', '/')}")
         return "  ".join(parts)
@@ -129,12 +163,14 @@ class Headline:
         per_step = (t - began) / (last - first)
         return max(0.0, (self.target - last) * per_step - max(0.0, now - t)) if self.target > last else 0.0
 
-    def _text(self, column: Column, now: float) -> str:
+    def _text(self, index: int, now: float) -> str:
+        column = self.columns[index]
         newest = self._newest.get(column.kind)
         if newest is None:
             return NOTHING
-        if column.aggregate == "sum":
-            return number(self._sum(column, now), column.form)
+        if (counters := self._counters.get(index)) is not None:
+            rate = counters.rate(now)
+            return NOTHING if rate is None else number(rate, column.form)
         value = newest.get(column.key)
         if column.aggregate == "mean_max":
             known = [float(v) for v in value if isinstance(v, int | float)] if isinstance(value, list) else []
@@ -143,11 +179,6 @@ class Headline:
             return f"{number(sum(known) / len(known), column.form)} / {number(max(known))}"
         text = number(value, column.form)
         return f"{text} / {number(newest.get(column.of))}" if column.of and text != NOTHING else text
-
-    def _sum(self, column: Column, now: float) -> float:
-        records = self._by_sender.get(column.kind, {}).values()
-        fresh = [_float(r.get(column.key)) for r in records if now - _float(r.get("t")) <= FRESH_S]
-        return sum(v for v in fresh if v == v)
 
 
 def _float(value: Any) -> float:

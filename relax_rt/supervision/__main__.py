@@ -76,11 +76,11 @@ def describe(done: Done) -> list[str]:
     # Where there is a diagnosis the cause is told in full by that.
     reason = done.reason if done.diagnosis is None else clip(done.reason, REASON)
     lines = [f"relax-rt: {reason} (exit code {done.exit_code})"]
-    if done.first is not None:
-        lines.append(f"  first failure: {done.first}")
     if done.diagnosis is not None:
         lines.append(f"  {done.diagnosis}")
         lines += [f"    {line}" for line in done.diagnosis.evidence(SHOWN_LINES, SHOWN_LINES)]
+    if done.first is not None:
+        lines.append(f"  earlier, the first failure: {done.first}")
     return lines
 
 

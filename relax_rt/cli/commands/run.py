@@ -12,6 +12,9 @@ from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, R
 from relax_rt.cli.join import ALONE, Joining, join
 from relax_rt.transport.errors import RelaxError
 
+END_S = 60.0
+"""For a run to be gone, beside the time that its roles may take to finish their work."""
+
 
 @app.command(group=RUN)
 def up(
@@ -108,13 +111,19 @@ def down(
     *,
     kill: Annotated[bool, Parameter(help="End every role at once instead of letting it finish its work.")] = False,
     wait: Annotated[
-        float, Parameter(converter=duration_of, help="How long to wait for the end, as 60 or 5m; 0 returns at once.")
-    ] = 60.0,
+        float | None,
+        Parameter(
+            converter=duration_of,
+            help="How long to wait for the end, as 60 or 5m; 0 returns at once. Unless given: as long as the run's"
+            " roles may take (its drain_timeout_s), 60 s with --kill.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
     """End a run in order: every role finishes the work in hand. `up` resumes it later."""
+    from relax_rt.cli.detach import wait_until_ended
     from relax_rt.cli.display import say, show_json
-    from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.runs import find_run_dir, resolved_config
     from relax_rt.supervision import control
 
     run_dir = find_run_dir(run)
@@ -123,7 +132,11 @@ def down(
         did = f"is over already: {control.status(run_dir).status}"
         show_json({"run_dir": str(run_dir.absolute()), "did": "over"}) if json else say(f"{run_dir}: {did}")
         return OK
-    (control.kill if kill else control.stop)(run_dir, wait_s=wait)
-    did = "ended" if wait > 0 else "ending"
+    wait_s = END_S + (0.0 if kill else resolved_config(run_dir).supervision.drain_timeout_s) if wait is None else wait
+    (control.kill if kill else control.stop)(run_dir)
+    if wait_s > 0 and not wait_until_ended(run_dir, wait_s, (lambda _: None) if json else say):
+        hint = "`relax-rt ps` shows what it waits for, `relax-rt down --kill` ends it at once"
+        raise RelaxError(f"the run in {run_dir} has not ended within {wait_s:g} s", hint=hint)
+    did = "ended" if wait_s > 0 else "ending"
     show_json({"run_dir": str(run_dir.absolute()), "did": did}) if json else say(f"{run_dir}: {did}")
     return OK

@@ -32,20 +32,48 @@ def test_staleness_shows_mean_and_maximum_of_the_list() -> None:
     assert text(headline) == [NOTHING]
 
 
-def test_a_sum_counts_each_living_sender_once() -> None:
-    headline = Headline([Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum")])
-    for slot, t, rate in (("rollout/0", 100.0, 50.0), ("rollout/1", 100.0, 70.0), ("rollout/0", 102.0, 60.0)):
-        headline.take({"kind": "rollout", "t": t, "by": f"{slot}#3", "tokens_per_s": rate})
-    assert text(headline, now=102.0) == ["130"]
-    assert text(headline, now=111.0) == ["60"]
+RATE = Column("rollout", "tokens", "tokens/s", ".0f", aggregate="rate")
+
+
+def counted(slot: str, t: float, tokens: int, epoch: int = 3) -> dict[str, object]:
+    return {"kind": "rollout", "t": t, "by": f"{slot}#{epoch}", "tokens": tokens}
+
+
+def test_a_rate_is_of_all_living_senders_and_of_the_last_seconds() -> None:
+    headline = Headline([RATE])
+    headline.take(counted("rollout/0", 100.0, 0))
+    assert text(headline, now=100.0) == [NOTHING]
+    for t in (102.0, 104.0):
+        headline.take(counted("rollout/0", t, int(t - 100.0) * 50))
+        headline.take(counted("rollout/1", t, int(t - 100.0) * 70))
+    assert text(headline, now=104.0) == ["120"]
+    headline.take(counted("rollout/0", 112.0, 600))
+    assert text(headline, now=114.5) == ["50"], "rollout/1 has not been heard of for more than ten seconds"
     assert text(headline, now=200.0) == ["0"]
 
 
-def test_a_restarted_sender_replaces_its_earlier_incarnation() -> None:
-    headline = Headline([Column("rollout", "tokens_per_s", "tokens/s", ".0f", aggregate="sum")])
-    headline.take({"kind": "rollout", "t": 1.0, "by": "rollout/0#3", "tokens_per_s": 50.0})
-    headline.take({"kind": "rollout", "t": 2.0, "by": "rollout/0#9", "tokens_per_s": 40.0})
-    assert text(headline, now=2.0) == ["40"]
+def test_a_rate_counts_turns_of_work_and_of_waiting() -> None:
+    headline = Headline([RATE])
+    for n in range(40):
+        headline.take(counted("rollout/0", 2.0 * n, 200 * (n // 2)))
+    assert text(headline, now=78.0) == ["50"]
+    assert text(headline, now=80.0) == ["50"], "the last two seconds were waiting"
+
+
+def test_a_seldom_sender_has_a_rate_over_its_last_two_records() -> None:
+    headline = Headline([RATE])
+    for t, tokens in ((0.0, 0), (60.0, 600), (120.0, 3_000)):
+        headline.take(counted("rollout/0", t, tokens))
+    assert text(headline, now=121.0) == ["40"]
+
+
+def test_a_restarted_sender_counts_from_its_own_beginning() -> None:
+    headline = Headline([RATE])
+    headline.take(counted("rollout/0", 1.0, 5_000))
+    headline.take(counted("rollout/0", 2.0, 5_050))
+    headline.take(counted("rollout/0", 3.0, 0, epoch=9))
+    headline.take(counted("rollout/0", 4.0, 40, epoch=9))
+    assert text(headline, now=4.0) == ["40"]
 
 
 def test_a_second_key_stands_after_a_slash() -> None:
