@@ -164,6 +164,12 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     if event.step < 0:
         raise Refused(what, why="steps begin at 0")
     state = core.state
+    if event.step > state.step:
+        raise Refused(
+            what,
+            why=f"the last step that the queue knows of is {state.step}: what came then would be trained on twice",
+            hint="its journal has lost it; return to a checkpoint of before, or begin a new run from these weights",
+        )
     if event.step < state.folded_steps:
         raise Refused(
             what,
@@ -173,7 +179,7 @@ def rollback(core: Core, who: Incarnation, event: Rollback) -> None:
     core.move_weights(event.weights)
     core.changed = True
     _offer_others_again(core)
-    _commit(core, min(event.step, state.step))
+    _commit(core, event.step)
     undone = [record for step in sorted(state.path) if step > event.step for record in state.path[step]]
     state.path = {step: records for step, records in state.path.items() if step <= event.step}
     state.committed, state.step = event.step, event.step

@@ -463,6 +463,11 @@ class QueueApi(Protocol):
     @idempotent
     async def rollback(self, seq: Count, step: Count, weights: VersionRecord) -> None:
         """The trainer (re)starts from the checkpoint of `step` (0: none) with weights published as `weights`.
+    @idempotent
+    async def flush(self) -> None:
+        """Force to disk what was acknowledged so far. A checkpoint is put in place only after that: else the queue
+        could forget, with its host, the steps that the checkpoint covers."""
+
 
         Samples trained after that step are offered again if still admissible, else their prompts return.
         """

@@ -136,6 +136,8 @@ class Broker:
         self._unspillable: set[int] = set()
         self._short: dict[str, int] = {}
         self._far: dict[Incarnation, float] = {}
+        # A journal that begins a new segment is on disk only when the old one is as well.
+        self._forcing = asyncio.Lock()
         self.syncs = 0
         """Rounds of the disk task: the proof that loop and disk both get on."""
 
@@ -413,6 +415,16 @@ class Broker:
         who = self._identify()
         return _expected(Chosen, self._apply(ev.Choose(items), who, seq), who, seq)
 
+    async def flush(self) -> None:
+        """See QueueApi."""
+        self._check_alive()
+        try:
+            async with self._forcing:
+                await asyncio.to_thread(self._journal.sync)
+        except (OSError, Corrupt) as error:
+            self._fail(error)
+            raise Unreachable("the queue's broker", why=str(error)) from error
+
     async def committed(self, seq: int, step: int, checkpoint: str) -> None:
         """See QueueApi."""
         self._apply(ev.Committed(step, checkpoint), self._identify(), seq)
@@ -518,9 +530,10 @@ class Broker:
         while True:
             await asyncio.sleep(self._fsync_every_s)
             self._check_alive()
-            await asyncio.to_thread(self._journal.sync)
-            if self._journal.wants_snapshot:
-                await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
+            async with self._forcing:
+                await asyncio.to_thread(self._journal.sync)
+                if self._journal.wants_snapshot:
+                    await asyncio.to_thread(self._journal.rotate(self._ledger.snapshot()))
             if self._sweep_wanted:
                 # Again until the last spilled block is gone, and its file.
                 self._sweep_wanted = self._ledger.state.blocks.spilled_bytes > 0

@@ -107,6 +107,10 @@ class StepCalls(Session):
         chosen = dict(items)
         return await self._finish(self._call(lambda seq: self.api.choose(seq, chosen)))
 
+    async def flush(self) -> None:
+        """Force to disk what the queue has acknowledged so far: then it outlives its host as well."""
+        await self._finish(self._call(lambda _: self.api.flush()))
+
     async def committed(self, step: int, checkpoint: str) -> None:
         """The checkpoint of `step` is in place."""
         await self._finish(self._call(lambda seq: self.api.committed(seq, step, checkpoint)))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -297,6 +299,50 @@ async def test_failures_and_abandoned_work(tmp_path: Path) -> None:
         assert (again[0].prompt, again[0].attempt) == (ticket.prompt, 1)
         with pytest.raises(Refused):
             await trainer.take("nonsense", samples=1, wait_s=0)
+
+
+async def test_what_is_flushed_is_on_disk_also_while_the_journal_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fdatasync
+
+    async with world(tmp_path, fsync_every_s=0.05) as w, w.client(TRAINER) as trainer:
+        assert w.broker is not None
+        journal = w.broker._journal
+
+        def slow(fd: int) -> None:
+            if Path(f"/proc/self/fd/{fd}").readlink().name != f"segment-{journal._begins}.log":
+                time.sleep(0.4)
+            real(fd)
+
+        monkeypatch.setattr(os, "fdatasync", slow)
+        await trainer.rollback(0, V1)
+        journal._segment_bytes = 1
+        await until(lambda: journal._rotating)
+        assert not journal.snapshots
+        await trainer.flush()
+        # What was acknowledged may lie in the segment before the present one, which must be on disk as well.
+        assert journal.snapshots == 1
+
+
+async def test_a_journal_that_cannot_be_forced_to_disk_stops_the_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(tmp_path, fsync_every_s=600.0) as w, w.client(TRAINER, patience_s=0.2) as trainer:
+        await trainer.rollback(0, V1)
+        assert w.broker is not None
+        running = asyncio.create_task(w.broker.run())
+
+        def broken() -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(w.broker._journal, "sync", broken)
+            with pytest.raises(Unreachable, match="Input/output error"):
+                await trainer.flush()
+            with pytest.raises(OSError, match="Input/output error"):
+                async with asyncio.timeout(10):
+                    await running
 
 
 async def test_a_full_disk_stops_the_broker_before_it_answers(tmp_path: Path) -> None:

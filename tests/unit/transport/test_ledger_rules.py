@@ -346,6 +346,20 @@ def test_rollback_counts_what_its_checkpoint_covers_and_offers_the_rest_again() 
     assert d.ledger.audit() == []
 
 
+def test_rollback_to_a_step_that_the_queue_does_not_know_is_refused() -> None:
+    d, v1 = started(max_staleness=2)
+    make(d, v1, 2)
+    v2 = step(d, 1, v1)
+    d.gone(TRAINER)
+    trainer = Incarnation("trainer/0", 9)
+    # The weights are known, the steps are not: their samples would be given out once more.
+    with pytest.raises(Refused, match="the last step that the queue knows of is 1") as caught:
+        d.rollback(trainer, 3, v2)
+    assert "checkpoint of before" in caught.value.hint
+    d.rollback(trainer, 1, v2)
+    assert d.ledger.account()["freed"] == 4 and d.ledger.audit() == []
+
+
 def test_rollback_returns_prompts_of_what_is_too_stale_now() -> None:
     d, version = started(max_staleness=0)
     first = version
