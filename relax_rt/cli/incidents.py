@@ -330,7 +330,7 @@ class Incidents:
             elif kind == "group_ended":
                 self._group_ended(one, str(event.get("state", "")), _fate(event))
             elif kind == "samples_failed":
-                one.say(lines, f"samples of group {event.get('group')} failed in task {event.get('task')}")
+                one.say(lines, _failed(event))
             elif kind == "payloads_lost":
                 one.say(lines, f"{event.get('samples')} samples were lost with their memory; their prompts return")
             elif kind == "rolled_back" and event.get("groups_undone"):
@@ -367,6 +367,14 @@ class Incidents:
             lines[lines.index(said)] = now
         else:
             one.say(lines, now)
+
+
+def _failed(event: dict[str, Any]) -> str:
+    what, reasons = f"samples of group {event.get('group')}", event.get("reasons")
+    if event.get("task"):
+        return f"{what} failed in task {event['task']}"
+    why = f": {reasons[0]}" if isinstance(reasons, list) and reasons else ""
+    return clip(f"{what} could not be made{why}", LINE)
 
 
 def _groups(number: int, state: str, fate: str) -> str:

@@ -48,6 +48,7 @@ HAND_OVER_S = 8.0
 """A stopping rollout waits so long for the engine's next token boundary and the queue; [supervision] stop_timeout_s
 is longer."""
 LAST_WORD_S = 4.0
+STOPPED = "the engine stopped it"
 LEFT = "the rollout ends"
 """Why the queue gets groups back that were not handed over; `relax-rt why` looks for it."""
 
@@ -218,7 +219,8 @@ class RolloutRole(Role):
                     if self.queue.groups:
                         lost = self.work.tokens_unmarked
                         self.ctx.event("groups_left", groups=len(self.queue.groups), tokens_lost=lost)
-                        await self.queue.give_back(list(self.queue.groups), LEFT)
+                        # What an engine fails on may be in one of them.
+                        await self.queue.give_back(list(self.queue.groups), LEFT, losses=int(self._doubtful))
         finally:
             await self.queue.close()
 
@@ -331,7 +333,7 @@ class RolloutRole(Role):
             return
         self.work.arrive(self.generation.sift(chunks))
         for job in self.work.interrupted():
-            self.give_up([job], "the engine stopped it")
+            self.give_up([job], STOPPED)
         self._news.set()
         self._changed.set()
 
@@ -372,7 +374,9 @@ class RolloutRole(Role):
             self._changed.clear()
             await self._keep(self.work.take_due())
             if over := self.work.take_handed_over():
-                await self.queue.give_back([job.ticket.group for job in over], over[0].ending)
+                for ending in dict.fromkeys(job.ending for job in over):
+                    groups = [job.ticket.group for job in over if job.ending == ending]
+                    await self.queue.give_back(groups, ending, losses=int(ending == STOPPED))
                 self._room.set()
                 self._changed.set()
             if not self.ctx.stopping.is_set():

@@ -18,6 +18,8 @@ from relax_rt.transport.queue.api import Admission, Extent, Offered, Put, RowPut
 
 MAX_SAMPLES = 65_536
 """Samples of one call."""
+LOSSES = 6
+"""What is begun and lost so often, with nothing of it made in between, has failed."""
 
 
 def outstanding(core: Core) -> int:
@@ -126,8 +128,17 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
     core.changed = True
     assert group.prompt is not None
     prompt = group.prompt
-    lease_s = state.limits.lease_s
-    return Ticket(group.id, prompt.index, prompt.attempt, size, group.version, lease_s, issue=1, item=prompt.choice)
+    return Ticket(
+        group.id,
+        prompt.index,
+        prompt.attempt,
+        size,
+        group.version,
+        state.limits.lease_s,
+        issue=1,
+        item=prompt.choice,
+        losses=prompt.losses,
+    )
 
 
 def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) -> Ticket:
@@ -150,14 +161,18 @@ def _reissue(core: Core, who: Incarnation, group: Group, engine_version: int) ->
         group.issue,
         marks.lengths(group),
         group.prompt.choice,
+        group.prompt.losses,
     )
 
 
-def reopen(core: Core, group: Group, state: str, why: str = "") -> None:
+def reopen(core: Core, group: Group, state: str, why: str = "", *, losses: int = 0) -> None:
     """Nobody makes what is missing of the group any more: it is given out again, or the group ends in `state`.
 
     Members that are there stay, and what was marked of the others, so that a producer's death costs at most what it
     sampled since its last mark.
+
+    losses: how often it was lost on its producer. What is lost again and again, with no member and no mark in between,
+        has failed: it may be what kills its producers, or always takes longer than they have.
     """
     holder, group.holder, group.making = group.holder, None, []
     core.unhold(group.id)
@@ -165,6 +180,7 @@ def reopen(core: Core, group: Group, state: str, why: str = "") -> None:
     if not missing:
         core.refresh(group)
         return
+    prompt = group.prompt = group.prompt.lost(losses) if group.prompt is not None else None
     begun = [member for member in missing if group.samples[member].mark is not None]
     tokens = sum(mark.length for member in missing if (mark := group.samples[member].mark) is not None)
     core.note(
@@ -176,7 +192,12 @@ def reopen(core: Core, group: Group, state: str, why: str = "") -> None:
         missing=len(missing),
         begun=len(begun),
         tokens=tokens,
+        losses=prompt.losses if prompt is not None else 0,
     )
+    if prompt is not None and prompt.losses >= LOSSES:
+        group.prompt = prompt.got_on()
+        fail_missing(core, group, f"begun and lost {prompt.losses} times, the last time: {why or state}")
+        return
     nothing = len(missing) == group.size and not begun
     if nothing or group.prompt is None or core.policy.on_failed_member == "drop":
         core.end(group, state)
@@ -210,7 +231,7 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
             core.drop_mark(group.samples[row.key.member])
             group.samples[row.key.member] = _sample(core, row, block)
             group.making.remove(row.key.member)
-            group.idle = 0
+            marks.got_on(core, group)
             touched[group.id] = group
     for group in touched.values():
         _after_put(core, group)
@@ -418,4 +439,4 @@ def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
             if event.failed and group.prompt is not None:
                 fail_missing(core, group, event.reason)
             else:
-                reopen(core, group, "dropped(returned)", event.reason)
+                reopen(core, group, "dropped(returned)", event.reason, losses=event.losses)

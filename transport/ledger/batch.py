@@ -81,7 +81,9 @@ def hold_for_stragglers(core: Core, *, ends_step: bool = True) -> str:
             return _names(late)
         for group in late:
             core.tally("stragglers")
-            core.end(group, "dropped(straggler)")
+            # Nobody waits for the same prompt for ever. What took no time is tried again as often as it takes.
+            in_vain = patience_s > 0 and bool(group.missing())
+            core.end(group, "dropped(straggler)", fate="failed" if in_vain else "return")
         core.changed = True
     blocked(core, None)
     return ""

@@ -64,11 +64,13 @@ class MarkTokens(msgspec.Struct, frozen=True, tag="mark", gc=False):
 
 
 class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
-    """failed: what is missing of the groups could not be made, which counts against their prompts."""
+    """failed: what is missing of the groups could not be made, which counts against their prompts.
+    losses: how often it was begun and lost meanwhile, which counts when it comes again and again."""
 
     groups: list[int]
     reason: str
     failed: bool = False
+    losses: int = 0
 
 
 class Take(msgspec.Struct, frozen=True, tag="take", gc=False):

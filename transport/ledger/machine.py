@@ -300,7 +300,7 @@ class Ledger:
     def _end_work(self, of: Callable[[Incarnation], bool], *, process_ended: bool) -> None:
         core = self.core
         for group in [group for group in core.state.groups.values() if group.holder is not None and of(group.holder)]:
-            admission.reopen(core, group, "dropped(producer gone)")
+            admission.reopen(core, group, "dropped(producer gone)", losses=1)
         # The newest first, so that the samples of the oldest are offered first again.
         for lease in reversed(list(core.state.leases.values())):
             dead = {who for who in lease.holders if of(who)}
@@ -313,7 +313,7 @@ class Ledger:
             group = core.state.groups.get(id_)
             if group is not None and group.holder is not None:
                 core.changed = True
-                admission.reopen(core, group, "dropped(lapsed)")
+                admission.reopen(core, group, "dropped(lapsed)", losses=1)
         for id_ in reversed(leases):
             lease = core.state.leases.get(id_)
             if lease is not None:

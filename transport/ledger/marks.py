@@ -82,10 +82,21 @@ def _keep(core: Core, group: Group, one: Mark) -> int:
     if new.nbytes > limits.mark_bytes or core.state.marks_bytes + grown > limits.marks_bytes:
         core.marks_refused["without room"] += 1
         return have
-    sample.mark, group.idle = new, 0
+    if new.length > sample.most:
+        sample.most = new.length
+        got_on(core, group)
+    sample.mark = new
     core.state.marks_bytes += grown
     core.changed = True
     return new.length
+
+
+def got_on(core: Core, group: Group) -> None:
+    """There is more of the group than there ever was."""
+    group.idle = 0
+    # Where the next loss ends the group, nothing less than all of it is of use.
+    if group.prompt is not None and (core.policy.on_failed_member != "drop" or group.complete):
+        group.prompt = group.prompt.got_on()
 
 
 def _joined(old: Held | None, one: Mark) -> Held:

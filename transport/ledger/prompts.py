@@ -17,16 +17,27 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, order=True):
     Attributes:
         attempt: how often it was given out before. failures: how often it failed.
         item: the data item that was chosen for it, or USUAL.
+        losses: how often since it last failed, or got on, it was begun and nobody made more of it.
     """
 
     index: int
     attempt: int = 0
     failures: int = 0
     item: int = USUAL
+    losses: int = 0
 
     def again(self, *, failed: bool = False) -> Prompt:
         """The same place with the same item, given out once more."""
-        return Prompt(self.index, self.attempt + 1, self.failures + failed, self.item)
+        losses = 0 if failed else self.losses
+        return Prompt(self.index, self.attempt + 1, self.failures + failed, self.item, losses)
+
+    def lost(self, times: int) -> Prompt:
+        """What was begun of it was lost so often."""
+        return msgspec.structs.replace(self, losses=self.losses + times)
+
+    def got_on(self) -> Prompt:
+        """Losses are counted from nothing again."""
+        return msgspec.structs.replace(self, losses=0) if self.losses else self
 
     @property
     def choice(self) -> int | None:

@@ -66,7 +66,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
         done: tasks that finished with it.
         deaths: consumers that died or lapsed on it, in a row.
         left_out: the group goes on without it (see LedgerPolicy.on_failed_member).
-        mark: what its producer has sampled of it so far.
+        mark: what its producer has sampled of it so far. most: tokens that were ever marked of it.
     """
 
     generated: bool = False
@@ -79,6 +79,7 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
     deaths: int = 0
     left_out: bool = False
     mark: Held | None = None
+    most: int = 0
 
 
 class Group(msgspec.Struct, array_like=True, gc=False):
@@ -91,7 +92,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         holder: who generates members of it. making: which ones.
         lease: lease of the step task that it is part of, or 0.
         remade: how often members of it were given out again (they count as attempts of its prompt).
-        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor a mark.
+        issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more marked tokens.
         recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
     """
 

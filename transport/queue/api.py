@@ -125,6 +125,7 @@ class Ticket(msgspec.Struct, frozen=True):
         issue: counts how often the group was given out, so that what was sampled under an earlier ticket is known.
         partials: tokens that are kept of members that somebody else began, by member; `QueueApi.partials` has them.
         item: data item that was chosen for the prompt; None: the one that the run's order has at its index.
+        losses: how often in a row what was begun of it was lost, with nothing made in between.
     """
 
     group: int
@@ -137,6 +138,7 @@ class Ticket(msgspec.Struct, frozen=True):
     issue: int = 0
     partials: dict[int, int] = {}
     item: int | None = None
+    losses: int = 0
 
     def wanted(self) -> list[int]:
         """The members to generate."""
@@ -345,6 +347,8 @@ class QueueStats(msgspec.Struct, frozen=True):
     prompts_returned: int
     refused_stale: int
     waiting: dict[str, str]
+    committed: int = 0
+    """Steps that a checkpoint covers."""
 
 
 class QueueApi(Protocol):
@@ -399,10 +403,13 @@ class QueueApi(Protocol):
         """
 
     @idempotent
-    async def give_back(self, seq: Count, groups: list[Count], reason: str, failed: bool = False) -> None:
+    async def give_back(
+        self, seq: Count, groups: list[Count], reason: str, failed: bool = False, losses: Count = 0
+    ) -> None:
         """A producer returns unfinished groups; what is missing of them is given out again.
 
         failed: it could not be made: `on_failed_member` says what becomes of it, and it counts against the prompt.
+        losses: how often it was begun here and lost, through nobody's fault: several in a row are a failure.
         """
 
     @idempotent

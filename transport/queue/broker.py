@@ -360,9 +360,9 @@ class Broker:
         self._ledger.knows(who)
         return held_partials(self._ledger.core, who, keys)
 
-    async def give_back(self, seq: int, groups: list[int], reason: str, failed: bool = False) -> None:
+    async def give_back(self, seq: int, groups: list[int], reason: str, failed: bool = False, losses: int = 0) -> None:
         """See QueueApi."""
-        self._apply(ev.GiveBack(groups, reason, failed), self._identify(), seq)
+        self._apply(ev.GiveBack(groups, reason, failed, losses), self._identify(), seq)
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """See QueueApi. Not journaled: after a restart all leases run at full length."""
@@ -468,6 +468,7 @@ class Broker:
             prompts_returned=state.prompts.returned,
             refused_stale=state.ended.get("refused(stale)", 0),
             waiting=self._waits.reasons(),
+            committed=state.committed,
         )
 
     async def statistics(self) -> dict[str, Any]:

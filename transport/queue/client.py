@@ -132,15 +132,17 @@ class QueueClient(StepCalls):
             else:
                 self.groups.pop(sample.key.group, None)
 
-    async def give_back(self, groups: Sequence[int], reason: str, *, failed: bool = False) -> None:
+    async def give_back(self, groups: Sequence[int], reason: str, *, failed: bool = False, losses: int = 0) -> None:
         """Return unfinished groups; what is missing of them is given out again.
 
         failed: it could not be made, as when a task fails on a sample: what becomes of it is the policy's affair, and a
             prompt that fails too often is retired.
+        losses: how often it was begun here and lost, through no fault of its own. What is lost again and again, with
+            nothing made of it in between, has failed.
         """
         for group in groups:
             self.groups.pop(group, None)
-        await self._finish(self._call(lambda seq: self.api.give_back(seq, list(groups), reason, failed)))
+        await self._finish(self._call(lambda seq: self.api.give_back(seq, list(groups), reason, failed, losses)))
 
     # --- consumers
 

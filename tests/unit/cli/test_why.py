@@ -218,6 +218,20 @@ def test_what_becomes_of_the_sequences_of_a_dead_rollout_is_told(capsys: pytest.
     assert alone.affected == [], "another's"
 
 
+def test_why_samples_could_not_be_made_is_told() -> None:
+    told = [
+        event(10.0, "run_started"),
+        exited(20.0, "env/0", "SIGSEGV", "killed"),
+        {**event(20.1, "samples_failed", group=4, task="", reasons=["begun and lost 6 times"]), "by": "queue/0#3"},
+        {**event(20.1, "samples_failed", group=5, task="reward", reasons=["ValueError"]), "by": "queue/0#3"},
+        event(22.0, "slot_ready", "env/0"),
+    ]
+    (incident,) = account(told, RUNNING, "env").incidents
+    made, scored = incident.affected
+    assert made == "samples of group 4 could not be made: begun and lost 6 times"
+    assert scored == "samples of group 5 failed in task reward"
+
+
 def test_what_may_be_of_another_failure_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """The queue tells that groups ended, not for whose death: with two roles away it is nobody's for certain."""
     told = [

@@ -26,6 +26,9 @@ def role_with(
 
         return call
 
+    async def give_back(groups: list[int], why: str, *, losses: int) -> None:
+        calls.append(f"give back, losses {losses}")
+
     role = RolloutRole.__new__(RolloutRole)
     parts = {
         "_doubtful": False,
@@ -33,7 +36,7 @@ def role_with(
         "failure": lambda _: None,
         "engine": SimpleNamespace(close=told("close engine", error=close_error)),
         "queue": SimpleNamespace(
-            groups={7}, give_back=told("give back"), close=told("close queue"), marks=SimpleNamespace(keep=told("mark"))
+            groups={7}, give_back=give_back, close=told("close queue"), marks=SimpleNamespace(keep=told("mark"))
         ),
         "work": SimpleNamespace(
             take_all=lambda: [SimpleNamespace(mark="of a member")], marked=lambda *_: None, tokens_unmarked=31
@@ -47,17 +50,17 @@ def role_with(
 async def test_at_its_end_it_marks_what_it_has_and_gives_its_groups_back() -> None:
     calls: list[str] = []
     await role_with(calls).teardown()
-    assert calls == ["close engine", "mark", "give back", "close queue"]
+    assert calls == ["close engine", "mark", "give back, losses 0", "close queue"]
 
 
-async def test_nothing_of_an_engine_that_failed_is_marked() -> None:
+async def test_nothing_of_an_engine_that_failed_is_marked_and_its_groups_may_be_why() -> None:
     calls: list[str] = []
     events: list[tuple[str, dict[str, Any]]] = []
     role = role_with(calls, events=events)
     role._engine_failed(RuntimeError("of the device"))
     role._arrive(cast(list[Chunk], [object()]))  # it is not looked at
     await role.teardown()
-    assert calls == ["close engine", "give back", "close queue"]
+    assert calls == ["close engine", "give back, losses 1", "close queue"]
     assert events == [("groups_left", {"groups": 1, "tokens_lost": 31})]
 
 
@@ -65,7 +68,7 @@ async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:
     calls: list[str] = []
     with pytest.raises(BufferError):
         await role_with(calls, BufferError("exported")).teardown()
-    assert calls == ["close engine", "mark", "give back", "close queue"]
+    assert calls == ["close engine", "mark", "give back, losses 0", "close queue"]
 
 
 @pytest.mark.parametrize(

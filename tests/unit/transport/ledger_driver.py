@@ -215,8 +215,8 @@ class Driver:
         assert isinstance(answer, Marked)
         return answer.held[0]
 
-    def give_back(self, who: Incarnation, *groups: int) -> None:
-        self.call(who, ev.GiveBack(list(groups), "test"))
+    def give_back(self, who: Incarnation, *groups: int, losses: int = 0) -> None:
+        self.call(who, ev.GiveBack(list(groups), "test", losses=losses))
 
     def generate(self, who: Incarnation, ticket: Ticket, version: int) -> None:
         """All members that the ticket asks for, in one block."""

@@ -37,19 +37,21 @@ class Model(Holdings):
             assert (ticket.issue, ticket.partials) == (group.issue, marked)
             assert (ticket.prompt, ticket.attempt, set(ticket.members)) == (group.prompt, group.attempt, group.making)
             assert ticket.item == (group.item if group.item >= 0 else None)
+            assert ticket.losses == group.losses
         size = self.policy.group_size
         surplus = self.surplus()
         for ticket in tickets[len(again) :]:
             assert self._room(size, engine_version, surplus)
             index = min(self.waiting, default=self.cursor)
             self.cursor += index == self.cursor
-            attempt, failures, item = self.waiting.pop(index, (0, 0, self.chosen.pop(index, -1)))
-            assert ticket.item == (item if item >= 0 else None)
+            attempt, failures, item, losses = self.waiting.pop(index, (0, 0, self.chosen.pop(index, -1), 0))
+            assert (ticket.item, ticket.losses) == (item if item >= 0 else None, losses)
             assert (ticket.prompt, ticket.attempt, ticket.wanted()) == (index, attempt, list(range(size)))
             samples = [Sample() for _ in range(size)]
             self.groups[ticket.group] = Group(
-                ticket.group, index, attempt, failures, engine_version, samples, who, set(range(size)), item=item
-            )
+                ticket.group, index, attempt, failures, engine_version, samples, who, set(range(size)), item=item,
+                losses=losses,
+            )  # fmt: skip
             self.issued += size
         assert len(tickets) == groups or not self._room(size, engine_version, surplus)
 
@@ -69,7 +71,7 @@ class Model(Holdings):
                 versions = [span.version for span in row.versions]
                 group.samples[row.key.member] = Sample(True, False, [Part(block, row.row, "", -1)], versions)
                 group.making.remove(row.key.member)
-                group.idle = 0
+                self._got_on(group)
                 touched[group.id] = group
         for group in touched.values():
             if not group.making:
@@ -90,9 +92,15 @@ class Model(Holdings):
             sample.mark = [*old[:start], *tokens]
             if sample.mark_bytes() > min(self.limits.mark_bytes, room):
                 sample.mark = old
-            else:
-                group.idle = 0
+            elif len(sample.mark) > sample.most:
+                sample.most = len(sample.mark)
+                self._got_on(group)
         return len(sample.mark)
+
+    def _got_on(self, group: Group) -> None:
+        group.idle = 0
+        if self.policy.on_failed_member != "drop" or not group.missing():
+            group.losses = 0
 
     def _makes(self, who: Incarnation, key: SampleKey) -> bool:
         group = self.groups.get(key.group)
@@ -100,9 +108,14 @@ class Model(Holdings):
 
     # --- the end of groups and their prompts
 
-    def reopen(self, group: Group, state: str) -> None:
+    def reopen(self, group: Group, state: str, losses: int) -> None:
         group.holder, group.making = None, set()
         missing = group.missing()
+        group.losses += losses if missing else 0
+        if group.losses >= 6:
+            group.losses = 0
+            self.fail({SampleKey(group.id, n) for n in missing})
+            return
         anew = {n for n in missing if not group.samples[n].mark}
         if len(anew) == len(group.alive()) or (missing and self.policy.on_failed_member == "drop"):
             self.end(group, state)
@@ -125,12 +138,13 @@ class Model(Holdings):
         elif fate == "filter":
             self.filtered.append(group.prompt)
         else:
-            self.waiting[group.prompt] = (group.attempt + 1, failures, group.item)
+            losses = 0 if fate == "failed" else group.losses
+            self.waiting[group.prompt] = (group.attempt + 1, failures, group.item, losses)
 
-    def give_up(self, of: Callable[[Group], bool], state: str) -> None:
+    def give_up(self, of: Callable[[Group], bool], state: str, losses: int = 1) -> None:
         """Whoever makes these groups makes them no more."""
         for group in [group for group in self.groups.values() if group.holder is not None and of(group)]:
-            self.reopen(group, state)
+            self.reopen(group, state, losses)
 
     def fail(self, failed: set[SampleKey]) -> None:
         for id_ in {key.group: None for key in sorted(failed)}:
@@ -157,6 +171,7 @@ class Model(Holdings):
         if again:
             self.issued += len(members)
             group.attempt, group.failures = group.attempt + 1, group.failures + (state == "failed")
+            group.losses = 0 if state == "failed" else group.losses
             if group.holder is None and group.id not in self.reopened:
                 self.reopened.append(group.id)
 
@@ -364,8 +379,10 @@ class Model(Holdings):
         if late and self.policy.on_straggler == "wait" and now - since < self.policy.straggler_wait_s:
             self.blocked = since
             return True
+        waited = self.policy.on_straggler == "wait" and self.policy.straggler_wait_s > 0
         for group in late:
-            self.end(group, "dropped(straggler)")
+            fate = "failed" if waited and group.missing() else "return"
+            self.end(group, "dropped(straggler)", fate=fate)
         self.blocked = None
         return False
 
@@ -519,7 +536,7 @@ class Model(Holdings):
             if self.trained.pop(group.id, None) is None:
                 self.ended["skipped" if skipped else "freed"] -= len(group.alive())
                 self.ended["lost"] += len(group.alive())
-                self.waiting[group.prompt] = (group.attempt + 1, group.failures, group.item)
+                self.waiting[group.prompt] = (group.attempt + 1, group.failures, group.item, group.losses)
             elif group.id in self.lost_payloads:
                 self.end(group, "lost")
             elif self.staleness(group) > self.policy.max_staleness:
@@ -565,7 +582,7 @@ class Model(Holdings):
 
     def _only_marks_left(self, group: Group) -> None:
         if group.holder is not None:
-            self.reopen(group, "dropped(producer gone)")
+            self.reopen(group, "dropped(producer gone)", 0)
         for member, sample in group.alive():
             if sample.made:
                 group.samples[member] = Sample()

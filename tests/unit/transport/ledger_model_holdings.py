@@ -24,8 +24,8 @@ class Holdings:
         self.lapsed: dict[int, Lease] = {}
         self.next_index = 0
         self.homes: dict[bytes, Extent] = {}
-        self.waiting: dict[int, tuple[int, int, int]] = {}
-        """Attempt, failures and item, by place in the prompt order."""
+        self.waiting: dict[int, tuple[int, int, int, int]] = {}
+        """Attempt, failures, item and losses, by place in the prompt order."""
         self.chosen: dict[int, int] = {}
         self.filtered: list[int] = []
         self.asked = 0

@@ -35,6 +35,7 @@ class Sample:
     deaths: int = 0
     mark: list[tuple[int, int]] = field(default_factory=list)
     """Tokens marked, each with its version."""
+    most: int = 0
 
     def mark_bytes(self) -> int:
         """8 a token, 32 a run of tokens of one version, 64 for itself."""
@@ -60,6 +61,7 @@ class Group:
     idle: int = 0
     recycled: bool = False
     item: int = -1
+    losses: int = 0
 
     def alive(self) -> list[tuple[int, Sample]]:
         return [(n, sample) for n, sample in enumerate(self.samples) if not sample.left_out]

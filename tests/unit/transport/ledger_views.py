@@ -29,7 +29,7 @@ def of_ledger(state: State) -> dict[str, Any]:
         "payload_bytes": table.payload_bytes,
         "marks_bytes": state.marks_bytes,
         "blobs": {digest: _at(blob.extent) for digest, blob in table.blobs.items()},
-        "waiting": {p.index: (p.attempt, p.failures, p.item) for p in state.prompts.waiting},
+        "waiting": {p.index: (p.attempt, p.failures, p.item, p.losses) for p in state.prompts.waiting},
         "prompts": (state.prompts.cursor, sorted(state.prompts.retired), state.prompts.filtered),
         "chosen": state.prompts.chosen,
         "asked": state.asked,
@@ -93,11 +93,12 @@ def _group(state: State, group: Group) -> tuple[Any, ...]:
             [span.version for span in sample.spans],
             sorted((_place(blocks[part.block].ref.extent), part.row, part.task, part.version) for part in sample.parts),
             _held(sample.mark),
+            sample.most,
         )
         for sample in group.samples
     ]
-    place = (prompt.index, prompt.attempt, prompt.failures, prompt.item, group.issue, group.idle, group.recycled)
-    return (*place, group.holder, sorted(group.making), group.lease, samples)
+    place = (prompt.index, prompt.attempt, prompt.failures, prompt.item, prompt.losses)
+    return (*place, group.issue, group.idle, group.recycled, group.holder, sorted(group.making), group.lease, samples)
 
 
 def _model_group(group: ModelGroup) -> tuple[Any, ...]:
@@ -112,11 +113,12 @@ def _model_group(group: ModelGroup) -> tuple[Any, ...]:
             sample.versions,
             sorted((_place(part.block.extent), part.row, part.task, part.version) for part in sample.parts),
             sample.mark,
+            sample.most,
         )
         for sample in group.samples
     ]
-    place = (group.prompt, group.attempt, group.failures, group.item, group.issue, group.idle, group.recycled)
-    return (*place, group.holder, sorted(group.making), group.lease, samples)
+    place = (group.prompt, group.attempt, group.failures, group.item, group.losses)
+    return (*place, group.issue, group.idle, group.recycled, group.holder, sorted(group.making), group.lease, samples)
 
 
 def _held(mark: Held | None) -> list[tuple[int, int]]:

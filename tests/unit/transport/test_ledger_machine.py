@@ -342,13 +342,13 @@ class LedgerMachine(Consumers):
             assert begun(mark).tokens == [token for token, _ in kept[mark.key.member]]
 
     @precondition(lambda self: self.tickets)
-    @rule(pick=PICK)
-    def give_back(self, pick: int) -> None:
+    @rule(pick=PICK, losses=st.sampled_from([0, 1, 3]))
+    def give_back(self, pick: int, losses: int) -> None:
         id_ = sorted(self.tickets)[pick % len(self.tickets)]
         engine, _, _ = self.tickets.pop(id_)
         if engine not in self.dead:
-            self.d.give_back(engine, id_)
-            self.m.give_up(lambda group: group.id == id_ and group.holder == engine, "dropped(returned)")
+            self.d.give_back(engine, id_, losses=losses)
+            self.m.give_up(lambda group: group.id == id_ and group.holder == engine, "dropped(returned)", losses)
 
     @rule(i=st.integers(0, 1), told=st.booleans())
     def kill_engine(self, i: int, told: bool) -> None:

@@ -51,7 +51,7 @@ def test_a_long_run_with_faults(seed: int) -> None:
         (1, lambda: bool(m.copied), m.copies_are_there),
         (0.6, lambda: True, lambda: m.checkpoint(coin())),
         (0.3, lambda: bool(m.batches), lambda: m.give_batch_up(coin())),
-        (0.3, lambda: bool(m.tickets), lambda: m.give_back(pick())),
+        (0.3, lambda: bool(m.tickets), lambda: m.give_back(pick(), rng.choice([0, 1, 3]))),
         (0.3, lambda: True, lambda: m.kill_engine(two(), coin())),
         (0.3, lambda: True, lambda: m.kill_judge(two())),
         (0.3, lambda: True, lambda: m.kill_rank(two(), coin())),
