@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-
-import msgspec
+from contextlib import suppress
 
 from relax_rt.role import RoleContext
+from relax_rt.transport.errors import DeadlineExceeded, Unreachable
 from relax_rt.transport.versions import VersionRecord
 
 POLL_S = 0.2
 
 
 async def is_final(ctx: RoleContext, record: VersionRecord) -> bool:
-    """Wait for the checkpoint of the weights of the last step. False: the trainer died before it was written, and works
-    on another version."""
-    from relax_rt.roles.trainers.checkpoint import STATE_FILE, CheckpointState
+    """Wait for the checkpoint of the last step, whose weights these are. False: the trainer died before it was written,
+    and works on another version.
 
+    Queue and registry say so, which are heard on every node; if they are away they are waited for.
+    """
     ctx.progress.waiting("the final checkpoint")
-    path = ctx.run_dir / "checkpoints" / f"step-{record.step:06d}" / STATE_FILE
+    queue = await ctx.queue()
     while True:
-        if path.exists() and msgspec.json.decode(path.read_bytes(), type=CheckpointState).digest == record.digest:
-            return True
-        known = await ctx.registry.versions()
-        if known and known[-1].version > record.version:
-            return False
+        with suppress(Unreachable, DeadlineExceeded):
+            # In this order: a checkpoint that is there is of no newer version than the registry names after that.
+            written = (await queue.stats()).committed >= record.step
+            known = await ctx.registry.versions()
+            if known and known[-1].version > record.version:
+                return False
+            if written:
+                return True
         await asyncio.sleep(POLL_S)

@@ -29,7 +29,6 @@ class SpreadJob(RLJob):
     one_node = tuple(kind for kind in RLJob.one_node if kind != "env")
 """
 OVERRIDES = {
-    "algorithm.steps": 100,
     "checkpoint.every_steps": 100,
     "evaluation.items": 4,
     "roles.env.node": '"b"',
@@ -38,11 +37,11 @@ OVERRIDES = {
 }
 
 
-def test_programs_of_a_joined_node_play_through_the_gateway_of_the_head(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["at its target", "drained"])
+def test_programs_of_a_joined_node_play_through_the_gateway_of_the_head_until_the_run_ends(
+    end: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The RL job keeps its env slots on the head, where files tell them of the end. Here is one that does not;
-    it is ended from outside."""
+    """The RL job keeps its env slots on the head. Here is one that does not."""
     resolve_model("package:tiny", Path())
     (tmp_path / "spread_job.py").write_text(JOB)
     package = tmp_path / "spread_job-1.0.dist-info"
@@ -54,20 +53,29 @@ def test_programs_of_a_joined_node_play_through_the_gateway_of_the_head(
     (tmp_path / "job/roles.toml").write_text(CONFIG)
     (tmp_path / "job/agent.py").write_text(AGENT)
     listen = {"supervision.nodes.listen": json.dumps(f"{nodes.host}:0")}
-    run = OnNode(tmp_path / "run", tmp_path / "job/roles.toml", **OVERRIDES, **listen)
+    steps = {"algorithm.steps": STEPS if end == "at its target" else 100}
+    run = OnNode(tmp_path / "run", tmp_path / "job/roles.toml", **OVERRIDES, **listen, **steps)
     run.node = nodes.first
     run.start()
     try:
         with joined(run, nodes.second, tmp_path / "there") as there:
             run.until("the env role elsewhere", lambda: run.slot("env/0").get("node") == "b")
-            run.until("steps", lambda: run.last_step() >= STEPS)
-            subprocess.run([RELAX, "down", str(run.run_dir)], timeout=60, check=True)
-            run.process.wait(60)
-            there.wait(60)
+            if end == "drained":
+                run.until("steps", lambda: run.last_step() >= STEPS)
+                subprocess.run([RELAX, "down", str(run.run_dir)], timeout=60, check=True)
+                run.process.wait(60)
+            else:
+                assert run.wait() == 0, run.text()
+            assert there.wait(60) == run.process.returncode
     finally:
         run.end()
     path = steps_that_count(run.records("step"))
     assert sorted(path)[:STEPS] == list(range(1, STEPS + 1))
+    finished = {event["slot"] for event in run.events("slot_exited") if event["finished"]}
+    if end == "at its target":
+        # It played the held-out episodes with the last weights, and ended by itself.
+        assert sorted(path) == list(range(1, STEPS + 1)) and "env/0" in finished
+        assert [e["when"] for e in run.events("evaluation_done")] == ["before", "after"]
     keys = [key for record in path.values() for key in record["keys"]]
     assert len(set(keys)) == len(keys) == 16 * len(path)
     (listening,) = run.events("gateway_listening")
