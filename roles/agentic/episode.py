@@ -39,6 +39,10 @@ FLOAT32_MAX = 3.4028234e38
 CLOSE_S = 5.0
 ROOM_S = 0.1
 """After that a router that had no room is asked again."""
+OTHERS_TURN = "waits for its turn"
+TOO_SLOW = "raise roles.env.episode_timeout_s, or have it take fewer or shorter turns"
+ENVIRONMENT, GAME = "environment", "game"
+"""Who cut an episode that had turns and tokens left: its environment; another seat of its game, which had none."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +75,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         episode: what was sampled.
         rewards: of each reply, by its id. states: what the policy saw before each, if the environment says.
-        truncated: why it was cut (turns, tokens, environment), or empty.
+        truncated: why it was cut, or empty: it used up its turns or tokens; its environment cut it (environment);
+            another seat of the game used up its own (game).
         turns: replies. cut: how many of them had their length cut.
         info: what the environment reports.
         parts: of the reward, by name, where there is more than the environment's; `episode` is all of it.
@@ -119,6 +124,8 @@ class Talk:
         self.ends_at = time.monotonic() + limits.episode_timeout_s
         self.turns = self.cut = 0
         self.over = ""
+        self.waiting = 0
+        """Replies that it waits for, or waited for when its time was over."""
         self.doing = "begins"
         """What the episode is at, in words."""
         self.rewards: dict[str, float] = {}
@@ -160,6 +167,7 @@ class Talk:
         turn = self.turns
         plan = self._plan(messages, tools or (), _id(previous))
         self.doing = f"waits for tokens of reply {turn}"
+        self.waiting += 1
         try:
             outcome = self.kept.take(turn, plan.tokens) if self.kept is not None else None
             if outcome is None:
@@ -170,8 +178,17 @@ class Talk:
             self.ledger.abandon(plan)
             if isinstance(error, RelaxError):
                 self.trouble = self.trouble or error
+            if time.monotonic() < self.ends_at:
+                # Given up by a function that has other things to do.
+                self._waits_no_more(f"goes on without reply {turn}")
             raise
+        self._waits_no_more(f"goes on after reply {turn}")
         return self._took(plan, outcome, state)
+
+    def _waits_no_more(self, doing: str) -> None:
+        self.waiting -= 1
+        if not self.waiting:
+            self.doing = doing
 
     def _took(self, plan: PromptPlan, outcome: Outcome, state: str | None) -> Reply:
         """A reply is there."""
@@ -333,10 +350,11 @@ async def play_seats(
     except TimeoutError:
         if not deadline.expired():
             raise
-        # Environments have deadlines of their own; a function that plays has only this one.
-        doing = talks[0].doing
-        error = Stuck if factory.plays and not doing.startswith("waits for tokens") else Lost
-        raise error(f"the episode {doing}", why=f"not over within {limits.episode_timeout_s:g} s") from None
+        # Each call of the environment was in time, and all of them together were not.
+        late = next((talk for talk in talks if talk.waiting), None)
+        at_work = late or next((talk for talk in talks if talk.doing != OTHERS_TURN), talks[0])
+        what, why = f"the episode {at_work.doing}", f"not over within {limits.episode_timeout_s:g} s"
+        raise (Lost if late else Stuck)(what, why=why, hint=TOO_SLOW) from None
     return [
         _played(talk, f"seat {seat} of the game" if len(talks) > 1 else "", info) for seat, talk in enumerate(talks)
     ]
@@ -387,7 +405,7 @@ async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limit
     """The environment's loop; returns what it reports."""
     # In a worker a call has its deadline from when it is its turn.
     timeout_s = None if isinstance(environment, RemoteEnvironment) else limits.turn_timeout_s
-    talks[0].doing = "is in reset"
+    _at_work(talks, 0, "is in reset")
     begun = await _within(lambda: environment.reset(task), timeout_s, "in reset")
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
@@ -398,10 +416,11 @@ async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limit
     histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
     info: dict[str, float] = {}
     while True:
-        talk = talks[seat]
+        talk = _at_work(talks, seat, "begins its turn")
         try:
             reply = await talk.say(histories[seat], tools, state=state, previous=talk.last)
         except EpisodeOver:
+            _cut_all(talks, GAME)
             return info
         except RouterEnded:
             raise
@@ -416,12 +435,26 @@ async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limit
         _give(step, seat, talks, where)
         info |= step.info
         if step.truncated:
-            talk.over = "environment"
+            _cut_all(talks, ENVIRONMENT)
         if step.done or step.truncated:
             return info
         histories[seat] = [*histories[seat], reply.message]
         seat = _seat(step.seat, seat, talks, where)
         histories[seat], state = [*histories[seat], *conversation(step.messages)], step.state
+
+
+def _at_work(talks: Sequence[Talk], seat: int, doing: str) -> Talk:
+    """It is this seat's turn, and nobody else's."""
+    for talk in talks:
+        talk.doing = OTHERS_TURN
+    talks[seat].doing = doing
+    return talks[seat]
+
+
+def _cut_all(talks: Sequence[Talk], why: str) -> None:
+    """The game did not come to its end, for none of its seats. One that has used up its turns or tokens says that."""
+    for talk in talks:
+        talk.over = talk.over or why
 
 
 def _seat(named: int | None, now: int, talks: Sequence[Talk], where: str) -> int:

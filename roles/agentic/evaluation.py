@@ -14,12 +14,12 @@ from relax_rt.roles.agentic.episode import NotMade, Played
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Broken, Lost, Stuck
+from relax_rt.roles.agentic.standstill import Fruitless
 from relax_rt.roles.agentic.tasks import Tasks
 from relax_rt.roles.evaluation import Z95, difference, wilson
 from relax_rt.roles.evaluation_branch import Branch
 from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation_sets import MAIN, courses
-from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class HeldOut:
         """Play them with the newest weights, which are these or newer ones, and record how it went.
 
         Raises:
-            RelaxError: not one of them could be played.
+            Fruitless: not one of them could be played.
         """
         recipe, began = self.course.recipe, time.monotonic()
         tasks = self._tasks.held_out(recipe.count(when))
@@ -76,7 +76,7 @@ class HeldOut:
         if found and all(one == LOST for one in found):
             why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_made say why"
             hint = "see the engines: `relax-rt why`; they are played again"
-            raise RelaxError(f"{len(found)} held-out episodes, {when}", why=why, hint=hint)
+            raise Fruitless(f"{len(found)} held-out episodes, {when}", why=why, hint=hint)
         scores = scored(found, recipe.samples, self._success, self.course.before)
         result = {"kind": "evaluation", **about, **scores, "seconds": round(time.monotonic() - began, 3)}
         self._ctx.metrics(result)

@@ -16,6 +16,7 @@ from relax_rt.roles.agentic.pool import Broken, Lost
 from relax_rt.roles.agentic.program import ProgramLimits
 from relax_rt.roles.agentic.program_link import NO_ROOM, NotStarted, SpawnerLink
 from relax_rt.roles.agentic.program_spawner import END_S, MOST_BYTES
+from relax_rt.roles.agentic.standstill import Fruitless
 from relax_rt.supervision.limits import MIB, raise_open_files
 from relax_rt.transport.errors import RelaxError
 
@@ -291,7 +292,7 @@ class ProgramHost:
                 self._tell("spawner_lost", why=why, programs=self._all_lost(why))
                 if self._lost_in_a_row >= LOST_IN_A_ROW:
                     what = f"{LOST_IN_A_ROW} spawners of programs ended one after the other"
-                    raise RelaxError(what, why=why, hint="see the role's log, and the memory of the machine")
+                    raise Fruitless(what, why=why, hint="see the role's log, and the memory of the machine")
         except RelaxError as error:
             self._all_lost(str(error))
             if not self.broken.done():

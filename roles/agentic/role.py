@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
+from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
@@ -43,10 +44,6 @@ ASK_S = 0.5
 METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
 LAST_WORD_S = 4.0
-LOSSES = 3
-"""How often an episode that was lost through no fault of its own is begun again before its group goes to others."""
-FAILURES_IN_A_ROW = 64
-"""Episodes that fail one after the other before the environment, and not a task, is held to be at fault."""
 
 
 class EnvApi(Protocol):
@@ -105,7 +102,7 @@ class EnvRole(Role):
         self.groups: dict[int, Group] = {}
         self._room, self._news = asyncio.Event(), asyncio.Event()
         self._broken: asyncio.Future[None]
-        self._failures_in_a_row = 0
+        self._standstill = Standstill(self.settings.environment, self.settings.episodes_in_flight)
         self._worked = self._begun = False
         self._tally = Tally()
         self.tokenizer: ChatTokenizer
@@ -209,16 +206,21 @@ class EnvRole(Role):
             work = asyncio.create_task(self._work())
             jobs = [asyncio.create_task(job) for job in (self._follow(), self._report())]
             stop = asyncio.create_task(self.ctx.stopping.wait())
+            losses = 1
             try:
                 waited: list[asyncio.Future[Any]] = [work, stop, self._broken, *jobs]
                 finished, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     task.result()
+                losses = 0
+            except Fruitless as error:
+                raise ending(self.ctx, error) from error
             finally:
                 for task in (work, stop, *jobs):
                     task.cancel()
                 await asyncio.gather(work, stop, *jobs, return_exceptions=True)
-                await self._leave_groups("the env role ends")
+                # What the role ends with by itself may be because of one of them.
+                await self._leave_groups("the env role ends", losses)
                 self._measure()
 
     def _break(self, error: BaseException) -> None:
@@ -256,7 +258,7 @@ class EnvRole(Role):
         if hasattr(self, "queue"):
             await self.queue.close()
 
-    async def _leave_groups(self, why: str) -> None:
+    async def _leave_groups(self, why: str, losses: int = 0) -> None:
         """Whoever asks next gets what is not played to its end."""
         groups, self.groups = list(self.groups.values()), {}
         tasks = [task for group in groups for task in group.tasks]
@@ -267,7 +269,7 @@ class EnvRole(Role):
         with suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
-                    await self.queue.give_back(held, why)
+                    await self.queue.give_back(held, why, losses=losses)
 
     # --- what comes when
 
@@ -389,7 +391,7 @@ class EnvRole(Role):
         if group.failed:
             await self.queue.give_back([number], group.failed[:400], failed=True)
         elif group.lost:
-            await self.queue.give_back([number], group.lost[:400])
+            await self.queue.give_back([number], group.lost[:400], losses=LOSSES)
 
     async def _played(self, group: Group, members: list[int]) -> list[Played]:
         """What became of the members of one game; nothing if it could not be played."""
@@ -404,6 +406,9 @@ class EnvRole(Role):
             name = f"{ticket.group}.{member}" + (f"+{loss}" if loss else "")
             seed = self._seed(ticket.prompt, member, ticket.attempt + (loss << 32))
             kept = self.store.of(ticket.prompt, member) if self.store is not None else []
+            if not loss and ticket.losses > LOSSES:
+                # Those who had these replies were lost: they may be why.
+                forget(kept)
             try:
                 found = await self.player.play_seats(name, task, seed, kept=kept)
                 for played in found:
@@ -412,6 +417,7 @@ class EnvRole(Role):
                 self._tally.lost += 1
                 self.ctx.event("episode_lost", episode=name, item=task.item, why=str(error))
                 group.lost = str(error)
+                self._standstill.lost(ticket.prompt, f"{name} was lost: {error}")
                 continue
             except NotMade as error:
                 # Not again with the same seed, and not the environment's fault either.
@@ -419,6 +425,7 @@ class EnvRole(Role):
                 group.failed = str(error)
                 self.ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
                 forget(kept)
+                self._standstill.lost(ticket.prompt, f"{name} was not made: {error}")
                 return []
             except (Stuck, Broken) as error:
                 stuck = isinstance(error, Stuck)
@@ -428,6 +435,7 @@ class EnvRole(Role):
                     # Its replies are there: where it stood still once it may not do so again.
                     stuck_before, group.lost = True, str(error)
                     self.ctx.event("environment_stuck", episode=name, item=task.item, why=str(error), again=True)
+                    self._standstill.lost(ticket.prompt, f"{name} was stuck: {error}")
                     continue
                 forget(kept)
                 self._fail(group, name, task.item, str(error), "environment_stuck" if stuck else "environment_failed")
@@ -435,7 +443,7 @@ class EnvRole(Role):
             finally:
                 if used := sum(one.used for one in kept):
                     self.ctx.event("episode_gone_on", episode=name, item=task.item, replies=used)
-            self._failures_in_a_row = 0
+            self._standstill.played()
             return [found[member % seats] for member in members]
         return []
 
@@ -454,19 +462,13 @@ class EnvRole(Role):
         """An episode failed; raises when that is the environment's way.
 
         Raises:
-            RelaxError: too many failed one after the other.
+            Fruitless: too many failed one after the other.
         """
         self._tally.failed += 1
-        self._failures_in_a_row += 1
         group.failed = why
         self.ctx.event(kind, episode=name, item=item, why=why)
         self.ctx.log.warning("an episode failed", episode=name, item=item, why=why)
-        if self._failures_in_a_row >= FAILURES_IN_A_ROW:
-            raise RelaxError(
-                f"{FAILURES_IN_A_ROW} episodes of {self.settings.environment} failed one after the other",
-                why=why,
-                hint="mend the environment; the episodes are played again",
-            )
+        self._standstill.failed(group.ticket.prompt, f"{name}: {why}")
 
     def _sample(self, ticket: Ticket, member: int, played: Played) -> Sample:
         from relax_rt.roles.agentic.samples import make_sample
@@ -533,8 +535,9 @@ class EnvRole(Role):
         Episodes have deadlines of their own, so that the role need not be watched for them.
         """
         if self.player.playing:
-            engines = ", ".join(self.router.waiting_on())
-            self.ctx.progress.waiting(self.player.doing() + (f" ({engines})" if engines else ""))
+            engines, stands = ", ".join(self.router.waiting_on()), self._standstill.told()
+            doing = self.player.doing() + (f" ({engines})" if engines else "")
+            self.ctx.progress.waiting(f"{doing}; {stands}" if stands else doing)
         tally = self._tally
         if tally.episodes or tally.failed or tally.lost:
             programs = self.player.programs

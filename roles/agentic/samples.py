@@ -21,6 +21,8 @@ from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import SampleKey, Ticket, VersionSpan
 from relax_rt.transport.queue.client import NewSample
 
+TRUNCATED_BY = "truncated_by"
+"""Key of meta.info: see Played.truncated."""
 CONTEXT = "context"
 """Role of a completion that another branch trains."""
 
@@ -66,6 +68,8 @@ def make_sample(
     info: dict[str, Any] = {TURN_REWARDS: [rewards[turn.response] for turn in said]}
     if all(turn.response in played.states for turn in said):
         info[TURN_STATES] = [played.states[turn.response] for turn in said]
+    if played.truncated:
+        info[TRUNCATED_BY] = played.truncated
     if task.question:
         info |= {"question": task.question, "metadata": task.metadata}
     meta = SampleMeta(

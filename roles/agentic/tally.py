@@ -23,6 +23,7 @@ class Tally:
     lost: int = 0
     turns: int = 0
     truncated: int = 0
+    truncated_by: dict[str, int] = field(default_factory=dict)
     cut: int = 0
     tokens: int = 0
     branches: int = 0
@@ -36,7 +37,9 @@ class Tally:
         """Count an episode."""
         self.episodes += 1
         self.turns += played.turns
-        self.truncated += bool(played.truncated)
+        if played.truncated:
+            self.truncated += 1
+            self.truncated_by[played.truncated] = self.truncated_by.get(played.truncated, 0) + 1
         self.cut += played.cut
         self.tokens += sum(len(branch.tokens) for branch in played.episode.branches)
         self.branches += len(played.episode.branches)
@@ -55,6 +58,7 @@ class Tally:
             **{k: getattr(self, k) for k in ("episodes", "failed", "stuck", "over_limit", "lost")},
             **{k: getattr(self, k) for k in ("truncated", "cut", "left", "branches", "drift", "dropped_tokens")},
             **{k: getattr(self, k) / n for k in ("turns", "tokens", "reward")},
+            "truncated_by": self.truncated_by,
             "info": {name: value / n for name, value in self.info.items()},
             "rewards": {name: value / n for name, value in self.parts.items()},
             "seconds": time.monotonic() - self.since,

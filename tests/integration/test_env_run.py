@@ -59,15 +59,15 @@ dtype = "float32"
 dtype = "float32"
 """
 GAME = '''
-import random, time
+import asyncio, random, time
 from pathlib import Path
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 
 class Sums:
     """Two sums, half a point for each that is right."""
 
-    def __init__(self, folder=""):
-        self.folder, self.turn = folder, 0
+    def __init__(self, folder="", slow=""):
+        self.folder, self.slow, self.turn = folder, slow, 0
 
     {async_}def reset(self, task: Task) -> Observation:
         self.draw, self.name = random.Random(task.seed), task.item
@@ -84,6 +84,8 @@ class Sums:
             if not mark.exists():
                 mark.touch()
                 time.sleep(600)
+        if self.slow and self.name.startswith(self.slow):
+            {nap}(1.2)
         self.turn += 1
         right = 0.5 * (reply.text == self.answer)
         return Step(messages="" if self.turn == 2 else self.ask(), reward=right, done=self.turn == 2, state="second")
@@ -98,8 +100,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def run(*, blocking: bool = False, steps: int = 6, **overrides: Any) -> TinyRun:
         (tmp_path / "job").mkdir()
+        kind, nap = ("", "time.sleep") if blocking else ("async ", "await asyncio.sleep")
         (tmp_path / "job/roles.toml").write_text(CONFIG)
-        (tmp_path / "job/sums.py").write_text(GAME.format(async_="" if blocking else "async "))
+        (tmp_path / "job/sums.py").write_text(GAME.format(async_=kind, nap=nap))
         made.append(TinyRun(tmp_path / "run", tmp_path / "job/roles.toml", **{"algorithm.steps": steps, **overrides}))
         return made[0]
 
@@ -165,3 +168,34 @@ def test_two_slots_play_and_the_second_one_waits_for_the_first_evaluation(make: 
     assert {record["slot"] for record in run.records("made")} == {"env/0", "env/1"}
     first = run.records("evaluation")[0]
     assert first["when"] == "before" and first["versions"] == [first["version"]] * 2
+
+
+SLOW = {"roles.env.episode_timeout_s": 2.1}
+"""Two turns of 1.2 s, each in time, take longer."""
+
+
+@pytest.mark.long
+def test_a_task_that_is_always_too_slow_is_retired_and_the_run_goes_on(make: Make) -> None:
+    run = make(**SLOW, **{"roles.env.options.slow": '"train-3"', "roles.env.unfinished": '"drop"'}).start()
+    assert run.wait() == 0, run.text()
+    check(run)
+    (retired,) = [event for event in run.events("group_ended") if event["prompt_fate"] == "retire"]
+    assert retired["prompt"] == 3
+    stuck = run.events("environment_stuck")
+    assert {event["item"] for event in stuck} == {"train-3"}
+    assert all("not over within 2.1 s" in event["why"] and "episode_timeout_s" in event["why"] for event in stuck)
+    failed = [event for event in run.events("samples_failed") if "not over within" in str(event["reasons"])]
+    assert len(failed) == 8 and len({event["group"] for event in failed}) == 1
+
+
+@pytest.mark.long
+def test_a_run_whose_episodes_are_all_too_slow_ends_and_says_why(make: Make) -> None:
+    run = make(**SLOW, **{"roles.env.options.slow": '"train-"'}).start()
+    assert run.wait() == 1, run.text()
+    assert not run.records("step")
+    ends = run.events("env_standstill")
+    assert [event["times"] for event in ends] == [1, 2, 3]
+    assert all("failed one after the other" in e["why"] and "not over within 2.1 s" in e["why"] for e in ends)
+    assert "end number 3 of an env role without an episode in between" in run.text()
+    assert "roles.env.episode_timeout_s" in run.text()
+    run.gone(run.run_id())

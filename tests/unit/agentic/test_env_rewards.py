@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from agentic_parts import TASK, Count, Engine, factory, numbers, template, tokenizer
 
@@ -19,10 +20,13 @@ from relax_rt.roles.agentic.player import Player
 from relax_rt.roles.agentic.pool import Broken
 from relax_rt.roles.agentic.rewards import KEY, PLACE
 from relax_rt.roles.agentic.role import games
+from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
+from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.sections import RLConfig, SamplingTable
+from relax_rt.transport.queue.api import Ticket
 
 CONFIG = """
 [run]
@@ -186,6 +190,57 @@ async def test_each_seat_has_a_conversation_an_episode_and_a_reward_of_its_own()
         assert (
             tuple(texts[1::2]) == said and f"player {seat}" in texts[0] and f"player {1 - seat}" not in "".join(texts)
         )
+
+
+class Cut(Duel):
+    """Is cut by itself after the third number."""
+
+    async def step(self, reply: Reply) -> Step:
+        step = await super().step(reply)
+        step.truncated = reply.text == "3"
+        return step
+
+
+@pytest.mark.parametrize(
+    ("make", "max_turns", "ends"),
+    [
+        (Duel, 8, ("", "")),
+        # Seat 0 says 1, seat 1 says 2, and seat 0 has no turn left; begun by seat 1 it is the other way round.
+        (Duel, 1, ("turns", "game")),
+        (lambda: Duel(1), 1, ("game", "turns")),
+        (Cut, 8, ("environment", "environment")),
+    ],
+)
+async def test_a_game_that_is_cut_is_cut_for_all_its_seats(
+    make: Callable[[], Any], max_turns: int, ends: tuple[str, str]
+) -> None:
+    one = player(duel(make), next_number)
+    one.limits = msgspec.structs.replace(one.limits, max_turns=max_turns)
+    found = await one.play_seats("e", TASK, 3)
+    assert tuple(seat.truncated for seat in found) == ends
+    ticket, tally = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0), Tally()
+    for member, (seat, why) in enumerate(zip(found, ends, strict=True)):
+        sample = make_sample(ticket, member, TASK, seat, tokenizer=tokenizer(), sampling={}, player="env/0#1")
+        reason = "length" if why else "stop"
+        assert (sample.meta.truncated, sample.meta.finish_reason) == (bool(why), reason)
+        assert sample.meta.info.get("truncated_by", "") == why
+        tally.add(seat)
+    told = tally.record()
+    assert told["truncated"] == sum(map(bool, ends))
+    assert told["truncated_by"] == {why: ends.count(why) for why in set(ends) if why}
+
+
+async def test_tokens_that_one_seat_has_used_up_end_the_game_of_the_other() -> None:
+    class Wordy(Duel):
+        async def step(self, reply: Reply) -> Step:
+            step = await super().step(reply)
+            step.messages = f"{step.messages} {'and so on ' * 20}" if self.seat else step.messages
+            return step
+
+    one = player(duel(Wordy), lambda prompt: "1")
+    first, second = await one.play_seats("e", TASK, 3)
+    assert (first.truncated, second.truncated) == ("game", "tokens")
+    assert first.turns == second.turns + 1, "seat 1 was asked again, and had no room for it"
 
 
 async def test_a_game_names_seats_that_there_are_and_lets_all_of_them_speak() -> None:
