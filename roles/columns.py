@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relax_rt.roles.media.pictures import Shown, digest_of
 from relax_rt.roles.sample import Sample, SampleMeta
 
 if TYPE_CHECKING:
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def generated_columns(sample: Sample) -> dict[str, Any]:
-    """What a rollout puts: tokens, mask, behaviour log-probabilities, meta; routing rows when there are any."""
+    """What a rollout puts: tokens, mask, behaviour log-probabilities, meta; routing rows when there are any, and
+    pictures, or that there are none, where the model sees."""
     columns: dict[str, Any] = {
         "tokens": sample.tokens,
         "loss_mask": sample.loss_mask,
@@ -22,6 +25,8 @@ def generated_columns(sample: Sample) -> dict[str, Any]:
     }
     if sample.routing is not None:
         columns["routing"] = sample.routing
+    if sample.media is not None:
+        columns["media"] = {digest_of(one.data): one.data for one in sample.media}
     return columns
 
 
@@ -31,7 +36,7 @@ def read_sample(leased: LeasedSample) -> Sample:
     def optional(name: str) -> Any:
         return leased[name] if name in leased else None  # noqa: SIM401 a LeasedSample is no dict
 
-    reward = optional("reward")
+    reward, meta = optional("reward"), leased.decode("meta", SampleMeta)
     loss_mask = leased["loss_mask"]
     if leased.masked:
         # Tokens over the staleness bound stay as context.
@@ -39,7 +44,7 @@ def read_sample(leased: LeasedSample) -> Sample:
         for start, end in leased.masked:
             loss_mask[start:end] = 0
     return Sample(
-        meta=leased.decode("meta", SampleMeta),
+        meta=meta,
         tokens=leased["tokens"],
         loss_mask=loss_mask,
         behaviour_logprobs=leased["behaviour_logprobs"],
@@ -52,4 +57,10 @@ def read_sample(leased: LeasedSample) -> Sample:
         reference_logprobs=optional("reference_logprobs"),
         values=optional("values"),
         routing=optional("routing"),
+        media=_pictures(meta, leased.decode("media", dict[str, bytes])) if "media" in leased else None,
     )
+
+
+def _pictures(meta: SampleMeta, held: Mapping[str, bytes]) -> list[Shown]:
+    """The pictures of a sample: `meta.media` says where they stand, the column has each one's bytes once."""
+    return [Shown(one["start"], one["end"], held[one["digest"]]) for one in meta.media]

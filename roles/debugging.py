@@ -195,6 +195,7 @@ class Debug:
         from relax_rt.roles.agentic.rewards import reward_table
         from relax_rt.roles.agentic.settings import env_settings
         from relax_rt.roles.agentic.tokens import ChatTemplate
+        from relax_rt.roles.media.sight import load_sight
 
         table = env_settings(self.config)
         assert table is not None
@@ -208,7 +209,7 @@ class Debug:
         player = Player(
             factory=factory,
             pool=None,
-            chat=ChatTemplate(self.tokenizer),
+            chat=ChatTemplate(self.tokenizer, sight=load_sight(self.tokenizer.folder)),
             generate=generate,
             settings=patient,
             sampling=self.config.sampling,
@@ -361,6 +362,7 @@ class Model:
             temperature=wanted.temperature,
             max_new_tokens=wanted.max_new_tokens,
             stop_ids=wanted.stop_ids,
+            media=wanted.media,
         )
         done = self._waiting[request.id] = asyncio.get_running_loop().create_future()
         self._assembly.expect(request)

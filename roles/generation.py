@@ -16,6 +16,7 @@ import msgspec
 
 from relax_rt.roles.engines.base import MAX_TEMPERATURE, EngineEnded, GroupRequest, Partial
 from relax_rt.roles.intake import Intake, Marks
+from relax_rt.roles.media.pictures import MOST_PICTURES, Shown
 from relax_rt.transport.interface import idempotent
 from relax_rt.transport.queue.api import Finite, VersionSpan
 
@@ -48,6 +49,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         stop_ids: one of these ends it.
         tokens, logprobs, versions: what another engine has made of the completion: it is gone on with behind that.
         routing: routing rows are wanted (see engines.routing); rows: those of `tokens`.
+        media: the pictures in the prompt.
         allowed: policy versions that the caller takes, the committed one last; a newer one than that will do too.
         chunk_tokens: a piece has about so many.
         left_s: after that the sequence is ended, seconds.
@@ -63,6 +65,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
     routing: bool = False
     rows: Annotated[bytes, msgspec.Meta(max_length=MOST_ROW_BYTES)] = b""
+    media: Annotated[list[Shown], msgspec.Meta(max_length=MOST_PICTURES)] = []
     allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS
     left_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
@@ -210,6 +213,9 @@ class GenerationService:
 
     async def generate(self, order: Order) -> AsyncIterator[Piece]:
         """See Generation."""
+        if order.media and (sight := self._engine.sight) is not None:
+            # In a thread; the engine finds them looked at.
+            await asyncio.to_thread(sight.check, order.prompt, order.media)
         if away := self._no(order):
             self.turned_away += 1
             yield Piece(turned_away=away, report=self._report())
@@ -296,6 +302,7 @@ def _request(number: int, order: Order) -> GroupRequest:
         partials=(partial,),
         chunk_tokens=order.chunk_tokens,
         routing=order.routing,
+        media=tuple(order.media),
     )
 
 

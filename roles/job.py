@@ -132,6 +132,7 @@ class RLJob:
 
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         """See Job.ledger_policy. With data.epochs set, the data is read to count the prompts."""
+        from relax_rt.roles.media.sight import run_sees
         from relax_rt.roles.sample import task_fields
         from relax_rt.transport.ledger.policy import LedgerPolicy
 
@@ -140,7 +141,7 @@ class RLJob:
             group_size=table.group_size,
             prompts_per_step=table.prompts_per_step,
             max_staleness=table.max_staleness,
-            tasks=task_fields(config.roles, rewarded=env_settings(config) is not None),
+            tasks=task_fields(config.roles, rewarded=env_settings(config) is not None, sees=run_sees(config)),
             on_straggler=table.on_straggler,
             straggler_wait_s=table.straggler_wait_s,
             over_provision=table.over_provision,

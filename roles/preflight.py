@@ -20,6 +20,7 @@ from relax_rt.roles.engines.model_checks import check_engine_model, engine_warni
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.evaluation_checks import preflight_evaluation
 from relax_rt.roles.genrm.checks import preflight_judge
+from relax_rt.roles.media.checks import check_pictures
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -57,6 +58,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         if tokenizer is None:
             return problems
         of_model = (*_division(config, folder), *check_engine_model(config, folder), *check_adapters(config, folder))
+        of_model = (*of_model, *check_pictures(config, folder))
         return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:
@@ -73,6 +75,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *_division(config, folder),
         *check_engine_model(config, folder),
         *check_adapters(config, folder),
+        *check_pictures(config, folder),
         *_context(config, folder, source.report.longest_tokens),
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),

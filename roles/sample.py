@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from relax_rt.roles.media.pictures import Shown
 from relax_rt.transport.queue.api import VersionSpan
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -32,7 +33,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: one of FINISH_REASONS; truncated is True when the length limit cut it.
         sampling: temperature, max_new_tokens, seed and whatever else the engine was told.
         tokenizer_digest, template_digest: what turned text into tokens.
-        media: references of images, audio, video (content hash, kind, uri).
+        media: what is among the tokens besides text: kind, digest, and the tokens [start, end) that stand for it.
         engine: slot and epoch of the engine that finished it, or of who played it.
         branches: tokens [start, end) of each branch of an episode, a causal sequence of its own; empty: there is one.
         turn_order: with branches the numbers of the assistant's turns in `turns`, as they were sampled, first to last.
@@ -91,6 +92,7 @@ class Sample(msgspec.Struct, kw_only=True):
         proximal_logprobs: float32 [T] of the weights of proximal_version. reference_logprobs, values: float32 [T]; the
             reference never changes, and the critic is asked within the step.
         routing: int16 [T-1, layers, k] experts chosen (MoE); -1 at a branch's last token, which was sent nowhere.
+        media: the pictures among the tokens, in order; None: the model reads text alone.
     """
 
     meta: SampleMeta
@@ -107,6 +109,7 @@ class Sample(msgspec.Struct, kw_only=True):
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     routing: NDArray[np.int16] | None = None
+    media: list[Shown] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -123,15 +126,17 @@ TASK_FIELDS: dict[str, tuple[str, ...]] = {
 REFERENCE_FIELDS = ("tokens", "loss_mask", "behaviour_logprobs", "meta")
 
 
-def task_fields(roles: Collection[str], *, rewarded: bool = False) -> dict[str, tuple[str, ...]]:
+def task_fields(roles: Collection[str], *, rewarded: bool = False, sees: bool = False) -> dict[str, tuple[str, ...]]:
     """TASK_FIELDS of a run with these kinds of role: with a reference, training waits for its log-probabilities.
 
-    rewarded: samples have their reward from the beginning.
+    rewarded: samples have their reward from the beginning. sees: the model does, and samples have pictures, or none.
     """
     tasks = {name: fields for name, fields in TASK_FIELDS.items() if name != "reward" or not rewarded}
+    if sees:
+        tasks["train"] = (*tasks["train"], "media")
     if "reference" not in roles:
         return tasks
-    train = (*TASK_FIELDS["train"], "reference_logprobs")
+    train = (*tasks["train"], "reference_logprobs")
     return {**tasks, "reference": REFERENCE_FIELDS, "train": train}
 
 

@@ -21,10 +21,13 @@ from relax_rt.transport.errors import RelaxError
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.interface import Observation
     from relax_rt.roles.agentic.loading import Factory
+    from relax_rt.roles.agentic.tokens import ChatTemplate
     from relax_rt.roles.models.tokenizer import ChatTokenizer
 
 TEXT_ALONE = "the model, its engines and its trainer take text alone"
-HINT = "show text: gymnasium's adapter without pixels, or a description of what is there"
+NO_MORE = "the model takes texts and pictures, its engines and its trainer no more"
+HINT = "show text: gymnasium's adapter without pixels, or a description of what is there; or train a model that sees"
+ANY_NUMBER = 1 << 40
 OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
 """Roles that have nothing to do where episodes are played."""
@@ -149,21 +152,32 @@ def _try_rewards(config: RLConfig, table: EnvSettings, config_dir: Path, tokeniz
 def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
     from relax_rt.roles.agentic.interface import conversation, media
     from relax_rt.roles.agentic.tokens import ChatTemplate
+    from relax_rt.roles.media.sight import load_sight
 
     try:
         seen = asyncio.run(_observe(config, table, factory, tokenizer))
-        if kind := media(conversation(seen.messages)):
-            yield Problem(
-                (*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {TEXT_ALONE}", HINT
-            )
+        chat = ChatTemplate(tokenizer, sight=load_sight(tokenizer.folder))
+        if kind := media(conversation(seen.messages), sees=chat.sight is not None):
+            takes = TEXT_ALONE if chat.sight is None else NO_MORE
+            yield Problem((*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {takes}", HINT)
             return
-        tokens = ChatTemplate(tokenizer).render(conversation(seen.messages), seen.tools)
+        tokens = asyncio.run(_first_prompt(chat, seen, table))
     except RelaxError as error:
         yield _problem(error)
         return
     if len(tokens) >= table.max_tokens:
         message = f"max_tokens = {table.max_tokens}, and an episode begins with {len(tokens)} tokens"
         yield Problem((*PLACE, "max_tokens"), message, "raise it")
+
+
+async def _first_prompt(chat: ChatTemplate, seen: Observation, table: EnvSettings) -> tuple[int, ...]:
+    """The tokens that an episode begins with, however many these are."""
+    from relax_rt.roles.agentic.interface import conversation
+    from relax_rt.roles.agentic.tokens import TokenLedger
+    from relax_rt.roles.media.taking import looked_at
+
+    ledger = TokenLedger(chat, max_tokens=ANY_NUMBER, max_media_bytes=table.media_kib << 10)
+    return ledger.prompt(await looked_at(conversation(seen.messages), ledger), seen.tools).tokens
 
 
 async def _observe(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Observation:

@@ -24,6 +24,7 @@ from relax_rt.roles.agentic.interface import (
 )
 from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
+from relax_rt.roles.media.taking import looked_at
 from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
 from relax_rt.transport.errors import Refused, RelaxError
@@ -155,10 +156,11 @@ class Talk:
 
         Raises:
             EpisodeOver: max_turns or max_tokens is used up.
-            Refused: the chat template takes no such conversation.
+            Refused: the chat template takes no such conversation, or a picture in it is none, or beyond a bound.
             Lost: the engines did not answer within the episode's time. NotMade: they never would.
             RouterEnded: there is no way to the engines any more.
         """
+        messages = await looked_at(messages, self.ledger)
         if self._ended:
             raise EpisodeOver("the episode has ended")
         if self.turns >= self._limits.max_turns:
@@ -169,11 +171,11 @@ class Talk:
         self.doing = f"waits for tokens of reply {turn}"
         self.waiting += 1
         try:
-            outcome = self.kept.take(turn, plan.tokens) if self.kept is not None else None
+            outcome = self.kept.take(turn, plan.tokens, media=plan.media) if self.kept is not None else None
             if outcome is None:
                 outcome = await self._sampled(plan, turn)
                 if self.kept is not None:
-                    self.kept.add(turn, plan.tokens, outcome)
+                    self.kept.add(turn, plan.tokens, outcome, plan.media)
         except BaseException as error:
             self.ledger.abandon(plan)
             if isinstance(error, RelaxError):
@@ -283,6 +285,7 @@ class Talk:
             lag=self._lag(self._oldest),
             session=sampling.session,
             routing=sampling.routing,
+            media=plan.media,
         )
 
 
@@ -377,8 +380,11 @@ def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
     )
 
 
-def _check(answer: Observation | Step, where: str) -> None:
+def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
     """An environment in this process may fill in anything; from a worker it comes checked.
+
+    Args:
+        sees: the model takes pictures.
 
     Raises:
         Broken: a field is not what it is declared to be.
@@ -388,8 +394,9 @@ def _check(answer: Observation | Step, where: str) -> None:
         isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     ):
         raise Broken(where, why=f"its messages are {messages!r:.80}, neither a text nor a list of messages")
-    if kind := media(conversation(messages)):
-        raise Broken(where, why=f"its messages have a part of type {kind!r}, and the model takes text alone")
+    if kind := media(conversation(messages), sees=sees):
+        takes = "takes texts and pictures" if sees else "takes text alone"
+        raise Broken(where, why=f"its messages have a part of type {kind!r}, and the model {takes}")
     if not isinstance(state, str | None):
         raise Broken(where, why=f"its state is {state!r:.80}, which is no text")
     info = answer.info if isinstance(answer, Step) else {}
@@ -410,7 +417,8 @@ async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limit
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise Broken("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
-    _check(seen, "in reset")
+    sees = talks[0].ledger.sight is not None
+    _check(seen, "in reset", sees=sees)
     histories: list[list[Message]] = [[] for _ in talks]
     seat = _seat(seen.seat, 0, talks, "in reset")
     histories[seat], tools, state = conversation(seen.messages), seen.tools, seen.state
@@ -431,7 +439,7 @@ async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limit
         step = await _within(lambda: environment.step(reply), timeout_s, where)  # noqa: B023
         if not isinstance(step, Step):
             raise Broken(where, why=f"it returned {step!r:.80}, which is no Step")
-        _check(step, where)
+        _check(step, where, sees=sees)
         _give(step, seat, talks, where)
         info |= step.info
         if step.truncated:

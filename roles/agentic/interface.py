@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from relax_rt.roles.media.pictures import IMAGES
+
 TEXTS = ("text", "input_text", "output_text")
 """Types of parts of a message that are text."""
 Message = dict[str, Any]
@@ -169,8 +171,13 @@ def conversation(messages: list[Message] | str) -> list[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
-def media(messages: list[Message]) -> str:
-    """Type of the first part that is no text, as `image_url`; empty if there is none."""
+def media(messages: list[Message], *, sees: bool = False) -> str:
+    """Type of the first part that the model cannot take, as `image_url`; empty if there is none.
+
+    Args:
+        sees: it takes pictures.
+    """
+    known = (*TEXTS, *IMAGES) if sees else TEXTS
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     kinds = (str(part.get("type", "")) if isinstance(part, dict) else type(part).__name__ for part in parts)
-    return next((kind for kind in kinds if kind not in TEXTS), "")
+    return next((kind for kind in kinds if kind not in known), "")

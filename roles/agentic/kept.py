@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from relax_rt.roles.media.pictures import Shown, digest_of
 from relax_rt.roles.router.requests import Outcome
 
 FOLDER = "episodes"
@@ -52,15 +53,15 @@ class Replies:
         spans = (span for outcome in self._found.values() for span in outcome.versions)
         return min((span.kv_version for span in spans), default=0)
 
-    def take(self, turn: int, prompt: Sequence[int]) -> Outcome | None:
-        """What was said in this turn behind these tokens, once."""
-        found = self._found.pop((turn, _digest(prompt)), None)
+    def take(self, turn: int, prompt: Sequence[int], media: Sequence[Shown] = ()) -> Outcome | None:
+        """What was said in this turn behind these tokens and pictures, once."""
+        found = self._found.pop((turn, _digest(prompt, media)), None)
         self.used += found is not None
         return found
 
-    def add(self, turn: int, prompt: Sequence[int], outcome: Outcome) -> None:
+    def add(self, turn: int, prompt: Sequence[int], outcome: Outcome, media: Sequence[Shown] = ()) -> None:
         """A reply was sampled. A full disk costs no more than what could have been kept."""
-        body = msgspec.msgpack.encode(Kept(turn, _digest(prompt), outcome))
+        body = msgspec.msgpack.encode(Kept(turn, _digest(prompt, media), outcome))
         with suppress(OSError), self._path.open("ab") as file:
             file.write(LENGTH.pack(len(body)) + body)
 
@@ -117,9 +118,10 @@ def forget(kept: Sequence[Replies]) -> None:
         one.forget()
 
 
-def _digest(prompt: Sequence[int]) -> int:
-    """xxh3-64 of token ids, as int32."""
-    return xxhash.xxh3_64_intdigest(np.array(prompt, np.int32).tobytes())
+def _digest(prompt: Sequence[int], media: Sequence[Shown]) -> int:
+    """xxh3-64 of token ids, as int32, and of the pictures among them."""
+    pictures = "".join(digest_of(one.data) for one in media)
+    return xxhash.xxh3_64_intdigest(np.array(prompt, np.int32).tobytes() + pictures.encode())
 
 
 def _read(path: Path) -> list[Kept]:

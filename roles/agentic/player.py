@@ -113,6 +113,7 @@ class Player:
         ledger = TokenLedger(
             self.chat,
             max_tokens=self.settings.max_tokens,
+            max_media_bytes=self.settings.media_kib << 10,
             drift=self.settings.drift,
             reasoning=self.settings.reasoning,
             session=session,

@@ -22,6 +22,7 @@ NOT_ITS = {
     "workers": "each program is a process of its own: episodes_in_flight says how many there are",
     "worker_processes": "set roles.env.options.processes, of each program",
     "worker_memory_mib": "set roles.env.options.memory_mib, of each program",
+    "media_kib": "set roles.gateway.session_media_kib",
 }
 """Keys of environments in workers, or that take turns -> what to use with programs."""
 BOUNDS = {

@@ -151,6 +151,7 @@ class EnvRole(Role):
         from relax_rt.roles.checks import settings
         from relax_rt.roles.engines.routing import sparse_layers
         from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.media.sight import load_sight
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.sections import RolloutSettings
 
@@ -159,7 +160,7 @@ class EnvRole(Role):
         self.tokenizer = load_tokenizer(model)
         if settings(self.config, "rollout", RolloutSettings).routing:
             self.routing, _ = sparse_layers(model)
-        self.chat = ChatTemplate(self.tokenizer)
+        self.chat = ChatTemplate(self.tokenizer, sight=load_sight(model))
         self.factory = load_factory(self.settings.environment, self.settings.options, folder)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
         if self.settings.unfinished == "keep" and self.factory.program is None:
@@ -489,6 +490,7 @@ class EnvRole(Role):
             sampling=sampling,
             player=who,
             routing=self.routing,
+            sees=self.chat.sight is not None,
         )
 
     def _lost(self, groups: list[int]) -> None:

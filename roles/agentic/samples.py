@@ -15,6 +15,7 @@ from relax_rt.roles.agentic.tokens import Branch, BranchTurn
 from relax_rt.roles.algorithms.inputs import TURN_REWARDS, TURN_STATES
 from relax_rt.roles.columns import generated_columns
 from relax_rt.roles.engines.routing import NO_EXPERT, RoutingShape
+from relax_rt.roles.media.pictures import IMAGE, Placed, Shown
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.sample import Sample, SampleMeta, TurnSpan, content_digest
 from relax_rt.transport.errors import Refused
@@ -37,6 +38,7 @@ def make_sample(
     sampling: dict[str, float | int | str],
     player: str,
     routing: RoutingShape | None = None,
+    sees: bool = False,
 ) -> Sample:
     """The sample of a member; T tokens are those of all branches.
 
@@ -44,7 +46,7 @@ def make_sample(
 
     Args:
         sampling: what replies were sampled with. player: slot and epoch of the role that played it.
-        routing: what routing rows look like; None: replies have none.
+        routing: what routing rows look like; None: replies have none. sees: the model takes pictures.
 
     Raises:
         Refused: a branch lacks the routing rows that were asked for.
@@ -64,6 +66,11 @@ def make_sample(
             if role == "assistant":
                 said.append(turn)
         versions += [VersionSpan(v.start + start, v.end + start, v.version, v.kv_version) for v in branch.versions]
+    placed = [
+        Placed(one.start + start, one.end + start, one.digest)
+        for start, branch in zip(starts, branches, strict=False)
+        for one in branch.media
+    ]
     rewards = _turn_rewards(played, {turn.response for turn in said})
     info: dict[str, Any] = {TURN_REWARDS: [rewards[turn.response] for turn in said]}
     if all(turn.response in played.states for turn in said):
@@ -89,6 +96,7 @@ def make_sample(
         answer=task.answer,
         info=info,
         branches=list(itertools.pairwise(starts)) if len(branches) > 1 else [],
+        media=[{"kind": IMAGE, "digest": one.digest, "start": one.start, "end": one.end} for one in placed],
         turn_order=sorted(range(len(said)), key=lambda n: said[n].number) if len(branches) > 1 else [],
     )
     return Sample(
@@ -99,6 +107,7 @@ def make_sample(
         versions=versions,
         reward=played.reward,
         rewards=played.parts or {"episode": played.reward},
+        media=[Shown(p.start, p.end, played.episode.pictures[p.digest]) for p in placed] if sees else None,
         routing=None if routing is None else _routing(routing, branches, f"{ticket.group}.{member}"),
     )
 

@@ -34,6 +34,8 @@ class EnvSettings(RoleSettings):
     """Replies of one episode; after that it is truncated."""
     max_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = 2048
     """Tokens of one episode, observations included; each reply has sampling.max_new_tokens at most."""
+    media_kib: Annotated[int, Field(ge=1, le=16_384)] = 1024
+    """Pictures of one episode, encoded, each counted once; for models that see."""
     turn_timeout_s: Seconds = 30.0
     """One call of the environment. One that takes longer is stuck: its process is killed, its episode played again."""
     episode_timeout_s: Seconds = 600.0

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from relax_rt.roles.media.pictures import Shown, identity
 from relax_rt.transport.errors import DeadlineExceeded, Refused
 from relax_rt.transport.queue.api import VersionSpan
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
     from relax_rt.roles.engines.routing import RoutingShape
+    from relax_rt.roles.media.sight import Sight
     from relax_rt.transport.weights.source import WeightSource
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
@@ -52,6 +54,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         partials: what is there of each member already; empty: of none.
         chunk_tokens: report a member every so many tokens; 0: only its end.
         routing: wants the routing rows (see `routing`), which only an engine that was started for them has.
+        media: the pictures in the prompt, in order.
     """
 
     id: int
@@ -63,10 +66,15 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     partials: tuple[Partial | None, ...] = ()
     chunk_tokens: int = 0
     routing: bool = False
+    media: tuple[Shown, ...] = ()
 
     def partial(self, member: int) -> Partial | None:
         """What is there of a member already."""
         return self.partials[member] if self.partials else None
+
+    def identity(self) -> tuple[int, ...]:
+        """The prompt as it is told from others: equal only where pictures are, too."""
+        return identity(self.prompt, self.media)
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -140,10 +148,12 @@ class Engine(Protocol):
 
     Attributes:
         routing: what the routing rows that it tells look like; None: it tells none.
+        sight: looks at the pictures in prompts; None: it refuses them.
     """
 
     name: str
     routing: RoutingShape | None
+    sight: Sight | None
 
     async def start(self, sink: Sink, on_failure: OnFailure) -> None:
         """Begin to work. `sink` gets chunks and `on_failure` what ended the engine, both on the event loop."""
@@ -326,12 +336,20 @@ def extend_spans(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans.append(span)
 
 
-def check_request(request: GroupRequest, *, context: int, vocabulary: int, routing: RoutingShape | None = None) -> None:
+def check_request(
+    request: GroupRequest,
+    *,
+    context: int,
+    vocabulary: int,
+    routing: RoutingShape | None = None,
+    sight: Sight | None = None,
+) -> None:
     """What no engine takes.
 
     Args:
         context: positions that the model has.
         routing: of the engine.
+        sight: of a model that sees. Pictures that it has not looked at lately are decoded and processed now.
 
     Raises:
         Refused: with the first thing that is wrong.
@@ -369,6 +387,11 @@ def check_request(request: GroupRequest, *, context: int, vocabulary: int, routi
             )
     for member, partial in enumerate(request.partials):
         _check_partial(f"{what}, member {member}", partial, request, routing)
+    if request.media and sight is None:
+        hint = 'use a model that sees, and roles.rollout.engine = "embedded"'
+        raise Refused(f"{what}: {len(request.media)} pictures", why="this engine reads tokens alone", hint=hint)
+    if request.media and sight is not None:
+        sight.check(request.prompt, request.media)
 
 
 def odd_sampling(seeds: Sequence[int], temperature: float) -> str:

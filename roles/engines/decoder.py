@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ from relax_rt.roles.engines.sampling import Sampler
 from relax_rt.roles.engines.segments import Segment, length_class, segments
 from relax_rt.roles.engines.sequences import Sequence
 from relax_rt.roles.engines.weights import FlatWeights
+from relax_rt.roles.media.eyes import Eyes, load_seeing
+from relax_rt.roles.media.pictures import Glance
+from relax_rt.roles.media.sight import sees
 from relax_rt.roles.models.forward import check_plain
 
 PREFILL_TOKENS = 2048
@@ -45,7 +48,8 @@ class Prefix(NamedTuple):
 class Decoder:
     """A model, its cache and the sequences in it. Rows of the cache are those of `active`, in the same order.
 
-    Confined to one thread, but for `weights.standby` between swaps. `turn` is one step: admit, then decode.
+    Confined to one thread, but for `weights.standby` between swaps. `turn` is one step: admit, then decode. Prompts are
+    told apart by their `identity`: two whose tokens are alike may show other pictures.
 
     Args:
         routing: tell routing rows.
@@ -66,13 +70,18 @@ class Decoder:
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device(device)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=self.dtype, attn_implementation=attention.NAME
-        ).eval()
+        self.eyes: Eyes | None = None
+        if sees(model_dir):
+            self._model, self.eyes = load_seeing(model_dir, dtype=self.dtype, attention=attention.NAME)
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=self.dtype, attn_implementation=attention.NAME
+            ).eval()
         # Before the check, whose passes show that the gates answer as they should.
         self._gates = Gates(self._model, model_dir) if routing else None
         self.routing = self._gates.shape if self._gates is not None else None
-        check_plain(self._model, model_dir)
+        if self.eyes is None:
+            check_plain(self._model, model_dir)
         text = self._model.config.get_text_config()
         self.context = int(text.max_position_embeddings)
         self.vocabulary = int(text.vocab_size)
@@ -152,7 +161,7 @@ class Decoder:
         tokens = 0
         while self.waiting and len(self.active) + len(new) < self.slots:
             first = self.waiting[0]
-            prompt = first.request.prompt
+            prompt = first.identity
             tokens += len(first.tokens) + (len(prompt) if prompt not in prompts else 0)
             if new and tokens > PREFILL_TOKENS:
                 break
@@ -163,7 +172,7 @@ class Decoder:
         self._cache.reserve(max(len(s.request.prompt) + s.request.max_new_tokens for s in new))
         start = len(self.active)
         # Members of one prompt side by side, so that its KV is copied to all of them at once.
-        new.sort(key=lambda s: s.request.prompt)
+        new.sort(key=lambda s: s.identity)
         self.active += new
         computed = self._compute(start)
         hidden = torch.stack([one.hidden for one in computed])
@@ -174,7 +183,7 @@ class Decoder:
         """Keys and values of all that the rows from `start` on have, each prompt once; what came last of each."""
         rows = range(start, len(self.active))
         shared = self._by_prompt(start)
-        begun = [self._from_prefix(members[0], prompt) for prompt, members in shared.items()]
+        begun = [self._from_prefix(members[0]) for members in shared.values()]
         ends = self._fill([fill for fill, _ in begun])
         whole = [Computed(end.hidden, _behind(before, end.rows)) for (_, before), end in zip(begun, ends, strict=True)]
         of_prompt = dict(zip(shared, whole, strict=True))
@@ -185,20 +194,22 @@ class Decoder:
         for row in rows:
             sequence = self.active[row]
             sequence.kv_version = self.version
-            sequence.begin(of_prompt[sequence.request.prompt].rows)
-        return [of_row.get(row, of_prompt[self.active[row].request.prompt]) for row in rows]
+            sequence.begin(of_prompt[sequence.identity].rows)
+        return [of_row.get(row, of_prompt[self.active[row].identity]) for row in rows]
 
     def _by_prompt(self, start: int) -> dict[tuple[int, ...], list[int]]:
         """The rows from `start` on, by their prompt."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for row in range(start, len(self.active)):
-            rows.setdefault(self.active[row].request.prompt, []).append(row)
+            rows.setdefault(self.active[row].identity, []).append(row)
         return rows
 
-    def _from_prefix(self, row: int, prompt: tuple[int, ...]) -> tuple[Fill, NDArray[np.int16] | None]:
-        """What of a prompt is to be computed into a row, after what is known of its beginning has been put there, and
+    def _from_prefix(self, row: int) -> tuple[Fill, NDArray[np.int16] | None]:
+        """What of its prompt is to be computed into a row, after what is known of its beginning has been put there, and
         the routing rows of that."""
-        length, held = self._prefixes.find(self.version, prompt)
+        sequence = self.active[row]
+        prompt = sequence.request.prompt
+        length, held = self._prefixes.find(self.version, sequence.identity)
         if held is None:
             return Fill(row, 0, prompt), None
         length = min(length, len(prompt) - 1)  # the last token's hidden state is wanted
@@ -252,18 +263,27 @@ class Decoder:
             mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, float("-inf"))[:, None]
         # Padding may stand beyond the last position that the model knows.
         positions.clamp_(max=self.context - 1)
-        hidden = self._forward(ids, positions, mask)
+        hidden = self._forward(ids, positions, mask, glances=self._glances(fills))
         rows = self._gates.take(len(fills)) if self._gates is not None else None
         return [
             Computed(hidden[at, len(one.tokens) - 1], None if rows is None else rows[at, : len(one.tokens)])
             for at, one in enumerate(fills)
         ]
 
+    def _glances(self, fills: list[Fill]) -> list[Glance]:
+        """The pictures, or parts of them, among the tokens of a pass."""
+        return [
+            Glance(at, shown, one.start, one.start + len(one.tokens), -one.start)
+            for at, one in enumerate(fills)
+            for shown in self.active[one.row].request.media
+            if shown.end > one.start and shown.start < one.start + len(one.tokens)
+        ]
+
     def _recompute(self) -> int:
         """Keys and values of all sequences under the present weights; the newest token's come with its step. Routing
         rows stay those of the passes that tokens were sampled from."""
         shared = self._by_prompt(0)
-        prompts = [Fill(members[0], 0, prompt) for prompt, members in shared.items()]
+        prompts = [Fill(row, 0, self.active[row].request.prompt) for row, *_ in shared.values()]
         self._hand_out(shared, dict(zip(shared, self._fill(prompts), strict=True)))
         had = [
             Fill(row, len(s.request.prompt), s.tokens[:-1]) for row, s in enumerate(self.active) if len(s.tokens) > 1
@@ -340,10 +360,20 @@ class Decoder:
             self.active.pop()
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, **rest: Any
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        glances: Collection[Glance] = (),
+        **rest: Any,
     ) -> torch.Tensor:
-        out = self._model.base_model(
-            input_ids=ids.to(self.device),
+        ids = ids.to(self.device)
+        if self.eyes is None:
+            layers, rest = self._model.base_model, {**rest, "input_ids": ids}
+        else:
+            layers, rest = self.eyes.layers, {**rest, "inputs_embeds": self.eyes.embed(ids, glances)}
+        out = layers(
             position_ids=positions.to(self.device),
             attention_mask=None if mask is None else mask.to(self.device),
             past_key_values=self._cache,

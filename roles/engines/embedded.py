@@ -81,6 +81,7 @@ class EmbeddedEngine:
         )
         self.context, self.vocabulary = self._decoder.context, self._decoder.vocabulary
         self.routing = self._decoder.routing
+        self.sight = self._decoder.eyes.sight if self._decoder.eyes is not None else None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -118,7 +119,9 @@ class EmbeddedEngine:
         if len(set(ids)) < len(ids) or any(i in self._members for i in ids):
             raise Refused(f"requests {ids[:8]}", why="one of these numbers is in the engine already")
         for request in requests:
-            check_request(request, context=self.context, vocabulary=self.vocabulary, routing=self.routing)
+            check_request(
+                request, context=self.context, vocabulary=self.vocabulary, routing=self.routing, sight=self.sight
+            )
         members = [Member(request, m, self.routing) for request in requests for m in range(len(request.seeds))]
         self._members.update((r.id, len(r.seeds)) for r in requests)
         self._asked += sum(one.request.max_new_tokens - len(one.tokens) for one in members)

@@ -20,6 +20,7 @@ class Sequence:
         routing: of the engine; rows are kept if the request asks for them.
 
     Attributes:
+        identity: of its prompt; see GroupRequest.
         kv_version: the oldest version in its KV cache.
         rows: its routing rows; None where nobody asked for them.
     """
@@ -27,6 +28,7 @@ class Sequence:
     __slots__ = (
         "_uniforms",
         "finish_reason",
+        "identity",
         "kv_version",
         "logprobs",
         "member",
@@ -39,6 +41,7 @@ class Sequence:
 
     def __init__(self, request: GroupRequest, member: int, routing: RoutingShape | None = None) -> None:
         self.request, self.member = request, member
+        self.identity = request.identity()
         self._uniforms: NDArray[np.float32] | None = None
         self.kv_version = 0
         had = request.partial(member)

@@ -21,7 +21,7 @@ from relax_rt.roles.gateway.calls import (
     stops,
 )
 from relax_rt.roles.gateway.errors import CallError, Family, bad
-from relax_rt.roles.gateway.messages import bounded_tools, content, function_tool
+from relax_rt.roles.gateway.messages import bounded_tools, content, function_tool, of_user
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -242,7 +242,8 @@ def _others(role: str, parts: Sequence[Mapping[str, Any]], at: str) -> list[Mess
         else:
             rest.append(part)
     if rest:
-        results.append({"role": role, "content": content(rest, f"{at}.content") or ""})
+        read = of_user if role == "user" else content
+        results.append({"role": role, "content": read(rest, f"{at}.content") or ""})
     return results
 
 

@@ -7,16 +7,18 @@ from typing import Any
 
 from relax_rt.roles.gateway.calls import MOST_TOOLS, Message
 from relax_rt.roles.gateway.errors import CallError, bad
+from relax_rt.roles.media.pictures import IMAGES, is_picture
+from relax_rt.roles.media.pictures import MOST_BYTES as MOST_MEDIA_BYTES
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MEDIA = {
-    **dict.fromkeys(("image_url", "input_image", "image"), "image"),
+    **dict.fromkeys(IMAGES, "image"),
     **dict.fromkeys(("input_audio", "audio"), "audio"),
     **dict.fromkeys(("video_url", "input_video", "video"), "video"),
     **dict.fromkeys(("file", "input_file", "document"), "file"),
 }
 TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
-MOST_MEDIA_BYTES = 8 << 20
+PLACE = "at"
 
 
 def message(given: Mapping[str, Any], at: str) -> Message:
@@ -28,7 +30,8 @@ def message(given: Mapping[str, Any], at: str) -> Message:
     role = ROLES.get(given.get("role", ""))
     if role is None:
         raise bad(f"{at}.role is {given.get('role')!r}, not one of {', '.join(ROLES)}", f"{at}.role")
-    found: Message = {"role": role, "content": content(given.get("content"), f"{at}.content")}
+    read = of_user if role == "user" else content
+    found: Message = {"role": role, "content": read(given.get("content"), f"{at}.content")}
     if isinstance(name := given.get("name"), str):
         found["name"] = name
     if role == "assistant":
@@ -83,21 +86,47 @@ def content(given: Any, at: str) -> str | None:
     return "".join(_part(part, f"{at}[{i}]") for i, part in enumerate(given))
 
 
+def of_user(given: Any, at: str) -> str | list[Message] | None:
+    """What the user says: as `content`, or with pictures a list of parts. A picture stays as it came, and is told where
+    it was (`at`); nothing of it is decoded.
+
+    Raises:
+        CallError: it is none of these, or too large.
+    """
+    if not isinstance(given, list) or not any(map(is_picture, given)):
+        return content(given, at)
+    found: list[Message] = []
+    for i, part in enumerate(given):
+        here = f"{at}[{i}]"
+        if is_picture(part):
+            _check_bytes(part, here)
+            found.append({**part, PLACE: here})
+        else:
+            found.append({"type": "text", "text": _part(part, here)})
+    return found
+
+
 def _part(part: Any, at: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in TEXTS:
         return _text(part, "refusal" if kind == "refusal" else "text", at)
     if kind in MEDIA:
-        raise no_media(part, MEDIA[kind], at)
+        _check_bytes(part, at)
+        read = "texts are, and by models that see pictures in what the user says"
+        raise bad(f"{at} is of type {MEDIA[kind]}, which is not read there: {read}", at, "unsupported_media")
     raise bad(f"{at} is a part of type {kind!r}; text is what can be read", at)
 
 
-def no_media(part: Any, kind: str, at: str) -> CallError:
-    """Why an image, a sound or a file is not taken. Nothing of it is decoded or fetched."""
+def not_seen(part: Mapping[str, Any]) -> CallError:
+    """Why a picture is not taken where the model does not see. Nothing of it is decoded or fetched."""
+    at = str(part[PLACE])
+    return bad(f"{at} is of type image, and the model that is trained here reads text alone", at, "unsupported_media")
+
+
+def _check_bytes(part: Any, at: str) -> None:
     if (nbytes := _media_bytes(part)) > MOST_MEDIA_BYTES:
-        message = f"{at} is {kind} data of {nbytes} bytes, the bound is {MOST_MEDIA_BYTES}"
-        return CallError(413, message, param=at, code="media_too_large")
-    return bad(f"{at} is of type {kind}, and the model that is trained here reads text alone", at, "unsupported_media")
+        message = f"{at} is {MEDIA[part['type']]} data of {nbytes} bytes, the bound is {MOST_MEDIA_BYTES}"
+        raise CallError(413, message, param=at, code="media_too_large")
 
 
 def _media_bytes(part: Any) -> int:

@@ -134,6 +134,7 @@ class GatewayRole(Role):
     def _load(self) -> None:
         from relax_rt.roles.agentic.tokens import ChatTemplate
         from relax_rt.roles.locations import config_dir, model_folder
+        from relax_rt.roles.media.sight import load_sight
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, folder = self.settings, model_folder(self.ctx)
@@ -141,7 +142,11 @@ class GatewayRole(Role):
         self.context = context_of(folder)
         own = (config_dir(self.ctx) / table.chat_template).read_text() if table.chat_template else None
         self.template = ChatTemplate(
-            self.tokenizer, template=own, tool_parser=table.tool_parser, reasoning_parser=table.reasoning_parser
+            self.tokenizer,
+            template=own,
+            tool_parser=table.tool_parser,
+            reasoning_parser=table.reasoning_parser,
+            sight=load_sight(folder),
         )
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
@@ -149,7 +154,12 @@ class GatewayRole(Role):
 
         table = self.settings
         return TokenLedger(
-            self.template, max_tokens=tokens, drift=table.drift, reasoning=table.reasoning, session=session
+            self.template,
+            max_tokens=tokens,
+            max_media_bytes=table.session_media_kib << 10,
+            drift=table.drift,
+            reasoning=table.reasoning,
+            session=session,
         )
 
     async def run(self) -> None:
@@ -215,7 +225,14 @@ class GatewayRole(Role):
             lag=lag,
             seed=self.config.run.seed,
         )
-        self.service = Service(router, self.tokenizer, gate, terms, behind=lambda v: router.core.fleet.lag(v))
+        self.service = Service(
+            router,
+            self.tokenizer,
+            gate,
+            terms,
+            behind=lambda v: router.core.fleet.lag(v),
+            sight=self.template.sight,
+        )
 
     def _connections(self) -> int:
         """As many as the process may have files."""

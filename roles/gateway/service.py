@@ -18,9 +18,12 @@ from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.gateway.calls import Answer, Call, Choice, FinishReason, Head, Message
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
+from relax_rt.roles.gateway.messages import not_seen
 from relax_rt.roles.gateway.reading import Reader
 from relax_rt.roles.gateway.sessions import Session
 from relax_rt.roles.gateway.streams import Streamed, go_on
+from relax_rt.roles.media.sight import Looked, Sight
+from relax_rt.roles.media.taking import look_at, new_pictures, with_digests
 from relax_rt.roles.router.core import Deliver
 from relax_rt.roles.router.requests import Outcome, Wanted
 from relax_rt.roles.router.router import NotGenerated
@@ -131,6 +134,7 @@ class Service:
         tokens: makes them. tokenizer: the model's. gate: whose turn it is.
         now: seconds since 1970.
         behind: publications from a version to the newest.
+        sight: looks at pictures, if the model sees.
     """
 
     def __init__(
@@ -141,8 +145,9 @@ class Service:
         terms: Terms,
         now: Callable[[], float] = time.time,
         behind: Callable[[int], float] = lambda version: 0,
+        sight: Sight | None = None,
     ) -> None:
-        self.terms, self.gate = terms, gate
+        self.terms, self.gate, self._sight = terms, gate, sight
         self._tokens, self._tokenizer, self._now, self._behind = tokens, tokenizer, now, behind
         self.answered = self.failed = self.sampled = self.left = 0
 
@@ -150,7 +155,7 @@ class Service:
         """The temperature that a call is sampled with, and what of it is left out.
 
         Raises:
-            CallError: unknown model, or something that is refused here.
+            CallError: unknown model, a picture for one that does not see, or something else that is refused here.
         """
         terms = self.terms
         if "*" not in terms.models and call.model not in terms.models:
@@ -158,6 +163,8 @@ class Service:
             raise CallError(
                 404, f"there is no model {call.model!r} here, only {known}", param="model", code="model_not_found"
             )
+        if self._sight is None and (parts := new_pictures(call.messages)):
+            raise not_seen(parts[0])
         ignored = [one.name for one in call.unsupported]
         if ignored and terms.unsupported == "refuse":
             first = call.unsupported[0]
@@ -274,8 +281,10 @@ class Service:
         messages: list[Message] = []
         limit = min(call.max_tokens or self.terms.new_tokens, session.limits.new_tokens or self.terms.new_tokens)
         if not call.prompts:
+            looked = await self._look(call)
             async with session.ledger() as ledger:
                 session.check_open()
+                call = _by_digest(call, looked, ledger)
                 plan = await _rendered(call, lambda: self._plan(call, session, ledger, limit, messages), plans)
             self._check_room(plan.tokens, session)
             return [
@@ -292,6 +301,15 @@ class Service:
                 seed = self._seed(call, session, number, k)
                 found.append(_One(index=k, prompt=ids, plan=None, seed=seed, echo=echo))
         return found, messages
+
+    async def _look(self, call: Call) -> list[Looked]:
+        """The pictures of a call. Raises: CallError, if one cannot be taken."""
+        if self._sight is None or not (parts := new_pictures(call.messages)):
+            return []
+        try:
+            return await look_at(parts, self._sight)
+        except Refused as error:
+            raise bad(str(error), "messages", "picture_refused") from error
 
     async def _encoded(self, text: str) -> tuple[int, ...]:
         encode = self._tokenizer.encode
@@ -364,6 +382,7 @@ class Service:
             session=session.name if session.kept else "",
             prefix=not session.kept,
             chunk_tokens=CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS,
+            media=() if one.plan is None else one.plan.media,
         )
 
     def _lag(self, session: Session) -> int:
@@ -506,6 +525,16 @@ def _told(reply: Reply, reader: Reader) -> Message:
 def _until(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
     """Spans of the first `end` tokens."""
     return tuple(msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < end)
+
+
+def _by_digest(call: Call, looked: Sequence[Looked], ledger: TokenLedger) -> Call:
+    """A call whose pictures the ledger was shown. Raises: CallError, if it takes no more."""
+    if not looked:
+        return call
+    try:
+        return msgspec.structs.replace(call, messages=tuple(with_digests(call.messages, looked, ledger)))
+    except Refused as error:
+        raise bad(str(error), "messages", "picture_refused") from error
 
 
 async def _rendered(call: Call, plan: Callable[[], PromptPlan], plans: list[PromptPlan]) -> PromptPlan:

@@ -29,7 +29,7 @@ def check_plain(model: Any, folder: Path) -> None:
         Refused: with what would be left out.
     """
     text = model.config.get_text_config()
-    if why := _other(text):
+    if why := not_computed(text):
         raise _refused(folder, why)
     device = next(model.parameters()).device
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % int(text.vocab_size)
@@ -42,8 +42,8 @@ def check_plain(model: Any, folder: Path) -> None:
         raise _refused(folder, f"its logits differ by {gap:.3g} (of {most:.3g}) from those of its layers and its head")
 
 
-def _other(text: Any) -> str:
-    """What of the settings is not computed; empty if nothing."""
+def not_computed(text: Any) -> str:
+    """What of a text model's settings is not computed; empty if nothing."""
     for key, neutral in NEUTRAL.items():
         if (value := getattr(text, key, neutral)) not in (neutral, None):
             return f"{key} = {value} is not computed"

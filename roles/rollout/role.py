@@ -152,6 +152,7 @@ class RolloutRole(Role):
                 max_new_tokens=sampling.max_new_tokens,
                 engine=str(self.ctx.who),
                 routing=self.routing,
+                sees=self.engine.sight is not None,
             )
         if self.engine.name != "embedded":
             # The embedded engine has room for every slot; where the cache is shared, its use bounds what is begun.

@@ -25,6 +25,7 @@ class SampleMaker:
     Args:
         engine: slot and epoch, for the sample's meta.
         routing: what routing rows look like; None: completions have none.
+        sees: the model takes pictures, of which prompts of data have none.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class SampleMaker:
         max_new_tokens: int,
         engine: str,
         routing: RoutingShape | None = None,
+        sees: bool = False,
     ) -> None:
+        self._sees = sees
         self._source, self._tokenizer, self._routing = source, tokenizer, routing
         self._temperature, self._max_new_tokens, self._engine = temperature, max_new_tokens, engine
 
@@ -83,6 +86,7 @@ class SampleMaker:
         spans = [VersionSpan(s.start + start, s.end + start, s.version, s.kv_version) for s in completion.versions]
         tokens = np.array([*item.tokens, *completion.tokens], np.int32)
         sample = Sample(meta=meta, tokens=tokens, loss_mask=mask, behaviour_logprobs=logprobs, versions=spans)
+        sample.media = [] if self._sees else None
         if self._routing is not None:
             sample.routing = self._routing.rows(completion.prompt_routing, completion.routing)
             if len(sample.routing) != total - 1:

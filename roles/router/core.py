@@ -296,6 +296,7 @@ class RouterCore:
             logprobs=list(life.logprobs),
             versions=list(life.versions),
             routing=wanted.routing,
+            media=list(wanted.media),
             rows=bytes(life.routing),
             allowed=list(self.fleet.allowed(wanted.lag)),
             chunk_tokens=wanted.chunk_tokens,

@@ -14,6 +14,7 @@ import msgspec
 
 from relax_rt.roles.engines.base import extend_spans, odd_sampling
 from relax_rt.roles.generation import Piece
+from relax_rt.roles.media.pictures import Shown
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import VersionSpan
 
@@ -37,6 +38,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         expected_tokens: length that it will probably have; 0: max_new_tokens.
         chunk_tokens: tokens of a piece, about.
         routing: routing rows are wanted, which only engines have that were started for them.
+        media: the pictures in the prompt, which only engines take whose model sees.
     """
 
     prompt: tuple[int, ...]
@@ -51,6 +53,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     expected_tokens: int = 0
     chunk_tokens: int = 8
     routing: bool = False
+    media: tuple[Shown, ...] = ()
 
     def __post_init__(self) -> None:
         """Refused here, for no engine would take it: a vocabulary is only known there."""

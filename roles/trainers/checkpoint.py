@@ -27,6 +27,8 @@ TOKENIZER_FILES = (
     "vocab*",
     "merges.txt",
     "added_tokens.json",
+    "processor_config.json",
+    "preprocessor_config.json",
 )
 """Of a model folder: a checkpoint has them as well."""
 

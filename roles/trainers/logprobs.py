@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from relax_rt.roles.media.eyes import Eyes
 from relax_rt.roles.models.device import CPU, autocasting
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
@@ -16,21 +17,29 @@ from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
 
 
-def hidden_states(model: Any, batch: MicroBatch) -> torch.Tensor:
+def hidden_states(model: Any, batch: MicroBatch, eyes: Eyes | None = None) -> torch.Tensor:
     """Hidden states of the last layer at the positions that predict the batch's trained tokens; [m, hidden].
 
     Args:
-        model: without its output layer.
+        model: without its output layer. eyes: of a model that sees.
     """
-    every = model(
-        input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
-    ).last_hidden_state
+    if eyes is None:
+        layers, given = model, {"input_ids": batch.ids}
+    else:
+        layers, given = eyes.layers, {"inputs_embeds": eyes.embed(batch.ids, batch.glances)}
+    every = layers(**given, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False).last_hidden_state
     found: torch.Tensor = every[batch.predict_row, batch.predict_at]
     return found
 
 
 def predicted(
-    model: Any, batch: MicroBatch, *, temperature: float, autocast: bool, entropy: bool = False
+    model: Any,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    autocast: bool,
+    entropy: bool = False,
+    eyes: Eyes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of the batch's trained tokens, and the entropies there if they are wanted; float32 [m].
 
@@ -42,7 +51,7 @@ def predicted(
         # difference falls from 0.046 to 0.033 nats a token (SmolLM2-135M, AVX-512; the layers' own rounding is the
         # rest), for a sixth to a fifth more time a decoding step and a quarter more of forward and backward: not worth
         # it where corrections for such differences are at hand.
-        logits = model.get_output_embeddings()(hidden_states(model.base_model, batch))
+        logits = model.get_output_embeddings()(hidden_states(model.base_model, batch, eyes))
     every = torch.log_softmax(logits.float() / temperature, -1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None
     return every.gather(-1, batch.targets[:, None])[:, 0], entropies

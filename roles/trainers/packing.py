@@ -8,11 +8,12 @@ is computed once instead of n times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from relax_rt.roles.media.pictures import Glance, identity
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.sample import Sample
 
@@ -48,7 +49,7 @@ class MicroBatch:
     predict_at: int64 [m], the position whose hidden state predicts each trained token. targets: int64 [m].
     behaviour, advantages: float32 [m]. sample: int64 [m], index of the sample that each token belongs to; token: int64
     [m], its place in the sample; group: int64 [m], numbers of the groups from 0. proximal, reference: float32 [m], if
-    every sample has them.
+    every sample has them. glances: the pictures in the rows.
     """
 
     ids: torch.Tensor
@@ -64,6 +65,7 @@ class MicroBatch:
     group: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    glances: list[Glance] = field(default_factory=list, kw_only=True)
 
 
 def shared_rows(samples: Sequence[Sample], budget: int) -> list[Row]:
@@ -76,10 +78,10 @@ def shared_rows(samples: Sequence[Sample], budget: int) -> list[Row]:
     for index, sample in enumerate(samples):
         if sample.meta.branches:
             branches = _branches(sample)
-            rows.append(Row(_in_common([branch.tokens for branch in branches]), [(index, one) for one in branches]))
+            rows.append(Row(_in_common([_told_apart(one) for one in branches]), [(index, one) for one in branches]))
             continue
         prefix = sample.prompt_length
-        key = (sample.meta.group, sample.tokens[:prefix].tobytes())
+        key = (sample.meta.group, _told_apart(sample)[:prefix].tobytes())
         row = by_prompt.get(key)
         if row is None or row.length + len(sample.tokens) - prefix > budget:
             row = by_prompt[key] = Row(prefix, [])
@@ -93,9 +95,22 @@ def _branches(sample: Sample) -> list[Branch]:
     columns = ("tokens", "loss_mask", "behaviour_logprobs", "advantages", "proximal_logprobs", "reference_logprobs")
     held = {name: column for name in columns if (column := getattr(sample, name)) is not None}
     return [
-        Branch(meta=sample.meta, versions=[], offset=start, **{name: held[name][start:end] for name in held})
+        Branch(
+            meta=sample.meta,
+            versions=[],
+            offset=start,
+            media=[one.moved(-start) for one in sample.media or () if start <= one.start < end],
+            **{name: held[name][start:end] for name in held},
+        )
         for start, end in sample.meta.branches
     ]
+
+
+def _told_apart(sample: Sample) -> np.ndarray:
+    """The sample's tokens; where there are pictures, equal to those of others only where pictures are, too."""
+    if not sample.media:
+        return sample.tokens
+    return np.array(identity(tuple(sample.tokens.tolist()), sample.media), np.int64)
 
 
 def _in_common(sequences: Sequence[np.ndarray]) -> int:
@@ -145,15 +160,19 @@ def collate(rows: Sequence[Row], device: torch.device = CPU) -> MicroBatch:
     # -1 is padding, 0 the prefix, k the k-th member.
     segments = np.full((len(rows), length), -1, np.int64)
     picks: list[tuple[np.ndarray, ...]] = []
+    glances: list[Glance] = []
     for r, row in enumerate(rows):
         at = row.prefix
         first = row.members[0][1]
         ids[r, :at], positions[r, :at], segments[r, :at] = first.tokens[:at], np.arange(at), 0
+        glances += [Glance(r, shown, 0, at, 0) for shown in first.media or () if shown.start < at]
         for k, (index, sample) in enumerate(row.members, start=1):
             end = at + len(sample.tokens) - row.prefix
             ids[r, at:end] = sample.tokens[row.prefix :]
             positions[r, at:end] = np.arange(row.prefix, len(sample.tokens))
             segments[r, at:end] = k
+            behind = [shown for shown in sample.media or () if shown.end > row.prefix]
+            glances += [Glance(r, shown, row.prefix, len(sample.tokens), at - row.prefix) for shown in behind]
             picks.append(_predictions(r, at, row.prefix, index, groups[sample.meta.group], sample))
             at = end
     samples = [sample for _, sample in members]
@@ -171,6 +190,7 @@ def collate(rows: Sequence[Row], device: torch.device = CPU) -> MicroBatch:
     batch = MicroBatch(there(ids), there(positions), _attention_mask(there(segments)), *columns)
     batch.proximal = trained([s.proximal_logprobs for s in samples])
     batch.reference = trained([s.reference_logprobs for s in samples])
+    batch.glances = glances
     return batch
 
 

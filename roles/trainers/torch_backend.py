@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, merge
+from relax_rt.roles.media.eyes import Eyes, load_seeing
+from relax_rt.roles.media.sight import sees
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.numerics import denormals_flushed
@@ -31,6 +33,7 @@ from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch.snapshot import Snapshots
 from relax_rt.roles.trainers.torch.weights import Weights
+from relax_rt.transport.errors import Refused
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.payloads import Lora
 
@@ -80,13 +83,24 @@ class TorchBackend:
         self._algorithm, self._temperature, self._on_progress = algorithm, temperature, on_progress
         self._autocast = dtype == "bfloat16"
         self._ranks, self._device = ranks, device
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
-        check_plain(self._model, model_dir)
+        eyes: Eyes | None = None
+        if sees(model_dir):
+            if ranks is not None or lora is not None:
+                what = "adapters" if ranks is None else "a gang that shares it"
+                hint = "train all of it in one process: roles.trainer.count = 1, no roles.trainer.lora"
+                raise Refused(f"the model in {model_dir}", why=f"a model that sees is not trained by {what}", hint=hint)
+            self._model, eyes = load_seeing(model_dir, dtype=torch.float32, attention="sdpa")
+            eyes.keep_as_they_are()
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch.float32, attn_implementation="sdpa"
+            )
+            check_plain(self._model, model_dir)
         # Without dropout: log-probabilities are the policy's, and nothing here draws random numbers.
         self._model.eval()
         if lora is not None:
             add_adapters(self._model, lora, seed=seed)
-        self._scored = Scored(self._model)
+        self._scored = Scored(self._model, eyes)
         if ranks is not None:
             # Layer by layer: the whole model is never on the device.
             shard(self._scored, ranks)

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 from relax_rt.roles.engines.base import Assembly, Chunk, Completion, Engine, GroupRequest  # noqa: E402
 from relax_rt.roles.engines.weights import model_layout  # noqa: E402
+from relax_rt.roles.media.sight import sees  # noqa: E402
 from relax_rt.transport.errors import Corrupt, Gone, RelaxError  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
 from relax_rt.transport.weights.manifest import (  # noqa: E402
@@ -102,7 +103,8 @@ def routed(folder: Path, version: int, ids: Sequence[int]) -> Any:
 @cache
 def model_of(folder: Path, version: int) -> Any:
     """The model as it is at a version: that of the folder, with noise of its own for each version above 0."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = transformers.AutoModelForImageTextToText if sees(folder) else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     noise = torch.Generator().manual_seed(version)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from relax_rt.roles.agentic.tokens.tree import Said, token_chain
 from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn
 from relax_rt.roles.engines.base import extend_spans
+from relax_rt.roles.media.pictures import Placed, digest_of
 from relax_rt.transport.queue.api import VersionSpan
 
 
@@ -28,8 +29,11 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
     turns: list[BranchTurn] = []
+    media: list[Placed] = []
     for said in path:
         rendered, sampled = said.call.tokens, said.what.tokens
+        begun = len(tokens)
+        media += (Placed(one.start + begun, one.end + begun, digest_of(one.data)) for one in said.call.media)
         if rendered:
             role = said.call.messages[-1]["role"] if said.call.messages else "assistant"
             turns.append(BranchTurn(len(tokens), len(tokens) + len(rendered), role))
@@ -50,6 +54,7 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         turns=tuple(turns),
         finish_reason=path[-1].what.finish_reason,
         routing=_routing(path),
+        media=tuple(media),
     )
 
 

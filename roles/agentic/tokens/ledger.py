@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from relax_rt.roles.agentic.tokens.branches import branches_of
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
 from relax_rt.roles.agentic.tokens.parsers import Parsed
+from relax_rt.roles.agentic.tokens.pictures import MOST_MEDIA_BYTES, Pictures
 from relax_rt.roles.agentic.tokens.template import ChatTemplate
 from relax_rt.roles.agentic.tokens.tree import Call, Place, Said, Tree, calls_under, chain, token_chain, under
 from relax_rt.roles.agentic.tokens.types import (
@@ -23,7 +25,11 @@ from relax_rt.roles.agentic.tokens.types import (
     Sampled,
     Tool,
 )
+from relax_rt.roles.media.pictures import Shown
 from relax_rt.transport.errors import Gone, Refused
+
+if TYPE_CHECKING:
+    from relax_rt.roles.media.sight import Looked, Sight
 
 
 class TokenLedger:
@@ -53,6 +59,7 @@ class TokenLedger:
         session: begins the ids of replies.
         max_tokens: of all branches together, shared context counted in each, as `episode` gives them.
         max_branches: branches at most.
+        max_media_bytes: of all pictures together, each counted once, encoded.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class TokenLedger:
         *,
         max_tokens: int,
         max_branches: int = 64,
+        max_media_bytes: int = MOST_MEDIA_BYTES,
         drift: Drift = "fork",
         reasoning: Reasoning = "keep_reasoning",
         session: str = "session",
@@ -68,6 +76,7 @@ class TokenLedger:
         self._chat, self._drift, self._reasoning, self._session = chat, drift, reasoning, session
         self._max_tokens, self._max_branches = max_tokens, max_branches
         self._tree = Tree()
+        self._pictures = Pictures(max_media_bytes)
         self._counts = Counts()
         self._calls = self._replies = self._tool_calls = 0
 
@@ -98,17 +107,20 @@ class TokenLedger:
         keys = [self._chat.tools_key(tools), *(message_key(message) for message in messages)]
         place = self._tree.place(keys, self._named(previous) if previous is not None else None)
         tokens, text, extends = self._rendered(place, messages, tools)
+        new = messages[max(place.known - 1, 0) :]
+        tokens, media = self._chat.with_pictures(tokens, self._pictures.of(new if extends else messages))
         call = Call(
             number=self._calls,
             above=place.above,
             keys=tuple(keys[place.known :]),
-            messages=tuple(dict(message) for message in messages[max(place.known - 1, 0) :]),
+            messages=tuple(dict(message) for message in new),
             kind=place.kind,
             tools=tuple(tools),
             waiting=n,
             tokens=tuple(tokens),
             text=text,
             extends=extends,
+            media=media,
         )
         self._admit(call, max_new_tokens)
         self._calls += 1
@@ -126,7 +138,21 @@ class TokenLedger:
             reused=sum(len(said.what.tokens) for said in path),
             room=call.room,
             n=n,
+            media=(*(one.moved(said.call.start) for said in path for one in said.call.media), *_moved(call)),
         )
+
+    @property
+    def sight(self) -> Sight | None:
+        """What looks at pictures, if the model sees."""
+        return self._chat.sight
+
+    def show(self, looked: Looked) -> Message:
+        """A picture that messages may have from now on; the part by which they do.
+
+        Raises:
+            Refused: there are too many, or they are too large together.
+        """
+        return self._pictures.add(looked)
 
     def _named(self, response: str) -> Said:
         if (said := self._tree.said.get(response)) is None:
@@ -269,7 +295,14 @@ class TokenLedger:
     def episode(self) -> Episode:
         """What is to be trained, as it stands now; open calls are not part of it."""
         said = sorted(self._tree.said.values(), key=lambda one: one.number)
-        return Episode(tuple(branches_of(said)), msgspec.structs.replace(self._counts))
+        branches = tuple(branches_of(said))
+        pictures = self._pictures.data({one.digest for branch in branches for one in branch.media})
+        return Episode(branches, msgspec.structs.replace(self._counts), pictures)
+
+
+def _moved(call: Call) -> Iterator[Shown]:
+    """The pictures that are new in a call, where they stand in its prompt."""
+    return (one.moved(call.start) for one in call.media)
 
 
 def _wrong(what: Sampled) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_rt.roles.agentic.tokens import parsers
 from relax_rt.roles.agentic.tokens.messages import (
@@ -22,8 +22,13 @@ from relax_rt.roles.agentic.tokens.messages import (
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
 from relax_rt.roles.agentic.tokens.parsers import Call, Parsed
 from relax_rt.roles.agentic.tokens.types import Message, Tool
+from relax_rt.roles.media.pictures import IMAGE, Shown
 from relax_rt.roles.models.tokenizer import PROBE, ChatTokenizer
 from relax_rt.transport.errors import Refused
+
+if TYPE_CHECKING:
+    from relax_rt.roles.agentic.tokens.pictures import Picture
+    from relax_rt.roles.media.sight import Sight
 
 MARK, OTHER = "zqxj", "jqxz"
 """Words that no template has."""
@@ -40,9 +45,10 @@ class ChatTemplate:
         tool_parser: one of parsers.TOOL_PARSERS; model: the tokenizer's own `response_template`; auto: that, if there
             is one, else by the template's text.
         reasoning_parser: one of parsers.REASONING_PARSERS, or auto: by the template's text.
+        sight: of a model that sees.
 
     Raises:
-        Refused: no such parser.
+        Refused: no such parser, or the template does not write a place for a picture.
     """
 
     def __init__(
@@ -53,9 +59,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_parser: str = parsers.AUTO,
         reasoning_parser: str = parsers.AUTO,
+        sight: Sight | None = None,
     ) -> None:
         parsers.check_parsers(tool_parser, reasoning_parser)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.sight = tokenizer, sight
         self._shown: dict[Key, bool] = {}
         self._given: dict[str, Any] = {**(variables or {}), **({"chat_template": template} if template else {})}
         source = template or str(tokenizer.raw.chat_template)
@@ -67,6 +74,8 @@ class ChatTemplate:
         self.tool_parser = auto if tool_parser == parsers.AUTO else tool_parser
         auto = parsers.reasoning_family(source)
         self.reasoning_parser = auto if reasoning_parser == parsers.AUTO else reasoning_parser
+        if sight is not None:
+            self._check_places(sight)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = True) -> str:
         """A conversation as text, with the opening of the assistant's turn if `generation`.
@@ -112,6 +121,40 @@ class ChatTemplate:
             Refused: the template takes no such conversation.
         """
         return self.encode(self.text(messages, tools, generation=generation))
+
+    def _check_places(self, sight: Sight) -> None:
+        """Raises: Refused: a text or a picture is not written as it must be."""
+        parts = [{"type": "text", "text": MARK}, {"type": IMAGE}]
+        ids = self.render([{"role": "user", "content": parts}])
+        if ids.count(sight.placeholder) == 1 and MARK in self.text([{"role": "user", "content": MARK}]):
+            return
+        token = self.tokenizer.spell([sight.placeholder])
+        why = f"it must write {token!r} once for a picture, and take texts as texts and as lists of parts"
+        hint = "put a chat_template.jinja that does both into the model's folder"
+        raise Refused(f"the chat template of {self.tokenizer.folder}", why=why, hint=hint)
+
+    def with_pictures(self, ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[Shown, ...]]:
+        """Rendered tokens with those of the pictures in their places.
+
+        Raises:
+            Refused: there are other places than pictures: a text has written one, or the template has.
+        """
+        if self.sight is None:
+            return ids, ()
+        places = [at for at, token in enumerate(ids) if token == self.sight.placeholder]
+        if len(places) != len(pictures):
+            token = self.tokenizer.spell([self.sight.placeholder])
+            why = f"{token!r} stands there {len(places)} times, in texts too: only a picture has it"
+            raise Refused(f"a conversation with {len(pictures)} new pictures", why=why, hint="leave it out of texts")
+        found: list[int] = []
+        shown: list[Shown] = []
+        begun = 0
+        for at, one in zip(places, pictures, strict=True):
+            found += ids[begun:at]
+            shown.append(Shown(len(found), len(found) + len(one.tokens), one.data))
+            found += one.tokens
+            begun = at + 1
+        return [*found, *ids[begun:]], tuple(shown)
 
     @cached_property
     def turn_end(self) -> str:

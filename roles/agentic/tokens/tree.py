@@ -13,6 +13,7 @@ import msgspec
 
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key
 from relax_rt.roles.agentic.tokens.types import Kind, Message, Sampled, Tool
+from relax_rt.roles.media.pictures import Shown
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class Call:
     Attributes:
         above: the completion that its conversation goes on from. extends: its tokens do, too; else they begin anew.
         keys, messages: what is new.
-        tokens, text: what was rendered for it, behind that of `above` or alone.
+        tokens, text: what was rendered for it, behind that of `above` or alone. media: the pictures among `tokens`.
         start, depth: tokens and keys before its own. A conversation may be as long as it likes: they are not summed up
             along it.
         tools: all of them. waiting: completions that may still come. room: tokens of each. held: of each, kept in the
@@ -80,6 +81,7 @@ class Call:
     said: list[Said] = field(default_factory=list)
     start: int = 0
     depth: int = 0
+    media: tuple[Shown, ...] = ()
 
     def __post_init__(self) -> None:
         self.depth = 0 if self.above is None else self.above.depth

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from relax_rt.roles.media.pictures import Placed, Shown
 from relax_rt.transport.queue.api import VersionSpan
 
 Message = dict[str, Any]
 """A chat message as OpenAI's Chat Completions have it: `role`, `content` (str, list of parts, or None), `tool_calls`,
-`tool_call_id`, `name`, `reasoning_content`."""
+`tool_call_id`, `name`, `reasoning_content`. A part of type `image` has the `digest` of a picture that the ledger was
+shown."""
 Tool = dict[str, Any]
 """A tool as OpenAI's Chat Completions have it: `{"type": "function", "function": {name, description, parameters}}`."""
 
@@ -50,6 +52,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         reused: sampled tokens among `tokens` that stand there as they were sampled.
         room: tokens that each completion may have at most.
         n: completions that may come.
+        media: the pictures among `tokens`.
     """
 
     node: int
@@ -58,6 +61,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     reused: int
     room: int
     n: int = 1
+    media: tuple[Shown, ...] = ()
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -106,6 +110,7 @@ class Branch(msgspec.Struct, frozen=True):
         turns: cover [0, T) in order.
         finish_reason: of the last completion: stop or length.
         routing: T - 1 routing rows, or empty if one of them was not recorded.
+        media: the pictures among its tokens.
     """
 
     tokens: tuple[int, ...]
@@ -115,6 +120,7 @@ class Branch(msgspec.Struct, frozen=True):
     turns: tuple[BranchTurn, ...]
     finish_reason: str
     routing: bytes = b""
+    media: tuple[Placed, ...] = ()
 
 
 class Counts(msgspec.Struct):
@@ -150,7 +156,9 @@ class Episode(msgspec.Struct, frozen=True):
     Attributes:
         branches: in the order in which their last completions came; empty if nothing was sampled.
         counts: see there.
+        pictures: those of the branches, encoded, by digest.
     """
 
     branches: tuple[Branch, ...]
     counts: Counts
+    pictures: dict[str, bytes] = {}

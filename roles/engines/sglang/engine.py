@@ -40,6 +40,7 @@ from relax_rt.roles.engines.sglang.members import Batch, Line, Member
 from relax_rt.roles.engines.sglang.options import Device, Option, unlike_the_model
 from relax_rt.roles.engines.sglang.server import Place, Server
 from relax_rt.roles.engines.sglang.weights import Recipe, by_expert, check_layout, published_tensors, recipes
+from relax_rt.roles.media.sight import Sight
 from relax_rt.roles.sections import EngineSettings, RolloutSettings
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError, Unreachable
 from relax_rt.transport.versions import VersionRecord
@@ -72,6 +73,7 @@ class SglangEngine:
     """
 
     name = "sglang"
+    sight: Sight | None = None
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from relax_rt.roles.media.eyes import Eyes
 from relax_rt.roles.models.device import on_host
 from relax_rt.roles.trainers.blocks import Block
 from relax_rt.roles.trainers.channel import Channel
@@ -26,15 +27,17 @@ from relax_rt.transport.weights.manifest import BUCKET_BYTES
 class Scored(torch.nn.Module):
     """A model whose forward pass is all that the backend asks of it: sharded parameters are whole only within it."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, eyes: Eyes | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._eyes = model, eyes
 
     def forward(
         self, batch: MicroBatch, temperature: float, autocast: bool, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `predicted`."""
-        found, entropies = predicted(self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy)
+        found, entropies = predicted(
+            self.model, batch, temperature=temperature, autocast=autocast, entropy=entropy, eyes=self._eyes
+        )
         # FSDP2 hangs its hook on what is returned, and warns of views.
         return found.clone(), entropies
 

@@ -142,15 +142,23 @@ async def running(
     head_s: float = 20.0,
     send_s: float = 20.0,
     load: Callable[[], Load] = lambda: Load(64, 0, 0.0),
+    chat: ChatTemplate | None = None,
 ) -> AsyncIterator[Running]:
     engine = Scripted(script)
     terms = terms or Terms(models=("policy",), new_tokens=200, context=4096)
-    sessions = Sessions(ledger, tokens=20_000, most=64, idle_s=600.0, now=time.monotonic)
+    chat = chat or template()
+    sessions = Sessions(
+        lambda name, tokens: TokenLedger(chat, max_tokens=tokens, session=name),
+        tokens=20_000,
+        most=64,
+        idle_s=600.0,
+        now=time.monotonic,
+    )
     listening = listen("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     url = url_of(listening)
     async with Gate(marks or Marks(), load) as gate:
-        service = Service(engine, tokenizer(), gate, terms)
+        service = Service(engine, chat.tokenizer, gate, terms, sight=chat.sight)
         gateway = Gateway(service, sessions, Keys(TOKEN), bounds or Bounds())
         server = make_server(gateway.application(), connections=connections, head_s=head_s, send_s=send_s)
         serving = asyncio.create_task(server.serve([listening]))
