@@ -97,7 +97,8 @@ class Role:
 
     The host creates it, awaits `setup`, then `run`, then `teardown` (also after an error). `run` returns when
     the role has finished (exit 0) or `ctx.stopping` is set; an exception ends the process with a diagnosis.
-    `relax_rt.config.problems.BadInput` says that no restart would change anything: it ends the run.
+    `relax_rt.config.problems.BadInput` (what was asked for cannot be) and `relax_rt.transport.errors.GivenUp` (a limit
+    is reached) say that no restart would change anything: they end the run.
     """
 
     kind: ClassVar[str]

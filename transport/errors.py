@@ -17,6 +17,10 @@ class RelaxError(Exception):
         super().__init__(what + (f": {why}" if why else "") + (f" ({hint})" if hint else ""))
 
 
+class GivenUp(RelaxError):
+    """A process has come to a limit that its next incarnation would come to as well: it ends the run."""
+
+
 class Refused(RelaxError):
     """The far end understood the request and will not carry it out; trying again changes nothing."""
 

@@ -208,6 +208,8 @@ class Supervisor(Requests):
                 self._kill_all(s.role.slots, f"{s.name} has failed, and its gang cannot go on without it")
         elif s.retired or s.drained:
             self._end_by_request(s)
+        elif diagnosis.final and not s.finished:
+            self._end_run(s, diagnosis)
         elif s.cohort is not None and (s.role.rules.gang or not over):
             # Seen later but ended earlier: a peer may notice a death before we do.
             if s.cohort.failed and s.role.as_one and s.window.amend(diagnosis):
@@ -231,13 +233,8 @@ class Supervisor(Requests):
     # Failures, restarts and escalation.
 
     def _on_failure(self, s: Slot, diagnosis: Diagnosis) -> None:
-        if diagnosis.kind == "config" or (diagnosis.kind == "import_error" and not s.was_ready):
-            # Another start would fail in the same way.
-            self._end(s, failed=True)
-            what = "cannot go on" if s.was_ready else "cannot start"
-            # Exit code 2 says that nothing was done yet.
-            begun = s.was_ready or any(o.was_ready for o in self._tree if o.spec.significant)
-            self._fail(s, diagnosis, 2 if diagnosis.kind == "config" and not begun else 1, what)
+        if diagnosis.kind == "import_error" and not s.was_ready:
+            self._end_run(s, diagnosis)
             return
         if s.role.rules.gang:
             generation = s.role.generation
@@ -256,6 +253,14 @@ class Supervisor(Requests):
         wait_s = min(s.spec.backoff_max_s, s.spec.backoff_first_s * 2.0**before) * self._uniform()
         cause = f"{s.name}: {diagnosis.cause}"
         self._regroup(s.role.restarted_with(s), wait_s, cause, hard=s.role.rules.gang, failed=True)
+
+    def _end_run(self, s: Slot, diagnosis: Diagnosis) -> None:
+        """Another start would fail in the same way."""
+        self._end(s, failed=True)
+        what = "cannot go on" if s.was_ready else "cannot start"
+        # Exit code 2 says that nothing was done yet.
+        begun = s.was_ready or any(o.was_ready for o in self._tree if o.spec.significant)
+        self._fail(s, diagnosis, 2 if diagnosis.kind == "config" and not begun else 1, what)
 
     def _escalate(self, s: Slot, diagnosis: Diagnosis) -> None:
         """The slot has used up its restarts: go on without it, else restart its role once as one, else end the run."""

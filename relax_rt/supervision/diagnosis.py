@@ -13,9 +13,21 @@ from typing import Literal
 import msgspec
 
 from relax_rt.config.problems import BadInput
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import GivenUp, RelaxError
 
-Kind = Literal["clean", "killed", "oom", "exception", "import_error", "config", "hang", "cuda", "node_lost", "unknown"]
+Kind = Literal[
+    "clean",
+    "killed",
+    "oom",
+    "exception",
+    "import_error",
+    "config",
+    "given_up",
+    "hang",
+    "cuda",
+    "node_lost",
+    "unknown",
+]
 
 OwnKill = Literal["killed", "hang", "oom"]
 """Why the runtime itself kills a process."""
@@ -78,6 +90,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> bool:
         """True unless it ended in good order."""
         return self.kind != "clean"
+
+    @property
+    def final(self) -> bool:
+        """Whether the role itself said that another start would end in the same way."""
+        return self.kind in ("config", "given_up")
 
     def evidence(self, trace_lines: int = TRACE_LINES, log_lines: int = TAIL_LINES) -> list[str]:
         """The end of its traceback, else of its log, without the lines that only repeat the cause."""
@@ -194,11 +211,14 @@ def _traceback(lines: list[str]) -> str:
 def classify_exception(error: BaseException) -> Kind:
     """The kind of an exception that ends a role, judged inside the role.
 
-    BadInput is the role's word that what it was told to do cannot be: no restart changes that, and the run ends.
+    BadInput is the role's word that what it was told to do cannot be, GivenUp that it has come to a limit: no restart
+    changes that, and the run ends.
     """
     name, text = type(error).__name__, str(error)
     if isinstance(error, BadInput):
         return "config"
+    if isinstance(error, GivenUp):
+        return "given_up"
     if _CUDA.search(text) or name in ("AcceleratorError", "OutOfMemoryError"):
         return "cuda"
     if isinstance(error, MemoryError):

@@ -303,6 +303,16 @@ def test_config_failure_ends_the_run_without_a_restart() -> None:
     assert b.state("a/0") == "backoff", "it has worked before: the import may work again"
 
 
+def test_what_a_role_gives_up_ends_the_run_without_a_restart() -> None:
+    for begun in (False, True):
+        b = Bench(spec("a/0", max_restarts=5))
+        b(RunStarted())
+        b.up("a/0") if begun else b(SlotSpawned("a/0", 1, 5))
+        b.dies("a/0", "given_up")
+        assert b.done.exit_code == 1 and b.state("a/0") == "ended"
+        assert ("a/0 cannot go on" if begun else "a/0 cannot start") in b.done.reason
+
+
 def test_hang_dumps_stacks_then_kills() -> None:
     b = Bench(spec("a/0", hang_after_s=10, dump_grace_s=1))
     b(RunStarted()), b.up("a/0")

@@ -81,6 +81,15 @@ def test_failures_of_several_ranks_count_once_and_the_earliest_is_the_cause() ->
     assert b.done.first is not None and b.done.first.slot == "t/1"
 
 
+@pytest.mark.parametrize("kind", ["config", "given_up"])
+def test_rank_that_gives_up_ends_the_run_though_another_was_seen_to_die_before(kind: Any) -> None:
+    b = gang(2, significant=True)
+    # Rank 0 fails because its peer has left, and its end is seen first.
+    b.dies("t/0")
+    b.dies("t/1", kind)
+    assert b.done.exit_code == 1 and "t/1 cannot go on" in b.done.reason
+
+
 def test_gang_ages_its_failures_while_all_of_it_works() -> None:
     b = gang(2, max_restarts=1, period_s=10)
     for _ in range(4):

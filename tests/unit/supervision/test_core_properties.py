@@ -108,7 +108,7 @@ SHAPES = st.lists(
     max_size=3,
 )
 # Failures that are tried again come more often: a run that has ended shows nothing more.
-KINDS = st.sampled_from([*["clean", "exception", "killed", "hang", "oom"] * 3, "config", "import_error"])
+KINDS = st.sampled_from([*["clean", "exception", "killed", "hang", "oom"] * 3, "config", "given_up", "import_error"])
 NODES = {"n1": Node("n1", 4, 3), "n2": Node("n2", 4, 2)}
 
 

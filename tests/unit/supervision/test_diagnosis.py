@@ -18,7 +18,7 @@ from relax_rt.supervision.diagnosis import (
     diagnose,
     read_tail,
 )
-from relax_rt.transport.errors import Refused
+from relax_rt.transport.errors import GivenUp, Refused
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
 
@@ -79,6 +79,8 @@ def test_classifies_exceptions_where_they_are_raised() -> None:
     assert classify_exception(RuntimeError("CUDA error: an illegal memory access")) == "cuda"
     assert classify_exception(ValueError("x")) == "exception"
     assert classify_exception(BadInput("a folder")) == "config"
+    # Also where its words are those of another kind.
+    assert classify_exception(GivenUp("a micro-batch", why="CUDA out of memory")) == "given_up"
     assert classify_exception(Refused("a call")) == "exception", (
         "trying again may get another answer from another start"
     )
