@@ -464,17 +464,17 @@ class QueueApi(Protocol):
         """The data items of places in the prompt order; places that were given out keep what they had."""
 
     @idempotent
+    async def flush(self) -> None:
+        """Force to disk what was acknowledged so far. A checkpoint is put in place only after that: else the queue
+        could forget, with its host, the steps that the checkpoint covers."""
+
+    @idempotent
     async def committed(self, seq: Count, step: Count, checkpoint: str) -> None:
         """A checkpoint that covers all steps up to `step` was renamed into place; their samples are freed."""
 
     @idempotent
     async def rollback(self, seq: Count, step: Count, weights: VersionRecord) -> None:
         """The trainer (re)starts from the checkpoint of `step` (0: none) with weights published as `weights`.
-    @idempotent
-    async def flush(self) -> None:
-        """Force to disk what was acknowledged so far. A checkpoint is put in place only after that: else the queue
-        could forget, with its host, the steps that the checkpoint covers."""
-
 
         Samples trained after that step are offered again if still admissible, else their prompts return.
         """
