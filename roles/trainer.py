@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
-from relax_rt.roles.locations import MODEL_CODE
+from relax_rt.roles.locations import MODEL_CODE, model_folder
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError, Unreachable
+from relax_rt.transport.errors import DeadlineExceeded, GivenUp, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ FETCH_S = 10.0
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = STEP_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
-"""Steps one after the other that were thrown away, or one of whose updates was, before the trainer gives up."""
+"""Steps one after the other that were thrown away, or one of whose updates was, before the run ends."""
 
 
 class TrainerRole(Role):
@@ -100,6 +100,7 @@ class TrainerRole(Role):
         from relax_rt.roles.algorithms.objective import Objective
         from relax_rt.roles.publication import stage_folder
         from relax_rt.roles.trainers.checkpoint import CheckpointStore
+        from relax_rt.roles.trainers.identity import identity_of
         from relax_rt.transport.queue.client import QueueClient
         from relax_rt.transport.weights.stage import WeightStage
 
@@ -117,7 +118,9 @@ class TrainerRole(Role):
 
             self.turns = TrainerTurns(self.ctx, self.config.colocation.give_way_s)
             self.ctx.serve(TurnsApi, self.turns)
-        self.store = CheckpointStore(self.ctx.run_dir / "checkpoints", self.ctx.who.epoch, self.config.checkpoint.keep)
+        model = await asyncio.to_thread(identity_of, model_folder(self.ctx))
+        folder, keep = self.ctx.run_dir / "checkpoints", self.config.checkpoint.keep
+        self.store = CheckpointStore(folder, self.ctx.who.epoch, keep, model)
         self.stage = WeightStage(stage_folder(self.ctx), self.ctx.who.epoch)
         self.queue = QueueClient(
             await self.ctx.queue(),
@@ -266,7 +269,7 @@ class TrainerRole(Role):
             return True
         from relax_rt.roles.cold_start.phase import ColdStart
 
-        phase = ColdStart(self.ctx, self.config, self.backend)
+        phase = ColdStart(self.ctx, self.config, self.backend, self.store.model)
         async with self._device():
             done = await phase.run()
         if not done:
@@ -293,7 +296,7 @@ class TrainerRole(Role):
         """Take the newest checkpoint that can be read; those passed over are said, and no longer count.
 
         Raises:
-            BadInput: the run has checkpoints, and none can be read.
+            BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
         """
         from relax_rt.roles.trainers.checkpoint import read_sampling
         from relax_rt.roles.trainers.keeping import take_newest
@@ -309,9 +312,30 @@ class TrainerRole(Role):
 
         found, passed = await take_newest(self.ctx, self.store, take)
         self._passed_over = f" (passed over, and set aside: {', '.join(passed)})" if passed else ""
-        if found is None and self.critic is not None:
-            await self.critic.begin(0, None)
-        return found
+        if found is None:
+            if self.critic is not None:
+                await self.critic.begin(0, None)
+            return None
+        folder, state = found
+        await self._covered(folder, state.step)
+        self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
+        return state
+
+    async def _covered(self, folder: Path, step: int) -> None:
+        """See that the queue knows what a checkpoint was trained on.
+
+        Raises:
+            GivenUp: it does not, and would give out those prompts again.
+        """
+        known = (await self._patiently(self.queue.api.stats, of="the queue")).step
+        if known >= step:
+            return
+        why = f"the queue knows of no step after {known}: its journal has lost what came then, as if its host went down"
+        hint = (
+            f"move the checkpoints of steps after {known} out of {folder.parent}, and `relax-rt up` goes on from the "
+            f"one before; if there is none, begin a run of another run.name with model.path = {str(folder)!r}"
+        )
+        raise GivenUp(f"checkpoint {folder.name} of step {step}", why=why, hint=hint)
 
     async def _one_step(self) -> None:
         """Go on with a step; returns also when its groups are not all there yet, so that a request to stop is seen."""
@@ -352,6 +376,7 @@ class TrainerRole(Role):
             return await self.collector.collect(self.step + 1)
         except NothingKept:
             # Whoever looks into it finds all that was learnt.
+            await self._saved()
             if self.step > self._newest_step():
                 await self._save(final=True)
             raise
@@ -410,9 +435,9 @@ class TrainerRole(Role):
             self.ctx.event("update_skipped" if result.applied else "step_skipped", step=self.step + 1, why=result.why)
             if self._skipped >= SKIPPED_IN_A_ROW:
                 which = "had an update that was thrown away" if result.applied else "were thrown away"
-                raise RelaxError(
-                    f"{self._skipped} steps in a row {which}", why=result.why, hint="lower the learning rate"
-                )
+                what = f"{self._skipped} steps in a row {which}"
+                hint = "lower the learning rate (algorithm.learning_rate); `relax-rt up` goes on from a checkpoint"
+                raise GivenUp(what, why=result.why, hint=hint)
         else:
             self._skipped = 0
         version = await self._patiently(self.ctx.registry.issue_version)
@@ -452,8 +477,8 @@ class TrainerRole(Role):
         if due:
             await self._save(final=final)
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """A call of the registry that waits out its absence: the step that was just taken must not be lost for it."""
+    async def _patiently(self, call: Callable[[], Awaitable[T]], of: str = "the registry") -> T:
+        """A call that waits out the far end's absence: the step that was just taken must not be lost for it."""
         deadline = time.monotonic() + REGISTRY_WAIT_S
         while True:
             try:
@@ -461,7 +486,7 @@ class TrainerRole(Role):
             except (Unreachable, DeadlineExceeded) as error:
                 if time.monotonic() > deadline:
                     raise
-                self.ctx.progress.waiting(f"the registry: {error}")
+                self.ctx.progress.waiting(f"{of}: {error}")
                 continue
             self.ctx.progress.waiting("")
             return answer
@@ -487,12 +512,14 @@ class TrainerRole(Role):
 
     async def _saved(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
+        from relax_rt.roles.critic.link import SCRATCH
         from relax_rt.roles.trainers.keeping import through
 
         if self._saving is not None:
             # Until its version is committed nothing of it is written.
             await self.publisher.through(self._saved_version)
-            await through(self._saving, self.store, self.ctx.progress.advance)
+            critics = self.ctx.run_dir / SCRATCH if self.critic is not None else None
+            await through(self._saving, self.store, self.ctx.progress.advance, critics)
 
     async def _write(
         self,
@@ -510,6 +537,8 @@ class TrainerRole(Role):
         state = CheckpointState(step, version.version, version.digest, self.ctx.who.epoch, step, elapsed_s, objective)
         began = time.monotonic()
         critic = await self.critic.written(step) if self.critic is not None else None
+        # The steps that it covers must not be lost to the queue if this host goes down right after.
+        await self.queue.flush()
 
         def fill(folder: Path) -> None:
             self.backend.write(folder)

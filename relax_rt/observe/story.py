@@ -44,6 +44,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "unkillable": ("error", "these processes could not be killed: {pids}"),
     "checkpoint_damaged": ("error", "checkpoint {checkpoint} cannot be read and is passed over: {why}"),
     "checkpoint_set_aside": ("warning", "checkpoint {checkpoint} is now {folder}, and counts as none"),
+    "checkpoint_unnamed": ("warning", "checkpoint {checkpoint} was taken, but {why}"),
     "agent_died": ("error", "the node agent died: {cause}"),
 }
 """Events that are told as they are, with the fields they carry."""

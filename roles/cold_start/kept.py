@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from relax_rt.roles.trainers.checkpoint import PREFIX
+from relax_rt.roles.trainers.checkpoint import PREFIX, passing
 
 FOLDER = "cold_start"
 MARK_FILE = "cold_start.json"
@@ -49,19 +50,27 @@ def write_mark(folder: Path, mark: Mark) -> None:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """How far a checkpoint has come; None if it does not say."""
+    """How far a checkpoint has come; None if it does not say.
+
+    Raises:
+        OSError: the file system refused it, see `passing`.
+    """
     try:
         return msgspec.json.decode((folder / MARK_FILE).read_bytes(), type=Mark)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError) as error:
+        if passing(error):
+            raise
         return None
 
 
 def finished(run_dir: Path) -> Path | None:
     """The weights after the cold start, as a Hugging Face folder; None before its end."""
     for folder in sorted(folder_of(run_dir).glob(f"{PREFIX}*"), reverse=True):
-        mark = read_mark(folder)
-        if mark is not None and mark.done:
-            return folder
+        # What cannot be read now is asked again: by those who wait for it, and by a trainer that goes on.
+        with suppress(OSError):
+            mark = read_mark(folder)
+            if mark is not None and mark.done:
+                return folder
     return None
 
 

@@ -27,17 +27,19 @@ from relax_rt.roles.cold_start.kept import (
 )
 from relax_rt.roles.cold_start.schedule import batches, total
 from relax_rt.roles.sections import AlgorithmTable, RLConfig
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.errors import GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.algorithms.objective import Objective
     from relax_rt.roles.sample import Sample
     from relax_rt.roles.trainers.base import StepResult, TrainerBackend
+    from relax_rt.roles.trainers.checkpoint import CheckpointState
+    from relax_rt.roles.trainers.identity import ModelIdentity
 
 READ_ALLOWANCE_S = 600.0
 SAVE_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
-"""Steps thrown away one after the other before the trainer gives up, as in RL."""
+"""Steps thrown away one after the other before the run ends, as in RL."""
 AT_ONCE = 64
 """Rows whose log-probabilities are computed together; between them a request to stop is seen."""
 
@@ -54,14 +56,16 @@ class ColdStart:
     one is there, which says that the phase is done, it never runs again.
 
     Args:
-        backend: with the model's own weights.
+        backend: with the model's own weights. model: what these are, for the checkpoints.
     """
 
-    def __init__(self, ctx: RoleContext, config: RLConfig, backend: TrainerBackend) -> None:
+    def __init__(
+        self, ctx: RoleContext, config: RLConfig, backend: TrainerBackend, model: ModelIdentity | None = None
+    ) -> None:
         from relax_rt.roles.trainers.checkpoint import CheckpointStore
 
         self._ctx, self._config, self._backend, self._table = ctx, config, backend, config.cold_start
-        self._store = CheckpointStore(folder_of(ctx.run_dir), ctx.who.epoch, KEEP)
+        self._store = CheckpointStore(folder_of(ctx.run_dir), ctx.who.epoch, KEEP, model)
         self._objective: Objective
         self._data: ColdData
         self._steps: int
@@ -87,20 +91,26 @@ class ColdStart:
         """RL begins: the weights after the phase, this objective, an optimizer without moments.
 
         Raises:
-            RelaxError: the phase's last checkpoint cannot be read.
+            BadInput: the phase was done with another model. RelaxError: its last checkpoint cannot be read.
         """
         from safetensors import SafetensorError
 
         folder = finished(self._ctx.run_dir)
         assert folder is not None
         try:
-            await asyncio.to_thread(self._backend.restore, folder)
+            await asyncio.to_thread(self._taken_up, folder)
         except (SafetensorError, OSError, Refused) as error:
             hint = f"remove {folder.parent} and start again: the cold start is done anew"
             raise RelaxError(f"the weights after the cold start in {folder}", why=str(error), hint=hint) from error
         temperature = self._config.sampling.temperature
         await asyncio.to_thread(self._backend.use, objective, self._config.algorithm, temperature=temperature)
         self._ctx.event("cold_start_taken_up", checkpoint=folder.name)
+
+    def _taken_up(self, folder: Path) -> None:
+        from relax_rt.roles.trainers.checkpoint import read_state
+
+        self._store.check(folder, read_state(folder))
+        self._backend.restore(folder)
 
     async def _train(self) -> bool:
         ctx, table = self._ctx, self._table
@@ -151,36 +161,27 @@ class ColdStart:
         return batches(self._table, [item.tokens for item in self._data.train], self._config.run.seed)
 
     async def _resume(self) -> Mark:
-        """The newest checkpoint that can be read and is of this data; a damaged one is passed over, and said so."""
-        from safetensors import SafetensorError
+        """The newest checkpoint that can be read and is of this data; others are passed over, said, and set aside: of a
+        later step than those to come, they would take their place."""
+        from relax_rt.roles.trainers.keeping import take_newest
 
-        passed: list[Path] = []
-        mark: Mark | None = None
-        for folder, state, why in await asyncio.to_thread(self._store.found):
-            mark = read_mark(folder) if state is not None else None
-            if state is not None and mark is None:
-                why = "it does not say how far it has come"
-            elif mark is not None and mark.digest != self._data.digest:
-                why = "it is of other data: the cold start begins anew"
-            elif mark is not None:
-                try:
-                    await asyncio.to_thread(self._backend.restore, folder)
-                except (SafetensorError, OSError, Refused) as error:
-                    why = str(error)
-            if mark is not None and not why:
-                self._ctx.event("cold_start_resumed", checkpoint=folder.name, step=mark.step)
-                break
-            mark = None
-            passed.append(folder)
-            self._ctx.event("checkpoint_damaged", checkpoint=f"{folder.parent.name}/{folder.name}", why=why)
-            self._ctx.log.warning("passing over a checkpoint of the cold start", checkpoint=folder.name, error=why)
-        for folder in passed:
-            # Of a later step than those to come, it would take their place.
-            aside = await asyncio.to_thread(self._store.set_aside, folder)
-            told = [f"{one.parent.name}/{one.name}" for one in (folder, aside)]
-            self._ctx.event("checkpoint_set_aside", checkpoint=told[0], folder=told[1])
-        if mark is None:
+        marks: list[Mark] = []
+
+        async def take(folder: Path, state: CheckpointState) -> None:
+            mark = await asyncio.to_thread(read_mark, folder)
+            if mark is None:
+                raise Refused(f"checkpoint {folder}", why="it does not say how far it has come")
+            if mark.digest != self._data.digest:
+                raise Refused(f"checkpoint {folder}", why="it is of other data: the cold start begins anew")
+            await asyncio.to_thread(self._backend.restore, folder)
+            marks.append(mark)
+
+        shown = f"{self._store.folder.name}/"
+        found, _ = await take_newest(self._ctx, self._store, take, shown=shown, anew=True)
+        if found is None:
             return Mark(step=0, total=self._steps, done=False, digest=self._data.digest)
+        (mark,) = marks
+        self._ctx.event("cold_start_resumed", checkpoint=found.folder.name, step=mark.step)
         return replace(mark, total=self._steps)
 
     # Steps.
@@ -200,7 +201,7 @@ class ColdStart:
             self._in_a_row += 1
             self._ctx.event("cold_start_step_skipped", step=number, why=result.why)
             if self._in_a_row >= SKIPPED_IN_A_ROW:
-                raise RelaxError(
+                raise GivenUp(
                     f"{self._in_a_row} steps of the cold start in a row were thrown away",
                     why=result.why,
                     hint="lower cold_start.learning_rate",
@@ -292,8 +293,7 @@ class ColdStart:
         """Copy the state aside and write it, while training goes on unless it is to be waited for."""
         from relax_rt.roles.trainers.checkpoint import CheckpointState
 
-        if self._saving is not None:
-            await self._saving
+        await self._saved()
         self._ctx.progress.extend(SAVE_ALLOWANCE_S, "cold start: taking a checkpoint")
         await asyncio.to_thread(self._backend.snapshot)
 
@@ -308,7 +308,13 @@ class ColdStart:
 
         self._saving = asyncio.create_task(work())
         if wait:
-            await self._saving
+            await self._saved()
+
+    async def _saved(self) -> None:
+        from relax_rt.roles.trainers.keeping import through
+
+        if self._saving is not None:
+            await through(self._saving, self._store, self._ctx.progress.advance)
 
 
 def cold_algorithm(config: RLConfig, steps: int) -> AlgorithmTable:

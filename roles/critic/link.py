@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 from relax_rt.role import RoleContext
 from relax_rt.roles.critic.api import CRITIC_SLOT, CriticApi, Piece, Place
 from relax_rt.roles.sample import Sample
-from relax_rt.transport.errors import ProtocolError
+from relax_rt.transport.errors import GivenUp, ProtocolError
 
 CALL_S = 900.0
+SCRATCH = "critic"
+"""Folder of the run where the critic writes what goes into a checkpoint."""
+SKIPPED_IN_A_ROW = 5
+"""Of its steps one after the other, thrown away or with an update that was, before the run ends; as of the policy."""
 PIECE_BYTES = 8 << 20
 """Of tokens and masks in one call; an answer has about as many."""
 
@@ -29,7 +33,8 @@ class CriticLink:
 
     def __init__(self, ctx: RoleContext) -> None:
         self._ctx, self._epoch = ctx, ctx.who.epoch
-        self._scratch = ctx.run_dir / "critic"
+        self._scratch = ctx.run_dir / SCRATCH
+        self._skipped = 0
 
     @asynccontextmanager
     async def _waiting(self, what: str) -> AsyncIterator[CriticApi]:
@@ -69,13 +74,22 @@ class CriticLink:
 
         Args:
             samples: as they were judged. returns: float32 [T] each; None: not to be learnt from.
+
+        Raises:
+            GivenUp: too many of its steps in a row had a loss or gradient that is not finite.
         """
         at = Place(self._epoch, step)
         async with self._waiting("its step") as api:
             for first, part in _parts(samples):
                 raw = [b"" if one is None else one.tobytes() for one in returns[first : first + len(part)]]
                 await api.returns(at, first, raw)
-            await api.learn(at)
+            report = await api.learn(at)
+        self._skipped = self._skipped + 1 if report.thrown_away else 0
+        if self._skipped >= SKIPPED_IN_A_ROW:
+            which = "had an update that was thrown away" if report.applied else "were thrown away"
+            why = f"a loss or gradient is not finite; of the last step: {report.loss} and {report.grad_norm}"
+            hint = "lower roles.critic.learning_rate; `relax-rt up` goes on from a checkpoint"
+            raise GivenUp(f"{self._skipped} steps of the critic in a row {which}", why=why, hint=hint)
 
     async def snapshot(self, step: int) -> None:
         """Copy its state aside, for the checkpoint of this step."""

@@ -85,7 +85,8 @@ class CriticModel:
     def reset(self) -> None:
         """Weights as before the first step."""
         self._model = ValueModel(self._folder).to(self._device)
-        self._model.train()
+        # Dropout is off, as everywhere in training: `learn` clips against what `values` has found.
+        self._model.eval()
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=self._settings.learning_rate, weight_decay=0.0, fused=True
         )

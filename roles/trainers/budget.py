@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from relax_rt.roles.models.device import CPU, free_cached
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import GivenUp, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.role import RoleContext
@@ -108,11 +108,11 @@ class Budget:
         """What was tried last did not fit: half of it from now on.
 
         Raises:
-            RelaxError: it cannot be divided.
+            GivenUp: it cannot be divided.
         """
         tokens = self._trying.tokens
         if self._trying.units <= 1:
-            raise RelaxError(
+            raise GivenUp(
                 f"a micro-batch of {self._trying.unit} of {tokens} tokens does not fit into memory",
                 why=why,
                 hint=self._remedy,
@@ -146,8 +146,8 @@ class Fitting:
         """Do it; what it had made when memory ran out must not count.
 
         Raises:
-            RelaxError: micro-batches cannot be smaller; or this is one rank of several: the gang has to begin again,
-                with what it has learnt of its memory.
+            GivenUp: micro-batches cannot be smaller.
+            RelaxError: this is one rank of several: the gang has to begin again, with what it has learnt of its memory.
         """
         while True:
             try:

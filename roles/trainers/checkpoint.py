@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from relax_rt.config.problems import BadInput
+from relax_rt.roles.trainers.identity import ModelIdentity
 from relax_rt.transport.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
+FORMAT = 1
+"""Of checkpoint folders. One of a higher number is refused; 0: it was written before they had one."""
 STATE_FILE = "relax_rt.json"
 SAMPLING_FILE = "sampling.json"
 """What became of the prompts so far, where filters or a sampler decide by it."""
@@ -20,6 +27,10 @@ PARTIAL = ".partial-"
 DAMAGED = "damaged-"
 """Before the name of a checkpoint that was passed over: it counts as none, and is kept for whoever looks into it."""
 KEEP_DAMAGED = 2
+REPLACED = "-replaced"
+"""Behind the name of a checkpoint while the same step, done again, takes its place."""
+FORCE_BYTES = 64 << 20
+"""Of a file that are forced to disk at a time, so that it can be told how this gets on."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -42,6 +53,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
         ledger_step: the queue's mark: samples trained up to this step are covered.
         elapsed_s: wall-clock time that training had taken.
         objective: what the objective carries from step to step (`Objective.state`).
+        format: see FORMAT. model: what the training began with; None: it was written before checkpoints said so.
     """
 
     step: int
@@ -51,6 +63,12 @@ class CheckpointState(msgspec.Struct, frozen=True):
     ledger_step: int
     elapsed_s: float = 0.0
     objective: dict[str, float] = {}
+    format: int = 0
+    model: ModelIdentity | None = None
+
+
+class _Format(msgspec.Struct):
+    format: int = 0
 
 
 class Found(NamedTuple):
@@ -69,16 +87,30 @@ def passing(error: BaseException) -> bool:
 class CheckpointStore:
     """The checkpoints of a run, in one folder.
 
+    Args:
+        model: what the training begins with; None: checkpoints neither say nor are asked what they are of.
+
+    Attributes:
+        forced: bytes of the checkpoint being written that are on disk.
+
     Raises:
         StaleEpoch: a newer incarnation of the trainer writes here.
     """
 
-    def __init__(self, folder: Path, epoch: int, keep: int) -> None:
-        self.folder, self.epoch, self.keep = folder, epoch, keep
+    def __init__(self, folder: Path, epoch: int, keep: int, model: ModelIdentity | None = None) -> None:
+        self.folder, self.epoch, self.keep, self.model = folder, epoch, keep, model
+        self.forced = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._fence()
         for partial in folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(partial)
+        for replaced in folder.glob(f"{PREFIX}*{REPLACED}"):
+            # Whoever replaced it died: the new one is whole if it is there at all.
+            target = replaced.with_name(replaced.name.removesuffix(REPLACED))
+            if target.exists():
+                self._remove(replaced)
+            else:
+                replaced.rename(target)
 
     def found(self) -> list[Found]:
         """All checkpoint folders, highest step first; those that were set aside are not among them.
@@ -126,20 +158,43 @@ class CheckpointStore:
         """The complete checkpoint of the highest step, if there is one."""
         return next(iter(self.complete()), None)
 
+    def check(self, folder: Path, state: CheckpointState) -> str:
+        """Hold a checkpoint against the model that the training begins with; answers with what it does not say.
+
+        Raises:
+            BadInput: it is of another model.
+        """
+        if self.model is None:
+            return ""
+        if state.model is None:
+            return f"its {STATE_FILE} names no model: it was written by an earlier version, and is taken as it is"
+        other = state.model.other(self.model)
+        if not other:
+            return ""
+        raise BadInput(
+            f"checkpoint {folder}",
+            why=f"it is of another model: model.path has another {' and another '.join(other)} than it began with",
+            hint="put back the model that model.path had, or give this training a run of its own (run.name); if it is "
+            f'the same model in other files, take "model" out of the checkpoint\'s {STATE_FILE}',
+        )
+
     def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
-        """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones.
+        """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones. A
+        checkpoint of the same step stays until the new one is in its place.
 
         Raises:
             StaleEpoch: a newer incarnation of the trainer writes here; nothing was renamed.
         """
         self._fence()
+        self.forced = 0
+        state = replace(state, format=FORMAT, model=self.model)
         partial = self.folder / f"{PARTIAL}{state.step:06d}-{self.epoch}"
         partial.mkdir()
         try:
             write(partial)
             (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
             for path in partial.rglob("*"):
-                _sync(path)
+                _sync(path, self._count)
             _sync(partial)
         except FileNotFoundError:
             # A newer incarnation clears away what older ones were writing: say so, if that is what happened.
@@ -147,14 +202,21 @@ class CheckpointStore:
             raise
         target = self.folder / f"{PREFIX}{state.step:06d}"
         self._fence()
+        replaced = target.with_name(target.name + REPLACED)
         if target.exists():
             # The same step again, by an incarnation that resumed before it.
-            self._remove(target)
+            target.rename(replaced)
         partial.rename(target)
         _sync(self.folder)
+        self.forced = 0
+        if replaced.exists():
+            self._remove(replaced)
         for old, _ in self.complete()[self.keep :]:
             self._remove(old)
         return target
+
+    def _count(self, nbytes: int) -> None:
+        self.forced += nbytes
 
     def _remove(self, folder: Path) -> None:
         """Renamed first, so that a half-deleted folder is never taken for a checkpoint."""
@@ -178,10 +240,15 @@ def read_state(folder: Path) -> CheckpointState:
 
     Raises:
         Refused: it is not a checkpoint of a run. Corrupt: its state file cannot be read.
+        BadInput: it is of a format that only newer versions know.
     """
     path = folder / STATE_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=CheckpointState)
+        raw = path.read_bytes()
+        if (number := msgspec.json.decode(raw, type=_Format).format) > FORMAT:
+            why = f"it is of format {number}, and this version of relax-rt reads formats up to {FORMAT}"
+            raise BadInput(f"checkpoint {folder}", why=why, hint="go on with the version that wrote it, or a newer one")
+        return msgspec.json.decode(raw, type=CheckpointState)
     except FileNotFoundError:
         raise Refused(f"checkpoint {folder}", why=f"it has no {STATE_FILE}") from None
     except msgspec.DecodeError as error:
@@ -214,9 +281,31 @@ def read_sampling(folder: Path) -> dict[str, Any]:
         raise Refused(f"{SAMPLING_FILE} of checkpoint {folder.name}", why=str(error)) from error
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, done: Callable[[int], None] = lambda _: None) -> None:
+    """Force a file or folder to disk.
+
+    Args:
+        done: told of a file's bytes as they get there.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        found = os.fstat(descriptor)
+        size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+        at = 0
+        while at < size and _sync_range(descriptor, at, FORCE_BYTES):
+            done(min(FORCE_BYTES, size - at))
+            at += FORCE_BYTES
         os.fsync(descriptor)
+        done(max(0, size - at))
     finally:
         os.close(descriptor)
+
+
+_LIBC = ctypes.CDLL(None)
+_WAIT_WRITE_WAIT = 7
+
+
+def _sync_range(descriptor: int, at: int, nbytes: int) -> bool:
+    """Have the kernel write a part of a file, and wait for it. False where it cannot: fsync does all of it then."""
+    call = getattr(_LIBC, "sync_file_range", None)
+    return call is not None and call(descriptor, ctypes.c_int64(at), ctypes.c_int64(nbytes), _WAIT_WRITE_WAIT) == 0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 
@@ -22,24 +23,37 @@ NAMED = 4
 Take = Callable[[Path, CheckpointState], Awaitable[None]]
 
 
-async def take_newest(ctx: RoleContext, store: CheckpointStore, take: Take) -> tuple[CheckpointState | None, list[str]]:
+class Taken(NamedTuple):
+    """A checkpoint that a training goes on from."""
+
+    folder: Path
+    state: CheckpointState
+
+
+async def take_newest(
+    ctx: RoleContext, store: CheckpointStore, take: Take, *, shown: str = "", anew: bool = False
+) -> tuple[Taken | None, list[str]]:
     """Go on from the newest checkpoint that can be read. Those passed over are said (event `checkpoint_damaged`) and,
     once an older one was taken, set aside (event `checkpoint_set_aside`).
 
     Args:
-        take: goes on from a checkpoint.
+        take: goes on from a checkpoint, or refuses it.
+        shown: before the names of checkpoints in events.
+        anew: where none can be read all are set aside, and it is begun anew.
 
     Returns:
-        What the checkpoint says of itself, None if the run has none yet; and the names of those passed over.
+        The checkpoint taken, None if there is none yet; and the names of those passed over.
 
     Raises:
         BadInput: there are some, and none can be read; all are left as they are. To begin at step 0 would undo the run.
+            Or one is of another model, or of a newer version: it is good, and must not be passed over.
         RelaxError: the file system refused one: another try may read it, so nothing is passed over.
         StaleEpoch: a newer incarnation of the trainer has begun.
     """
     passed: list[tuple[Path, str]] = []
     for folder, state, why in await asyncio.to_thread(store.found):
         if state is not None:
+            unsaid = store.check(folder, state)
             try:
                 await take(folder, state)
             except StaleEpoch:
@@ -50,18 +64,26 @@ async def take_newest(ctx: RoleContext, store: CheckpointStore, take: Take) -> t
                     hint = "the trainer is started again and looks once more; is the file system there?"
                     raise RelaxError(f"checkpoint {folder}", why=why, hint=hint) from error
             else:
-                for damaged, reason in passed:
-                    aside = await asyncio.to_thread(store.set_aside, damaged)
-                    ctx.event("checkpoint_set_aside", checkpoint=damaged.name, folder=aside.name, why=reason)
-                ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
-                return state, [one.name for one, _ in passed]
+                if unsaid:
+                    ctx.event("checkpoint_unnamed", checkpoint=f"{shown}{folder.name}", why=unsaid)
+                await _set_aside(ctx, store, passed, shown)
+                return Taken(folder, state), [one.name for one, _ in passed]
         passed.append((folder, why))
-        ctx.event("checkpoint_damaged", checkpoint=folder.name, why=why)
-        ctx.log.warning("passing over a damaged checkpoint", checkpoint=folder.name, error=why)
+        ctx.event("checkpoint_damaged", checkpoint=f"{shown}{folder.name}", why=why)
+        ctx.log.warning("passing over a checkpoint", checkpoint=f"{shown}{folder.name}", error=why)
+    if anew:
+        await _set_aside(ctx, store, passed, shown)
+        return None, [one.name for one, _ in passed]
     before = await asyncio.to_thread(store.damaged)
     if passed or before:
         raise _none_readable(store.folder, passed, before)
     return None, []
+
+
+async def _set_aside(ctx: RoleContext, store: CheckpointStore, passed: list[tuple[Path, str]], shown: str) -> None:
+    for folder, why in passed:
+        aside = await asyncio.to_thread(store.set_aside, folder)
+        ctx.event("checkpoint_set_aside", checkpoint=f"{shown}{folder.name}", folder=f"{shown}{aside.name}", why=why)
 
 
 def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Path]) -> BadInput:
@@ -75,31 +97,42 @@ def _none_readable(folder: Path, passed: list[tuple[Path, str]], aside: list[Pat
     return BadInput(f"none of the checkpoints in {folder} can be read", why="; ".join(reasons), hint=hint)
 
 
-async def through(saving: asyncio.Task[None], store: CheckpointStore, tell: Callable[[int, str], None]) -> None:
-    """Wait for a checkpoint that is being written. What it has grown by is its progress: a write that stands still
-    shows none, a slow one does.
+async def through(
+    saving: asyncio.Task[None],
+    store: CheckpointStore,
+    tell: Callable[[int, str], None],
+    beside: Path | None = None,
+    look_s: float = LOOK_S,
+) -> None:
+    """Wait for a checkpoint that is being written. What it has grown by, and what of it came to disk, is its progress:
+    a write that stands still shows none, a slow one does.
 
     Args:
         tell: gets how many MiB were added, and a line on it.
+        beside: folder of files that another role writes for it.
+        look_s: time between looks.
 
     Raises:
         Exception: what the write raised.
     """
     seen = 0
     while not saving.done():
-        await asyncio.wait([saving], timeout=LOOK_S)
-        size = await asyncio.to_thread(_being_written, store.folder)
-        if size > seen:
-            tell(max(1, (size - seen) // MIB), f"writing a checkpoint: {size // MIB} MiB so far")
-            seen = size
+        await asyncio.wait([saving], timeout=look_s)
+        written, forced = await asyncio.to_thread(_being_written, store.folder, beside), store.forced
+        if written + forced > seen:
+            line = f"writing a checkpoint: {written // MIB} MiB so far, {forced // MIB} of them on disk"
+            tell(max(1, (written + forced - seen) // MIB), line)
+            seen = written + forced
     saving.result()
 
 
-def _being_written(folder: Path) -> int:
+def _being_written(folder: Path, beside: Path | None = None) -> int:
     """Bytes of checkpoints that are not complete."""
     found = 0
     # What is renamed or removed meanwhile ends the look, and the next one sees the rest.
     with suppress(OSError):
         for path in folder.glob(f"{PARTIAL}[0-9]*/**/*"):
+            found += path.stat().st_size
+        for path in beside.glob("**/*") if beside is not None else ():
             found += path.stat().st_size
     return found

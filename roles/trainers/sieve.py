@@ -12,7 +12,7 @@ from relax_rt.roles.algorithms.filters.refill import Refill
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
 from relax_rt.roles.algorithms.registry import Bound, bind
 from relax_rt.roles.columns import read_sample
-from relax_rt.transport.errors import Refused, RelaxError
+from relax_rt.transport.errors import GivenUp, Refused
 
 if TYPE_CHECKING:
     from relax_rt.roles.algorithms.objective import Objective
@@ -26,8 +26,8 @@ MOST_ASKED = 65_536
 """Groups beyond the bound that a queue admits at all."""
 
 
-class NothingKept(RelaxError):
-    """Filters left out every group for so long that the step is given up."""
+class NothingKept(GivenUp):
+    """Filters left out every group for so long that the step, and with it the run, is given up."""
 
 
 class Sieve:

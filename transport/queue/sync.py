@@ -131,6 +131,10 @@ class SyncQueue:
         """See QueueClient.choose."""
         return self._run(self._client.choose(items))
 
+    def flush(self) -> None:
+        """See QueueClient.flush."""
+        self._run(self._client.flush())
+
     def committed(self, step: int, checkpoint: str) -> None:
         """See QueueClient.committed."""
         self._run(self._client.committed(step, checkpoint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from cold_parts import FakeContext, config_of, write_rows
 
 torch = pytest.importorskip("torch")
 
+from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.algorithms.objective import Objective  # noqa: E402
+from relax_rt.roles.cold_start import phase  # noqa: E402
 from relax_rt.roles.cold_start.kept import finished, folder_of, read_mark, read_reference, write_reference  # noqa: E402
 from relax_rt.roles.cold_start.phase import SKIPPED_IN_A_ROW, ColdStart, preference_loss  # noqa: E402
 from relax_rt.roles.sections import RLConfig  # noqa: E402
+from relax_rt.roles.trainers import checkpoint  # noqa: E402
+from relax_rt.roles.trainers.identity import ModelIdentity  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
-from relax_rt.transport.errors import RelaxError  # noqa: E402
+from relax_rt.transport.errors import GivenUp, RelaxError  # noqa: E402
 
 SFT = (
     "cold_start.answers=true",
@@ -47,9 +52,16 @@ def weights(backend: TorchBackend) -> dict[str, Any]:
     return {name: p.detach().clone() for name, p in backend._model.named_parameters()}
 
 
-def run(home: Path, *overrides: str, epoch: int = 1, stop_after: int | None = None, spoil: Any = ()) -> Any:
+def run(
+    home: Path,
+    *overrides: str,
+    epoch: int = 1,
+    stop_after: int | None = None,
+    spoil: Any = (),
+    model: ModelIdentity | None = None,
+) -> Any:
     """One incarnation of a trainer. `stop_after`: it is asked to stop after this step. `spoil`: steps without a
-    finite loss."""
+    finite loss. `model`: what it says of the model that it begins with."""
     config = config_of(home, *overrides)
     ctx, backend = FakeContext(config, home / "run", epoch), backend_of(config, home)
     accumulate, step = backend.accumulate, iter(range(1, 1000))
@@ -74,9 +86,9 @@ def run(home: Path, *overrides: str, epoch: int = 1, stop_after: int | None = No
             ctx.stopping.set()
 
     ctx.metrics = metrics  # type: ignore[method-assign]
-    phase = ColdStart(ctx, config, backend)  # type: ignore[arg-type]
-    done = asyncio.run(phase.run())
-    return ctx, backend, phase, done
+    cold = ColdStart(ctx, config, backend, model)  # type: ignore[arg-type]
+    done = asyncio.run(cold.run())
+    return ctx, backend, cold, done
 
 
 def test_it_learns_the_answers_and_tells_of_each_step(home: Path) -> None:
@@ -145,6 +157,60 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "of",
+    [(checkpoint, "read_state"), (phase, "read_mark"), (TorchBackend, "restore")],
+    ids=["state", "mark", "weights"],
+)
+def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(
+    home: Path, of: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(home, *SFT, stop_after=5)
+    folder, stale = folder_of(home / "run"), OSError(errno.ESTALE, "Stale file handle")
+    real = getattr(*of)
+
+    def fails(*what: Any) -> Any:
+        if what[-1].name == "step-000005":
+            raise stale
+        return real(*what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*of, fails)
+        with pytest.raises((RelaxError, OSError), match="Stale file handle"):
+            run(home, *SFT, epoch=2)
+    assert sorted(path.name for path in folder.glob("*step-*")) == ["step-000004", "step-000005"]
+    ctx, _, _, done = run(home, *SFT, epoch=3)
+    assert done and dict(ctx.events)["cold_start_resumed"]["step"] == 5
+
+
+def test_a_mark_that_the_file_system_refuses_is_no_missing_mark(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(home, *SFT, stop_after=1)
+    folder = folder_of(home / "run") / "step-000001"
+    assert read_mark(folder) is not None and read_mark(home) is None
+
+    def refused(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_mark(folder)
+    assert finished(home / "run") is None
+
+
+def test_a_checkpoint_of_another_model_ends_it(home: Path) -> None:
+    here, other = ModelIdentity("a", "b", "c"), ModelIdentity("a", "b", "d")
+    run(home, *SFT, stop_after=3, model=here)
+    with pytest.raises(BadInput, match=r"step-000003.*another set of weights"):
+        run(home, *SFT, epoch=2, model=other)
+    _, _, done_phase, done = run(home, *SFT, epoch=3, model=here)
+    assert done
+    _, _, other_phase, _ = run(home, *SFT, epoch=4, model=other)
+    objective = Objective.of(config_of(home, *SFT).algorithm)
+    with pytest.raises(BadInput, match=r"step-000006.*another set of weights"):
+        asyncio.run(other_phase.take_up(objective))
+    asyncio.run(done_phase.take_up(objective))
+
+
 def test_other_data_begin_it_anew(home: Path) -> None:
     rows = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(12)]
     name = write_rows(home / "rows.jsonl", rows)
@@ -166,7 +232,7 @@ def test_steps_that_are_not_finite_are_thrown_away_and_counted(home: Path) -> No
 
 
 def test_too_many_of_them_end_it(home: Path) -> None:
-    with pytest.raises(RelaxError, match=f"{SKIPPED_IN_A_ROW} steps of the cold start") as caught:
+    with pytest.raises(GivenUp, match=f"{SKIPPED_IN_A_ROW} steps of the cold start") as caught:
         run(home, *SFT, spoil=set(range(1, 9)))
     assert "cold_start.learning_rate" in caught.value.hint
 

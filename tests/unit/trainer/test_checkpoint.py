@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
+from safetensors.numpy import save_file
 
-from relax_rt.roles.trainers.checkpoint import KEEP_DAMAGED, CheckpointState, CheckpointStore, read_state
+from relax_rt.config.problems import BadInput
+from relax_rt.roles.trainers import checkpoint
+from relax_rt.roles.trainers.checkpoint import (
+    FORMAT,
+    KEEP_DAMAGED,
+    REPLACED,
+    CheckpointState,
+    CheckpointStore,
+    read_state,
+)
+from relax_rt.roles.trainers.identity import ModelIdentity, identity_of
+from relax_rt.roles.trainers.keeping import take_newest, through
 from relax_rt.transport.errors import Refused, StaleEpoch
 
 
@@ -25,7 +45,7 @@ def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
     store.save(state(10), fill)
     found = store.newest()
     assert found is not None
-    assert found[1] == state(10)
+    assert found[1] == replace(state(10), format=FORMAT)
     assert (found[0] / "model.safetensors").read_bytes() == b"weights"
 
 
@@ -87,7 +107,8 @@ def test_what_is_set_aside_counts_as_none_and_is_bounded(tmp_path: Path) -> None
     store.set_aside(store.save(state(10 * (KEEP_DAMAGED + 2)), fill))
     assert len(store.damaged()) == KEEP_DAMAGED
     # A good one of an earlier step stays, though keep = 1.
-    assert store.save(state(5), fill).exists() and store.newest() == (tmp_path / "step-000005", state(5))
+    assert store.save(state(5), fill).exists()
+    assert store.newest() == (tmp_path / "step-000005", replace(state(5), format=FORMAT))
     CheckpointStore(tmp_path, 2, keep=1)
     with pytest.raises(StaleEpoch):
         store.set_aside(tmp_path / "step-000005")
@@ -105,4 +126,223 @@ def test_a_folder_whose_state_is_torn_is_found_with_the_reason(tmp_path: Path) -
         ("step-000005", False),
     ]
     assert "relax_rt.json" in found[1].why and found[0].why and not found[2].why
-    assert store.newest() == (tmp_path / "step-000005", state(5))
+    assert store.newest() == (tmp_path / "step-000005", replace(state(5), format=FORMAT))
+
+
+# The same step again.
+
+
+def test_one_of_both_is_there_at_any_instant_while_a_step_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CheckpointStore(tmp_path, 1, keep=1).save(state(5), fill)
+    renames: list[Path] = []
+    rename = Path.rename
+
+    class Killed(Exception):
+        pass
+
+    def struck(self: Path, target: Path) -> Path:
+        if len(renames) == dies_at:
+            raise Killed
+        renames.append(self)
+        return rename(self, target)
+
+    for epoch, dies_at in ((2, 0), (3, 1), (4, 2)):
+        again = CheckpointStore(tmp_path, epoch, keep=1)
+        renames.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", struck)
+            with pytest.raises(Killed):
+                again.save(state(5, epoch), fill)
+        # Whoever comes next finds a whole one, at its own place.
+        found = CheckpointStore(tmp_path, epoch, keep=1).newest()
+        assert found is not None and found[0].name == "step-000005"
+        assert (found[0] / "model.safetensors").read_bytes() == b"weights"
+        assert found[1].epoch == (1 if dies_at < 2 else epoch)
+        assert not list(tmp_path.glob(f"*{REPLACED}"))
+
+
+# What a checkpoint is of.
+
+
+def model_in(folder: Path, *, seed: int = 0, files: int = 1, **config: Any) -> Path:
+    """A model folder of eight tensors, in so many files."""
+    folder.mkdir()
+    values = np.random.default_rng(seed)
+    tensors = {f"layer.{n}": values.standard_normal((40, 60), np.float32) for n in range(8)}
+    for n in range(files):
+        part = dict(list(tensors.items())[n::files])
+        save_file(part, folder / f"model-{n + 1:05d}-of-{files:05d}.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 60, **config}))
+    (folder / "tokenizer.json").write_text('{"vocab": []}')
+    return folder
+
+
+def test_a_model_is_known_again_however_it_is_written_and_another_is_not(tmp_path: Path) -> None:
+    here = identity_of(model_in(tmp_path / "here"))
+    same = model_in(tmp_path / "same", files=3, transformers_version="9", dtype="float32")
+    assert here.other(identity_of(same)) == []
+    # Shapes are the same, values are not.
+    assert here.other(identity_of(model_in(tmp_path / "tuned", seed=1))) == ["set of weights"]
+    assert here.other(identity_of(model_in(tmp_path / "theta", rope_theta=5))) == ["config.json"]
+    (same / "tokenizer.json").write_text('{"vocab": [1]}')
+    assert here.other(identity_of(same)) == ["tokenizer"]
+
+
+def test_weights_in_other_files_than_safetensors_are_told_apart_too(tmp_path: Path) -> None:
+    assert identity_of(tmp_path) == ModelIdentity("", "", "")
+    found = set()
+    for content in (b"a" * 9000, b"a" * 8999 + b"b", b"a" * 9001):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        found.add(identity_of(tmp_path).weights)
+    assert len(found) == 3 and "" not in found
+
+
+class Context:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.log = SimpleNamespace(warning=lambda *_, **__: None)
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+
+def taken(store: CheckpointStore) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+    """Names of the checkpoints that a trainer goes on from, and what it tells of them."""
+    names: list[str] = []
+
+    async def take(folder: Path, of: CheckpointState) -> None:
+        names.append(folder.name)
+
+    ctx: Any = Context()
+    asyncio.run(take_newest(ctx, store, take))
+    return names, ctx.events
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path: Path) -> None:
+    here, other = identity_of(model_in(tmp_path / "here")), identity_of(model_in(tmp_path / "other", seed=1))
+    store = CheckpointStore(tmp_path / "c", 1, 3, here)
+    folder = store.save(state(5), fill)
+    assert taken(store) == (["step-000005"], [])
+    with pytest.raises(BadInput, match=r"step-000005.*of another model.*another set of weights than it") as caught:
+        taken(CheckpointStore(tmp_path / "c", 2, 3, other))
+    assert "model.path" in caught.value.hint and "run.name" in caught.value.hint
+    assert [path.name for path in (tmp_path / "c").glob("*step-*")] == ["step-000005"]
+    # As the error says: without a name it is taken for what it is said to be.
+    kept = json.loads((folder / "relax_rt.json").read_text())
+    del kept["model"]
+    (folder / "relax_rt.json").write_text(json.dumps(kept))
+    assert taken(CheckpointStore(tmp_path / "c", 3, 3, other))[0] == ["step-000005"]
+
+
+def test_an_older_checkpoint_is_taken_with_a_word(tmp_path: Path) -> None:
+    here = identity_of(model_in(tmp_path / "here"))
+    store = CheckpointStore(tmp_path / "c", 1, 3, here)
+    path = store.save(state(5), fill) / "relax_rt.json"
+    old = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("format", "model")}
+    path.write_text(json.dumps(old))
+    names, ((kind, fields),) = taken(store)
+    assert names == ["step-000005"] and kind == "checkpoint_unnamed"
+    assert fields["checkpoint"] == "step-000005" and "earlier version" in fields["why"]
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_and_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1, 3)
+    store.save(state(4), fill)
+    folder = store.save(state(5), fill)
+    # What else it holds is of that version's making.
+    (folder / "relax_rt.json").write_text(json.dumps({"format": FORMAT + 1, "step": "five"}))
+    with pytest.raises(BadInput, match=f"of format {FORMAT + 1}, and this version .* reads formats up to {FORMAT}"):
+        taken(store)
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-000004", "step-000005"]
+
+
+# How a write gets on.
+
+
+async def told_of(
+    store: CheckpointStore, write: Callable[[Path], None], beside: Path | None = None, said: list[str] | None = None
+) -> list[str]:
+    """What is told while a checkpoint is written by `write`."""
+    told: list[str] = said if said is not None else []
+
+    async def work() -> None:
+        await asyncio.to_thread(store.save, state(5), write)
+
+    def tell(n: int, line: str) -> None:
+        assert n >= 1
+        told.append(line)
+
+    await through(asyncio.create_task(work()), store, tell, beside, look_s=0.02)
+    return told
+
+
+MIB = 1 << 20
+
+
+async def test_what_is_written_and_what_comes_to_disk_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "FORCE_BYTES", MIB)
+    force = checkpoint._sync_range
+
+    def slow(*what: Any) -> bool:
+        time.sleep(0.06)
+        return force(*what)
+
+    def write(folder: Path) -> None:
+        with (folder / "model.safetensors").open("wb") as file:
+            for _ in range(4):
+                file.write(bytes(MIB))
+                file.flush()
+                time.sleep(0.06)
+
+    monkeypatch.setattr(checkpoint, "_sync_range", slow)
+    store = CheckpointStore(tmp_path, 1, keep=3)
+    said = await told_of(store, write)
+    written = [int(line.split(": ")[1].split()[0]) for line in said]
+    forced = [int(line.split(", ")[1].split()[0]) for line in said]
+    assert written == sorted(written) and written[-1] == 4 and len(set(written)) >= 3
+    # Nothing is written any more, and there is progress all the same.
+    assert forced == sorted(forced) and len({n for n, all_of in zip(forced, written, strict=True) if all_of == 4}) >= 3
+    assert store.forced == 0 and (tmp_path / "step-000005").is_dir()
+
+
+async def test_files_of_the_critic_are_progress_too(tmp_path: Path) -> None:
+    beside = tmp_path / "critic"
+    (beside / "step-000005-1").mkdir(parents=True)
+
+    def write(folder: Path) -> None:
+        for n in range(3):
+            (beside / "step-000005-1" / f"{n}").write_bytes(bytes(MIB))
+            time.sleep(0.08)
+
+    said = await told_of(CheckpointStore(tmp_path / "c", 1, keep=3), write, beside)
+    assert len(said) >= 3
+
+
+async def test_a_write_that_stands_still_shows_no_progress_and_one_that_fails_is_raised(tmp_path: Path) -> None:
+    store, said, so_far = CheckpointStore(tmp_path, 1, keep=3), list[str](), list[list[str]]()
+
+    def stuck(folder: Path) -> None:
+        time.sleep(0.3)
+        so_far.append([*said])
+
+    await told_of(store, stuck, said=said)
+    assert so_far == [[]]
+
+    def broken(folder: Path) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        await told_of(store, broken)
+
+
+def test_where_the_kernel_forces_no_parts_all_of_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_LIBC", SimpleNamespace())
+    path, done = tmp_path / "file", list[int]()
+    path.write_bytes(bytes(1000))
+    checkpoint._sync(path, done.append)
+    checkpoint._sync(tmp_path, done.append)
+    assert done == [1000, 0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +23,12 @@ from packing_samples import SAMPLES  # noqa: E402
 from relax_rt.roles.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.critic import link as link_module  # noqa: E402
 from relax_rt.roles.critic.api import CriticReport, Piece, Place  # noqa: E402
-from relax_rt.roles.critic.link import CriticLink  # noqa: E402
+from relax_rt.roles.critic.link import SKIPPED_IN_A_ROW, CriticLink  # noqa: E402
 from relax_rt.roles.critic.model import MODEL_FILE, CriticModel  # noqa: E402
 from relax_rt.roles.critic.service import CriticService  # noqa: E402
 from relax_rt.roles.sample import Sample  # noqa: E402
 from relax_rt.roles.sections import AlgorithmTable, CriticSettings  # noqa: E402
-from relax_rt.transport.errors import Refused, StaleEpoch  # noqa: E402
+from relax_rt.transport.errors import GivenUp, Refused, StaleEpoch  # noqa: E402
 
 
 def critic(model_dir: Path, updates: int = 1, **settings: Any) -> CriticModel:
@@ -221,6 +223,51 @@ async def test_trainer_and_critic_go_through_steps_and_checkpoints_together(
     assert same(weights(world.model), at_two)
     await world.step(link, 2)
     assert same(weights(world.model), at_three)
+
+
+@pytest.mark.parametrize("whole", [range(0), range(2, 3)], ids=["in a row", "with a good one between"])
+async def test_too_many_steps_that_are_not_finite_end_the_run(model_dir: Path, tmp_path: Path, whole: range) -> None:
+    world = World(model_dir, tmp_path)
+    link = world.link(1)
+    await link.begin(0, None)
+    spoilt = [np.where(s.loss_mask, np.nan, 0).astype(np.float32) for s in SAMPLES]
+    last = (max(whole) + 1 if whole else 0) + SKIPPED_IN_A_ROW - 1
+    for step in range(last + 1):
+        samples = copy.deepcopy(SAMPLES)
+        await link.judge(samples, step)
+        if step == last:
+            with pytest.raises(GivenUp, match=f"{SKIPPED_IN_A_ROW} steps of the critic.*not finite") as caught:
+                await link.learn(samples, spoilt, step)
+            assert "roles.critic.learning_rate" in caught.value.hint
+        else:
+            await link.learn(samples, RETURNS if step in whole else spoilt, step)
+    assert [report.applied for _, report in world.reports] == [step in whole for step in range(last + 1)]
+
+
+async def test_steps_without_a_token_are_not_held_against_it(model_dir: Path, tmp_path: Path) -> None:
+    world = World(model_dir, tmp_path)
+    link = world.link(1)
+    await link.begin(0, None)
+    for step in range(SKIPPED_IN_A_ROW + 1):
+        samples = copy.deepcopy(SAMPLES)
+        await link.judge(samples, step)
+        await link.learn(samples, [None] * len(samples), step)
+    assert not any(report.applied for _, report in world.reports)
+
+
+def test_dropout_is_off(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "with_dropout"
+    shutil.copytree(model_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    found, reports = [], []
+    for of in (model_dir, folder):
+        model = critic(of)
+        reports.append([model.learn(SAMPLES, model.values(SAMPLES), RETURNS) for _ in range(3)])
+        found.append(model.values(SAMPLES))
+    assert reports[0] == reports[1]
+    for plain, ours in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain, ours)
 
 
 async def test_a_critic_at_another_place_refuses(model_dir: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,8 +21,9 @@ from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.roles.trainers import checkpoint  # noqa: E402
 from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
+from relax_rt.roles.trainers.sieve import NothingKept  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
-from relax_rt.transport.errors import RelaxError  # noqa: E402
+from relax_rt.transport.errors import GivenUp, RelaxError  # noqa: E402
 
 
 @pytest.fixture
@@ -108,11 +110,131 @@ async def test_checkpoints_of_another_model_end_the_run_and_stay(lives: Lives, m
     other = lives.home / "other"
     transformers.Qwen3ForCausalLM(config).save_pretrained(other)
     (other / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"step-000002.*shape") as caught:
+    with pytest.raises(BadInput, match=r"step-000002.*another config.json and another set of weights") as caught:
         await lives.life(other, steps=9)
     assert "model.path" in caught.value.hint and lives.folders() == ["step-000002"]
+    # A checkpoint that does not say what it is of is held against the model by the shapes alone.
+    path = lives.checkpoints / "step-000002" / "relax_rt.json"
+    said = path.read_bytes()
+    path.write_text(json.dumps({name: value for name, value in json.loads(said).items() if name != "model"}))
+    with pytest.raises(BadInput, match=r"step-000002.*shape"):
+        await lives.life(other, steps=9)
+    path.write_bytes(said)
     ctx = await lives.life(model, steps=3)
     assert ctx.told("resumed")[0]["step"] == 2 and lives.folders() == ["step-000002", "step-000003"]
+
+
+async def test_other_weights_of_the_same_shapes_are_another_model(lives: Lives, model: Path) -> None:
+    await lives.life(model, steps=9, stop_after=2)
+    other = lives.home / "other"
+    shutil.copytree(model, other)
+    torch.manual_seed(1)
+    transformers.Qwen3ForCausalLM(transformers.AutoConfig.from_pretrained(model)).save_pretrained(other)
+    with pytest.raises(BadInput, match=r"step-000002.*of another model"):
+        await lives.life(other, steps=9)
+    assert lives.folders() == ["step-000002"] and not lives.contexts[-1].told("checkpoint_damaged")
+
+
+async def test_a_finished_training_goes_on_to_more_steps(lives: Lives, model: Path) -> None:
+    rates = {"learning_rate_schedule": "linear"}
+    first = await lives.life(model, steps=3, **rates)
+    more = await lives.life(model, steps=5, **rates)
+    assert more.told("resumed")[0]["step"] == 3 and more.told("training_finished") == [{"step": 5, "target": 5}]
+    steps = [record for ctx in (first, more) for record in ctx.records if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    # Each life's curve is that of its own number of steps.
+    assert [record["learning_rate"] for record in steps] == pytest.approx(
+        [1e-3, 1e-3 * 2 / 3, 1e-3 / 3, 1e-3 * 2 / 5, 1e-3 / 5]
+    )
+    # There already, or beyond: there is nothing to do.
+    for steps_now in (5, 4):
+        again = await lives.life(model, steps=steps_now, **rates)
+        assert again.told("training_finished") == [{"step": 5, "target": steps_now}]
+        assert not [record for record in again.records if record["kind"] == "step"]
+    assert lives.folders()[-1] == "step-000005"
+
+
+async def test_what_is_learnt_when_nothing_is_kept_is_written_once(lives: Lives, model: Path) -> None:
+    def barren(role: TrainerRole) -> None:
+        real, write = role.collector.collect, role.backend.write
+
+        async def collect(step: int) -> Any:
+            if step > 2:
+                raise NothingKept(f"step {step} finds nothing to train on")
+            return await real(step)
+
+        def slow(folder: Path) -> None:
+            time.sleep(0.5)
+            write(folder)
+
+        role.collector.collect, role.backend.write = collect, slow  # type: ignore[method-assign]
+
+    with pytest.raises(NothingKept):
+        await lives.life(model, steps=9, harm=barren)
+    assert [one["step"] for one in lives.contexts[-1].told("checkpoint")] == [2]
+    assert lives.folders() == ["step-000002"]
+
+
+async def test_steps_are_on_the_queues_disk_before_a_checkpoint_of_them_is_there(
+    lives: Lives, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, forced, found = lives.world.broker._journal, [0], list[tuple[int, int]]()
+    for task in lives.world.broker._tasks:
+        if "_keep_disk" in repr(task.get_coro()):
+            # Only what is asked for outlives the host.
+            task.cancel()
+    sync, rename = journal.sync, Path.rename
+
+    def noted() -> None:
+        n = journal.n
+        sync()
+        forced[0] = n
+
+    def renamed(self: Path, target: Path) -> Path:
+        if target.name.startswith("step-"):
+            found.append((int(target.name[5:]), forced[0]))
+        return rename(self, target)
+
+    told: dict[int, int] = {}
+
+    def watch(role: TrainerRole) -> None:
+        trained = role.queue.trained
+
+        async def noting(leases: Any, step: int, *what: Any, **more: Any) -> Any:
+            answer = await trained(leases, step, *what, **more)
+            told[step] = journal.n
+            return answer
+
+        role.queue.trained = noting  # type: ignore[method-assign]
+
+    monkeypatch.setattr(journal, "sync", noted)
+    monkeypatch.setattr(Path, "rename", renamed)
+    await lives.life(model, steps=4, harm=watch)
+    assert [step for step, _ in found] == [2, 4]
+    assert all(on_disk >= told[step] for step, on_disk in found), (found, told)
+
+
+async def test_a_checkpoint_of_steps_that_the_queue_has_lost_ends_the_run_with_what_to_do(
+    tmp_path: Path, model: Path
+) -> None:
+    async with lives_of(tmp_path) as lives:
+        await lives.life(model, steps=9, stop_after=2)
+        before = (tmp_path / "queue" / "segment-1.log").read_bytes()
+        await lives.life(model, steps=9, stop_after=2 + 2)
+    assert lives.folders() == ["step-000002", "step-000004"]
+    # Its host went down, and the last part of the journal was never forced to disk.
+    for path in (tmp_path / "queue").iterdir():
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    (tmp_path / "queue" / "segment-1.log").write_bytes(before)
+    shutil.rmtree(tmp_path / "shm")
+    async with lives_of(tmp_path, memory="anew") as lives:
+        with pytest.raises(GivenUp, match=r"step-000004 of step 4: the queue knows of no step after 2") as caught:
+            await lives.life(model, steps=9)
+        assert str(lives.checkpoints) in caught.value.hint and "step-000004" in caught.value.hint
+        shutil.rmtree(lives.checkpoints / "step-000004")
+        ctx = await lives.life(model, steps=4)
+        assert ctx.told("resumed")[0]["step"] == 2
+        assert (await lives.world.account())["freed"] == 4 * GROUPS * 2
 
 
 def spoil(*steps: int) -> Callable[[TrainerRole], None]:
@@ -192,7 +314,7 @@ async def test_the_last_checkpoint_says_that_it_waits_for_its_version(lives: Liv
 
 async def test_too_many_in_a_row_end_the_trainer(lives: Lives, model: Path) -> None:
     spoilt = range(3, 3 + SKIPPED_IN_A_ROW)
-    with pytest.raises(RelaxError, match=f"{SKIPPED_IN_A_ROW} steps in a row were thrown away: loss is nan") as caught:
+    with pytest.raises(GivenUp, match=f"{SKIPPED_IN_A_ROW} steps in a row were thrown away: loss is nan") as caught:
         await lives.life(model, steps=20, harm=spoil(*spoilt))
     assert "learning rate" in caught.value.hint
     assert [one["step"] for one in lives.contexts[-1].told("step_skipped")] == list(spoilt)

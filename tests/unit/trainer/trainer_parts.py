@@ -145,12 +145,13 @@ def config_of(model: Path, steps: int, algorithm: dict[str, Any]) -> RLConfig:
 
 
 @asynccontextmanager
-async def lives_of(tmp_path: Path) -> AsyncIterator[Lives]:
-    async with world(tmp_path, prompts_per_step=GROUPS, max_staleness=STALENESS) as made:
+async def lives_of(tmp_path: Path, memory: str = "run") -> AsyncIterator[Lives]:
+    """memory: see `world`."""
+    async with world(tmp_path, prompts_per_step=GROUPS, max_staleness=STALENESS, memory=memory) as made:
         found: Lives
         service = RegistryService(Store(tmp_path / "registry.sqlite", "run"), identity=lambda: found.who)
         await service.start()
-        (tmp_path / "run").mkdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
         found = Lives(made, service, tmp_path)
         try:
             yield found

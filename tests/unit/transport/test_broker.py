@@ -412,6 +412,7 @@ async def test_the_blocking_form(tmp_path: Path) -> None:
             queue.abandon(batch, "once more")
             batch = queue.take("train", groups=1, wait_s=1)
             queue.trained(batch, 1, VersionRecord(2, 1, 1))
+            queue.flush()
             queue.committed(1, "x")
             producer.give_back([ticket.group], "none")
             with pytest.raises(DeadlineExceeded):
