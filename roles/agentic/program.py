@@ -193,22 +193,23 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
         raise _wrong(command, f"{error}") from error
     if not words:
         raise _wrong(command, "it names no command")
-    python = words[0] in PYTHON
-    if not python and shutil.which(words[0], path=None if "/" not in words[0] else "") is None:
-        path = config_dir / words[0]
-        if "/" not in words[0] or not path.is_file():
-            raise _wrong(
-                command, f"there is no command {words[0]!r}", "name one on the PATH, or ./FILE beside the config"
-            )
-        words[0] = str(path.resolve())
+    name = words[0]
+    if "/" in name:
+        # Links are not followed: the python of a virtual environment is one, and finds its packages by where it lies.
+        words[0] = str(config_dir.absolute() / name)
+    if name not in PYTHON and shutil.which(words[0]) is None:
+        hint = "name one on the PATH, or ./FILE beside the config, which may be executed"
+        raise _wrong(command, f"there is no command {name!r}", hint)
+    python = Path(name).name.startswith("python")
     script = next((word for word in words[1:] if not word.startswith("-")), "") if python else ""
     if script.endswith(".py") and not (config_dir / script).is_file():
         raise _wrong(command, f"there is no {script} in {config_dir}")
-    if asked.preload and not python:
-        raise RelaxError(f"{OPTIONS}.preload", why=f"{words[0]} is not python", hint="leave it out")
-    for name in asked.preload:
-        if find_spec(name.partition(".")[0]) is None:
-            raise RelaxError(f"{OPTIONS}.preload", why=f"there is no module {name!r}", hint=f"pip install {name}")
+    if asked.preload and name not in PYTHON:
+        why = f"it is for the python that runs relax-rt, and {name} is another"
+        raise RelaxError(f"{OPTIONS}.preload", why=why, hint="leave it out")
+    for module in asked.preload:
+        if find_spec(module.partition(".")[0]) is None:
+            raise RelaxError(f"{OPTIONS}.preload", why=f"there is no module {module!r}", hint=f"pip install {module}")
     return Program(
         argv=tuple(words),
         cwd=str(config_dir.resolve()),

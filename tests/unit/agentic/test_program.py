@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,9 @@ def test_the_last_line_of_json_with_a_reward_counts() -> None:
         ("python nothing.py", {}, "there is no nothing.py"),
         ("python agent.py", {"prelod": ["json"]}, "no such option (did you mean 'preload'"),
         ("python agent.py", {"preload": ["nosuch"]}, "there is no module 'nosuch'"),
-        ("/bin/echo", {"preload": ["json"]}, "is not python"),
+        ("/bin/echo", {"preload": ["json"]}, "/bin/echo is another"),
+        ("./agent.py", {}, "no command './agent.py'"),
+        ("python3.99/bin/python agent.py", {}, "no command 'python3.99/bin/python'"),
         ("python agent.py", {"stdin": "tasks"}, "none of task, question and none"),
         ("python agent.py", {"env": {"A": 1}}, "Expected `str`"),
     ],
@@ -151,6 +154,22 @@ def test_what_cannot_be_started_is_told_before_a_run(
 
 
 # --- episodes
+async def test_an_interpreter_of_its_own_is_the_one_that_is_named(tmp_path: Path) -> None:
+    """A virtual environment is the folder in which its link to python lies: `python -m venv` makes nothing but that."""
+    home, own = tmp_path / "job", tmp_path / "job/.own"
+    (own / "bin").mkdir(parents=True)
+    (own / "bin/python").symlink_to(sys.executable)
+    (own / "pyvenv.cfg").write_text(f"home = {sys.base_prefix}/bin\n")
+    (home / "agent.py").write_text("import sys; print(sys.prefix, *sys.argv[1:])")
+    for command in (".own/bin/python agent.py {seed}", f"{own}/bin/python agent.py {{seed}}"):
+        program = load_program(command, {}, home)
+        async with hosting(home) as host:
+            ended = await host.run(program.words(TASK), dict(os.environ))
+        assert (ended.code, ended.stdout) == (0, f"{own} 7\n"), ended.stderr
+    with pytest.raises(RelaxError, match=r"there is no nothing\.py"):
+        load_program(".own/bin/python nothing.py", {}, home)
+
+
 
 
 class Lender:
