@@ -53,14 +53,17 @@ class RLJob:
     one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator", "env", "gateway")
     """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
     changeable: ClassVar[frozenset[str]] = frozenset(
+        ("algorithm.steps", "algorithm.learning_rate", "cold_start.learning_rate", "roles.critic.learning_rate")
+    ) | frozenset(
         f"roles.trainer.{key}"
         for key in (
-            *("count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
+            *("backend", "count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
             *("expert_tensor_parallel", "sequence_parallel", "distributed_optimizer", "recompute", "attention"),
             *("layers", "tokens_per_micro_batch", "gpus", "threads"),
         )
     )
-    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it."""
+    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, and by the other backend. A
+    run that is finished goes on to more steps, one that ended because its steps came to nothing with smaller ones."""
     headline: ClassVar[Sequence[Column]] = (
         Column("step", "reward_mean", "reward", ".3f", spark=True),
         Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),

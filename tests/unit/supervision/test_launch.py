@@ -54,6 +54,29 @@ def test_a_job_may_let_some_keys_change(tmp_path: Path) -> None:
         launch._check_same_config(tmp_path, config_digest(other), other)
 
 
+def test_a_training_goes_on_to_more_steps_at_another_rate_and_with_another_backend(tmp_path: Path) -> None:
+    def rl(backend: str, **algorithm: object) -> RunConfig:
+        return RLConfig.model_validate(
+            {
+                "run": {"name": "x", "dir": str(tmp_path), "job": "rl"},
+                "model": {"path": "m"},
+                "data": {"task": "t"},
+                "reward": {"function": "f.py:f"},
+                "algorithm": algorithm,
+                "roles": {"trainer": TrainerSettings.model_validate({"backend": backend})},
+            }
+        )
+
+    before = rl("torch", steps=20)
+    write_resolved(before, tmp_path / RESOLVED_CONFIG)
+    update_run(tmp_path, run_id="ab", config="roles.toml", config_digest=config_digest(before))
+    more = rl("megatron", steps=30, learning_rate=1e-7)
+    launch._check_same_config(tmp_path, config_digest(more), more)
+    other = rl("torch", steps=30, group_size=4)
+    with pytest.raises(RelaxError, match=r"algorithm\.group_size was 8, is 4; algorithm\.steps was 20, is 30"):
+        launch._check_same_config(tmp_path, config_digest(other), other)
+
+
 def test_five_keys_are_told_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "differences", lambda *_: [f"k{n}" for n in range(7)])
     update_run(tmp_path, run_id="ab", config_digest="other")
