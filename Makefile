@@ -83,12 +83,12 @@ sglang-cpu-env: .venv-sglang/.installed  ## an environment with SGLang for a mac
 	.venv-sglang/bin/python -m pip uninstall --quiet --yes triton
 	@touch $@
 
-peer-env: .peers/venv/.installed  ## an environment with TransferQueue, Ray and TRL, to compare with (1.8 GB)
+peer-env: .peers/venv/.installed  ## an environment with TransferQueue, Ray, TRL and FastAPI, to compare with (1.8 GB)
 
-.peers/venv/.installed:
+.peers/venv/.installed: Makefile
 	$(PYTHON) -m venv .peers/venv
 	.peers/venv/bin/python -m pip install --quiet transferqueue==0.1.11 ray torch==2.13.0 tensordict==0.15.3 omegaconf \
-		trl==1.16.0 transformers==5.19.0
+		trl==1.16.0 transformers==5.19.0 fastapi==0.165.0 'uvicorn[standard]==0.54.0' httpx==0.28.1
 	@touch $@
 
 gpu-bundle: $(STAMP)  ## wheels for a GPU machine that reaches no registry (17 MB, into build/gpu-bundle; docs/gpu.md)

@@ -1,374 +1,358 @@
 """What the gateway costs: many episodes of several turns against a scripted engine whose latency has a long tail, and
-beside it a plain proxy (starlette + httpx) in front of the same engine.
+beside it a plain proxy (FastAPI + httpx, in the peers' environment: `make peer-env`) with the same clients.
 
-    python tools/bench/agentic.py            # 1,000 episodes x 8 turns
-    python tools/bench/agentic.py --quick
+    python tools/bench/agentic.py [--quick] [--json]      # 1,000 episodes x 8 turns
 
-Two loads of each: *roomy*, with a slot for every episode, so that whatever a call takes longer than the engine's own
-time is overhead; and *tight*, with half as many slots, where the share of slots that are busy is what counts. The
-engine of the gateway lies in its process, that of the proxy behind HTTP. The clients are plain sockets, in a process of
-their own. CPU is that of the process in between. Busy: from two latencies after the start until fewer episodes are left
-than slots.
+Clients, what stands in between, and the engine are a process each. The gateway has its router, which reaches the
+engine as in a run; the proxy reaches it by HTTP; "direct" are the same clients at the engine's HTTP, with nothing in
+between: what they and the machine cost themselves. A conversation grows with each turn; each episode has a connection.
+
+Two loads: *roomy*, with a slot for every episode, and *tight*, with half as many. Overhead of a call is what its client
+waits (from the write to the answer's last byte) less the time in which the call had its slot; it is told of the roomy
+load, in which nobody waits for a slot. All episodes begin at once, so that first calls wait for each other: "later" are
+calls after an episode's first. Busy is the part of the slots' time in which they had a call, from the first call until
+fewer episodes are left than slots. CPU is that of the process in between, without its start.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
-import random
+import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import peer_env
+import psutil
 import uvloop
+from peers.slots import SIGMA, TOKEN
 
-TOKEN = "bench-bench-bench-bench-bench-bench"
-ANSWER = "I think that it is forty-two, but I may be wrong."
-SIGMA = 0.9
-"""Of the logarithm of latencies: the longest percent takes eight times the median."""
+from relax_rt.roles.gateway.keys import Keys
 
-# --- the engine
-
-
-class Engine:
-    """Slots in which calls sleep as long as their name says."""
-
-    def __init__(self, slots: int, median_s: float) -> None:
-        self.slots, self._median_s = slots, median_s
-        self._room = asyncio.Semaphore(slots)
-        self.waiting = self.busy = 0
-        self.log: list[tuple[str, float, float]] = []
-
-    async def work(self, name: str) -> None:
-        """Be at work on the call of this name."""
-        self.waiting += 1
-        try:
-            await self._room.acquire()
-        finally:
-            self.waiting -= 1
-        self.busy += 1
-        began = time.monotonic()
-        try:
-            await asyncio.sleep(self._median_s * random.Random(name).lognormvariate(0, SIGMA))
-        finally:
-            self.log.append((name, began, time.monotonic()))
-            self.busy -= 1
-            self._room.release()
-
-
-def name_of(text: str) -> str:
-    """The call's name stands in the last message: ``call <name>.``"""
-    return text.rpartition("call ")[2].partition(".")[0]
-
-
-# --- what stands in between
-
-
-async def gateway(slots: int, median_s: float, stack: AsyncExitStack) -> tuple[Any, Engine]:
-    """The gateway with the engine in its process."""
-    from relax_rt.roles.agentic.tokens import ChatTemplate, TokenLedger
-    from relax_rt.roles.gateway.admission import Load, Marks
-    from relax_rt.roles.gateway.api import SessionLimits
-    from relax_rt.roles.gateway.app import Bounds, Gateway
-    from relax_rt.roles.gateway.gate import Gate
-    from relax_rt.roles.gateway.keys import Keys
-    from relax_rt.roles.gateway.service import Service, Terms
-    from relax_rt.roles.gateway.sessions import Sessions
-    from relax_rt.roles.models.tiny import character_tokenizer
-    from relax_rt.roles.models.tokenizer import ChatTokenizer
-    from relax_rt.roles.router.core import Deliver
-    from relax_rt.roles.router.requests import Outcome, Wanted
-    from relax_rt.transport.queue.api import VersionSpan
-
-    engine = Engine(slots, median_s)
-    tokenizer = ChatTokenizer(character_tokenizer(), Path())
-    template = ChatTemplate(tokenizer)
-    answer = [*tokenizer.encode(ANSWER), *tokenizer.stop_ids]
-
-    class Tokens:
-        async def generate(self, wanted: Wanted) -> Outcome:
-            await engine.work(name_of(tokenizer.spell(wanted.prompt[-64:])))
-            spans = [VersionSpan(0, len(answer), 1, 1)]
-            return Outcome(
-                kind="done", finish_reason="stop", tokens=answer, logprobs=[-1.0] * len(answer), versions=spans
-            )
-
-        async def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
-            done = await self.generate(wanted)
-            yield Deliver(0, 0, done.tokens, done.logprobs, done.versions)
-
-    def load() -> Load:
-        return Load(room=slots - engine.busy, stalled=engine.waiting, kv_used=0.0)
-
-    gate = await stack.enter_async_context(Gate(Marks(), load))
-    service = Service(Tokens(), tokenizer, gate, Terms(models=("policy",), new_tokens=64, context=1 << 16))
-    sessions = Sessions(
-        lambda name, tokens: TokenLedger(template, max_tokens=tokens, session=name),
-        tokens=1 << 16,
-        most=1 << 14,
-        idle_s=600.0,
-        now=time.monotonic,
-    )
-    keys = Keys(TOKEN)
-    for number in range(1 << 13):
-        sessions.open(f"e{number}", SessionLimits())
-    return Gateway(service, sessions, keys, Bounds()).application(), engine
-
-
-async def engine_server(slots: int, median_s: float, stack: AsyncExitStack) -> tuple[Any, Engine]:
-    """The engine alone behind HTTP: an answer of Chat Completions."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route
-
-    engine = Engine(slots, median_s)
-
-    async def answer(request: Request) -> JSONResponse:
-        asked = await request.json()
-        await engine.work(name_of(asked["messages"][-1]["content"]))
-        message = {"role": "assistant", "content": ANSWER}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return JSONResponse({"id": "x", "object": "chat.completion", "choices": [choice], "model": "policy"})
-
-    return Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])]), engine
-
-
-async def proxy(upstream: str, stack: AsyncExitStack) -> Any:
-    """Reads JSON, sends it on, reads JSON, answers with it: what a gateway without a ledger does."""
-    import httpx
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route
-
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    client = await stack.enter_async_context(httpx.AsyncClient(base_url=upstream, timeout=600.0, limits=limits))
-
-    async def answer(request: Request) -> JSONResponse:
-        asked = await request.json()
-        told = await client.post("/v1/chat/completions", json=asked)
-        return JSONResponse(told.json(), told.status_code)
-
-    return Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
-
-
-async def serve(kind: str, slots: int, median_s: float, upstream: str) -> None:
-    """Serve until a line comes on stdin; then say what was measured."""
-    from relax_rt.roles.gateway.server import listen, make_server, url_of
-
-    async with AsyncExitStack() as stack:
-        engine = None
-        if kind == "gateway":
-            app, engine = await gateway(slots, median_s, stack)
-        elif kind == "engine":
-            app, engine = await engine_server(slots, median_s, stack)
-        else:
-            app = await proxy(upstream, stack)
-        listening = listen("127.0.0.1", 0)
-        server = make_server(app, connections=1 << 14, head_s=60.0)
-        serving = asyncio.create_task(server.serve([listening]))
-        print(json.dumps({"url": url_of(listening)}), flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        log = engine.log if engine is not None else []
-        print(
-            json.dumps({"cpu_s": used.ru_utime + used.ru_stime, "rss_mib": used.ru_maxrss / 1024, "log": log}),
-            flush=True,
-        )
-        server.should_exit = True
-        await serving
+HERE = Path(__file__).resolve().parent
+OURS, PROXY, DIRECT = "gateway", "FastAPI + httpx", "direct"
+BUSY = 0.95
+"""Share of the engine's slots that the gateway is to keep busy while there is enough to do."""
+LAG_S = 0.02
+"""How often the clients' loop looks how late it is."""
+MOST_LAG_S, MOST_CLIENT = 0.01, 0.8
+"""Beyond these the clients may have been the bottleneck."""
+Log = Sequence[tuple[str, float, float]]
+"""Of each call that had a slot: its name, and from when to when (monotonic seconds)."""
 
 
 class Server:
-    """A process of this file that serves."""
+    """A process that serves until it is told to end."""
 
-    def __init__(self, kind: str, slots: int, median_s: float, upstream: str = "") -> None:
-        command = [sys.executable, __file__, "--serve", kind, "--slots", str(slots), "--median-s", str(median_s)]
-        self.process = subprocess.Popen(
-            [*command, "--upstream", upstream], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._watched = psutil.Process(self.process.pid)
         self.url = str(self._line()["url"])
-        self.idle_cpu_s = self._cpu_s()
+        self.start_cpu_s = self.cpu_s()
+        self.counted: dict[str, int] = {}
+        """What it has counted until its end."""
 
-    def end(self) -> dict[str, Any]:
-        """What it has measured; its CPU without that of its start."""
+    def cpu_s(self) -> float:
+        """Processor time until now."""
+        times = self._watched.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_mib(self) -> float:
+        """Memory now."""
+        return float(self._watched.memory_info().rss) / 2**20
+
+    def end(self) -> Log:
+        """What it has logged."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         told = self._line()
+        self.counted = told.get("counted", {})
+        log = [(str(name), float(began), float(ended)) for name, began, ended in told["log"]]
         self.process.wait(30)
-        return told | {"cpu_s": told["cpu_s"] - self.idle_cpu_s}
+        return log
 
     def kill(self) -> None:
         """Whatever happened."""
         self.process.kill()
         self.process.wait()
 
-    def _cpu_s(self) -> float:
-        import psutil
-
-        times = psutil.Process(self.process.pid).cpu_times()
-        return times.user + times.system
-
     def _line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a server ended with {self.process.wait(30)}")
+        if not (line := self.process.stdout.readline()):
+            raise SystemExit(f"{self.process.args!r:.200} ended with {self.process.wait(30)}")
         return dict(json.loads(line))
+
+
+@contextlib.contextmanager
+def servers(way: str, slots: int, episodes: int, median_s: float) -> Iterator[list[Server]]:
+    """The engine, and before it what clients speak to."""
+    load = [str(slots), str(median_s)]
+    peer = [str(peer_env.interpreter()), str(HERE / "peers/fastapi_proxy.py")]
+    ours = [sys.executable, str(HERE / "agentic_servers.py")]
+    begun: list[Server] = []
+    with tempfile.TemporaryDirectory(prefix="relax-bench-") as folder:
+        path = f"{folder}/engine.sock"
+        try:
+            if way == OURS:
+                begun.append(Server([*ours, "engine", path, *load]))
+                begun.insert(0, Server([*ours, "gateway", path, str(episodes)]))
+            else:
+                begun.append(Server([*peer, "engine", *load]))
+                if way == PROXY:
+                    begun.insert(0, Server([*peer, "proxy", begun[0].url]))
+            yield begun
+        finally:
+            for server in begun:
+                server.kill()
 
 
 # --- the episodes
 
 
-class Caller:
-    """One connection, one call after the other."""
+class Caller(asyncio.Protocol):
+    """One connection, one call after the other. No client package: the same few lines for everyone, and cheap."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self._host, port = url.removeprefix("http://").split(":")
-        self._port, self._key = int(port), key
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-
-    async def open(self) -> None:
-        """Connect."""
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-
-    async def call(self, messages: list[dict[str, str]]) -> str:
-        """The answer's words."""
-        body = json.dumps({"model": "policy", "messages": messages}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._key}\r\n"
-        self._writer.write(
-            f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    def __init__(self, host: str, key: str) -> None:
+        self._head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+            "Content-Type: application/json\r\nContent-Length: "
         )
-        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        length = next(int(line[15:]) for line in lines if line.lower().startswith("content-length:"))
-        told = await self._reader.readexactly(length)
-        if " 200 " not in lines[0]:
-            raise SystemExit(f"{lines[0]}: {told.decode()[:500]}")
-        return str(json.loads(told)["choices"][0]["message"]["content"])
+        self._got = bytearray()
+        self._transport: asyncio.WriteTransport
+        self._answer: asyncio.Future[tuple[bytes, float]]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's are none of asyncio's classes.
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._got += data
+        if (end := self._got.find(b"\r\n\r\n")) < 0:
+            return
+        head = bytes(self._got[:end])
+        found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+        assert found is not None, head
+        if len(self._got) < end + 4 + int(found[1]):
+            return
+        body, self._got = bytes(self._got[end + 4 :]), bytearray()
+        if not head.startswith(b"HTTP/1.1 200 "):
+            self._answer.set_exception(SystemExit(f"{head!r}: {body!r:.500}"))
+        else:
+            self._answer.set_result((body, time.monotonic()))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if hasattr(self, "_answer") and not self._answer.done():
+            self._answer.set_exception(ConnectionError(f"the server has hung up: {exc}"))
+
+    async def call(self, messages: list[dict[str, str]]) -> tuple[str, float]:
+        """The answer's words, and how long they took, seconds."""
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        self._answer = asyncio.get_running_loop().create_future()
+        began = time.monotonic()
+        self._transport.write(f"{self._head}{len(body)}\r\n\r\n".encode() + body)
+        told, at = await self._answer
+        return str(json.loads(told)["choices"][0]["message"]["content"]), at - began
 
     def close(self) -> None:
         """Disconnect."""
-        self._writer.close()
+        self._transport.close()
 
 
-async def play(url: str, key_of: Callable[[str], str], episodes: int, turns: int) -> dict[str, Any]:
-    """All episodes; latency of each call and when each episode ended, on the monotonic clock."""
-    latency: dict[str, float] = {}
-    ends: list[float] = []
+@dataclass
+class Played:
+    """What the clients saw: seconds on the monotonic clock, and durations.
 
-    async def episode(number: int) -> None:
-        caller = Caller(url, key_of(f"e{number}"))
-        await caller.open()
+    Attributes:
+        waited: of each call, by name. ends: of episodes, in order. lags: how late their loop was. cpu_s: of their own.
+    """
+
+    began: float = 0.0
+    waited: dict[str, float] = field(default_factory=dict)
+    ends: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+    async def look(self) -> None:
+        """How late the loop is, for as long as it runs."""
+        while True:
+            due = time.monotonic() + LAG_S
+            await asyncio.sleep(LAG_S)
+            self.lags.append(time.monotonic() - due)
+
+
+async def play(url: str, episodes: int, turns: int) -> Played:
+    """All episodes at once."""
+    played, keys, loop = Played(), Keys(TOKEN), asyncio.get_running_loop()
+    host, port = url.removeprefix("http://").split(":")
+    callers = [Caller(host, keys.of_session(f"e{number}")) for number in range(episodes)]
+    for caller in callers:
+        await loop.create_connection(lambda caller=caller: caller, host, int(port))
+
+    async def episode(number: int, caller: Caller) -> None:
         messages: list[dict[str, str]] = []
         for turn in range(turns):
             name = f"{number}-{turn}"
             messages.append({"role": "user", "content": f"Here is what happened next, it is call {name}."})
-            began = time.monotonic()
-            answer = await caller.call(messages)
-            latency[name] = time.monotonic() - began
+            answer, played.waited[name] = await caller.call(messages)
             messages.append({"role": "assistant", "content": answer})
-        ends.append(time.monotonic())
+        played.ends.append(time.monotonic())
         caller.close()
 
-    began = time.monotonic()
-    waits: list[Awaitable[None]] = [episode(number) for number in range(episodes)]
-    await asyncio.gather(*waits)
-    return {"latency": latency, "ends": sorted(ends), "began": began}
+    spent = time.process_time()
+    looking = asyncio.create_task(played.look())
+    played.began = time.monotonic()
+    await asyncio.gather(*(episode(number, caller) for number, caller in enumerate(callers)))
+    looking.cancel()
+    played.cpu_s = time.process_time() - spent
+    return played
 
 
-def busy_share(log: list[tuple[str, float, float]], slots: int, begin: float, end: float) -> float:
-    """Part of the slots' time from begin to end in which they worked."""
+# --- the figures
+
+
+def busy_share(log: Log, slots: int, begin: float, end: float) -> float:
+    """Part of the slots' time from begin to end in which they had a call; NaN: that is no time."""
     worked = sum(max(0.0, min(ended, end) - max(began, begin)) for _, began, ended in log)
     return worked / (slots * (end - begin)) if end > begin else float("nan")
 
 
-def quantile(values: list[float], q: float) -> float:
-    """Of at least one value."""
+def enough_until(ends: Sequence[float], slots: int) -> float:
+    """When fewer episodes were left than there are slots, of at least as many."""
+    return sorted(ends)[len(ends) - slots]
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Of at least one value; the highest, of fewer than two hundred for a q beyond the median."""
     values = sorted(values)
-    return values[min(len(values) - 1, int(q * len(values)))]
+    return values[-1 if q > 0.5 and len(values) < 200 else min(len(values) - 1, int(q * len(values)))]
 
 
-def measure(kind: str, slots: int, episodes: int, turns: int, median_s: float) -> dict[str, Any]:
+def busy_machine_s() -> float:
+    """Seconds in which the machine's cores were at work, all together."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+def measure(way: str, slots: int, episodes: int, turns: int, median_s: float) -> dict[str, Any]:
     """One load of one way."""
-    from relax_rt.roles.gateway.keys import Keys
-
-    keys = Keys(TOKEN)
-    servers = []
-    try:
-        if kind == "gateway":
-            servers = [Server("gateway", slots, median_s)]
-        else:
-            servers = [Server("engine", slots, median_s)]
-            servers.append(Server("proxy", slots, median_s, servers[0].url))
-        played = uvloop.run(play(servers[-1].url, keys.of_session, episodes, turns))
-        told = [server.end() for server in reversed(servers)]
-    finally:
-        for server in servers:
-            server.kill()
-    log = told[-1]["log"]
+    with servers(way, slots, episodes, median_s) as begun:
+        machine = busy_machine_s()
+        played = uvloop.run(play(begun[0].url, episodes, turns))
+        machine = busy_machine_s() - machine
+        spent = [server.cpu_s() - server.start_cpu_s for server in begun]
+        rss_mib = begun[0].rss_mib()
+        log = [server.end() for server in begun][-1]
     took = {name: ended - began for name, began, ended in log}
-    extra = [1000 * (latency - took[name]) for name, latency in played["latency"].items()]
-    last = played["ends"][max(0, episodes - slots)] if episodes > slots else played["ends"][0]
+    over = {name: 1000 * (waited - took[name]) for name, waited in played.waited.items()}
+    later = [value for name, value in over.items() if not name.endswith("-0")]
+    seconds, until = played.ends[-1] - played.began, enough_until(played.ends, slots)
     calls = episodes * turns
     return {
-        "way": kind,
+        "way": way,
         "slots": slots,
-        "calls": calls,
-        "seconds": played["ends"][-1] - played["began"],
-        "over_p50_ms": quantile(extra, 0.5),
-        "over_p99_ms": quantile(extra, 0.99) if calls >= 200 else max(extra),
-        "cpu_ms_a_call": 1000 * told[0]["cpu_s"] / calls,
-        "rss_mib": told[0]["rss_mib"],
-        "busy": busy_share(log, slots, played["began"] + 2 * median_s, last),
+        "seconds": seconds,
+        "over_p50_ms": quantile(list(over.values()), 0.5),
+        "over_p99_ms": quantile(list(over.values()), 0.99),
+        "later_p99_ms": quantile(later, 0.99),
+        "cpu_ms": 1000 * spent[0] / calls,
+        "busy": busy_share(log, slots, played.began, until),
+        "again": len(log) - calls,
+        "rss_mib": rss_mib,
+        "counted": begun[0].counted,
+        "client": played.cpu_s / seconds,
+        "client_lag_s": quantile(played.lags, 0.99),
+        "others": max(0.0, machine - played.cpu_s - sum(spent)) / seconds,
     }
 
 
-def main() -> None:
+def rows(found: dict[tuple[str, bool], dict[str, Any]], episodes: int) -> list[dict[str, Any]]:
+    """The machine-readable result, of what was measured by way and whether the load was tight."""
+    table = []
+
+    def row(name: str, unit: str, better: str, what: str, *, tight: bool, limit: float | None, goal: str) -> None:
+        values = {way: values[what] for (way, load), values in found.items() if load == tight}
+        ours = values.pop(OURS)
+        holds = ours >= BUSY if goal else None
+        told = {"name": name, "unit": unit, "better": better, "ours": ours, "peers": values, "limit": limit}
+        table.append({**told, "goal": goal, "holds": holds})
+
+    goal = f"at least {BUSY:.0%}"
+    loads = [(False, "a slot for every episode"), (True, f"{found[OURS, True]['slots']} slots for {episodes} episodes")]
+    row("overhead of a call, p50", "ms", "lower", "over_p50_ms", tight=False, limit=0.0, goal="")
+    row("overhead of a call, p99", "ms", "lower", "over_p99_ms", tight=False, limit=0.0, goal="")
+    row("overhead of a call after the first, p99", "ms", "lower", "later_p99_ms", tight=False, limit=0.0, goal="")
+    for tight, load in loads:
+        row(f"CPU of a call, {load}", "ms", "lower", "cpu_ms", tight=tight, limit=None, goal="")
+    for tight, load in loads:
+        name = f"slots busy, {load}"
+        row(name, "share", "higher", "busy", tight=tight, limit=1.0, goal=goal if tight else "")
+    row("memory with all episodes", "MiB", "lower", "rss_mib", tight=False, limit=None, goal="")
+    return table
+
+
+def show(found: dict[tuple[str, bool], dict[str, Any]]) -> None:
+    """The table for people."""
+    print(f"{'':16}{'slots':>6}{'seconds':>9}{'over p50':>11}{'p99':>11}{'later p99':>11}{'CPU/call':>10}", end="")
+    print(f"{'busy':>7}{'again':>6}{'RSS':>9}{'clients':>9}{'late p99':>10}{'others':>8}")
+    for (way, tight), row in found.items():
+        over = [
+            f"{'-' if tight else f'{row[what]:.1f}ms':>11}" for what in ("over_p50_ms", "over_p99_ms", "later_p99_ms")
+        ]
+        cpu = "-" if way == DIRECT else f"{row['cpu_ms']:.2f}ms"
+        print(f"{way:16}{row['slots']:6}{row['seconds']:9.1f}{''.join(over)}{cpu:>10}", end="")
+        print(f"{row['busy']:7.1%}{row['again']:6}{row['rss_mib']:6.0f}MiB", end="")
+        print(f"{row['client']:9.0%}{1000 * row['client_lag_s']:8.1f}ms{row['others']:8.2f}")
+        if row["counted"]:
+            print(f"  {', '.join(f'{name} {count}' for name, count in row['counted'].items())}")
+        if row["client"] > MOST_CLIENT or row["client_lag_s"] > MOST_LAG_S:
+            print(f"  the clients were late themselves: what {way} shows above is partly theirs")
+    print("again: calls begun anew; clients: share of a core that they took; late: how late their loop was; ", end="")
+    print("others: cores that other processes took")
+
+
+def main() -> int:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--median-s", type=float, default=2.0)
-    parser.add_argument("--quick", action="store_true", help="200 episodes x 4 turns, of half a second")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--slots", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--upstream", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--median-s", type=float, default=2.0, help="of the engine's latencies")
+    parser.add_argument("--quick", action="store_true", help="200 episodes x 6 turns, of half a second")
+    parser.add_argument("--ours", action="store_true", help="the gateway alone")
+    parser.add_argument("--json", action="store_true", help="last line: the rows as JSON")
     asked = parser.parse_args()
+    episodes, turns, median_s = (200, 6, 0.5) if asked.quick else (asked.episodes, asked.turns, asked.median_s)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16, hard)
-    )
-    if asked.serve:
-        uvloop.run(serve(asked.serve, asked.slots, asked.median_s, asked.upstream))
-        return
-    episodes, turns, median_s = (200, 4, 0.5) if asked.quick else (asked.episodes, asked.turns, asked.median_s)
-    rows = [
-        measure(kind, slots, episodes, turns, median_s)
-        for slots in (episodes, episodes // 2)
-        for kind in ("gateway", "proxy")
-    ]
-    if asked.json:
-        print(json.dumps(rows))
-        return
+    most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    ways = [(OURS, False), (OURS, True)]
+    if not asked.ours and peer_env.interpreter() is None:
+        print(peer_env.MISSING, file=sys.stderr)
+    elif not asked.ours:
+        ways = [(OURS, False), (PROXY, False), (DIRECT, False), (OURS, True), (PROXY, True)]
     print(f"{episodes} episodes x {turns} turns, latency median {median_s:g} s, log-normal with sigma {SIGMA:g}")
-    print(f"{'':8} {'slots':>6} {'seconds':>8} {'over p50':>9} {'over p99':>9} {'CPU/call':>9} {'busy':>6} {'RSS':>8}")
-    for row in rows:
-        roomy = row["slots"] >= episodes
-        over = f"{row['over_p50_ms']:7.1f}ms {row['over_p99_ms']:7.1f}ms" if roomy else f"{'-':>9} {'-':>9}"
-        busy = "     -" if roomy else f"{row['busy']:6.1%}"
-        tail = f"{row['cpu_ms_a_call']:7.2f}ms {busy} {row['rss_mib']:5.0f}MiB"
-        print(f"{row['way']:8} {row['slots']:6} {row['seconds']:8.1f} {over} {tail}")
+    found = {
+        (way, tight): measure(way, episodes // 2 if tight else episodes, episodes, turns, median_s)
+        for way, tight in ways
+    }
+    show(found)
+    table = rows(found, episodes)
+    for each in table:
+        if each["goal"]:
+            print(f"{each['name']}: {each['ours']:.1%}, goal {each['goal']}: {'yes' if each['holds'] else 'NO'}")
+    if asked.json:
+        print(json.dumps(table, ensure_ascii=False))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
