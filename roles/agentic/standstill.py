@@ -5,10 +5,9 @@ What is begun again for ever would else look like a run that is busy.
 
 from __future__ import annotations
 
-from relax_rt.config.problems import BadInput
 from relax_rt.metrics import read_metrics
 from relax_rt.role import RoleContext
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import GivenUp, RelaxError
 
 KIND = "env_standstill"
 """Of the metrics record, and the event, of a slot that ends because of it."""
@@ -92,4 +91,4 @@ def ending(ctx: RoleContext, error: Fruitless) -> RelaxError:
     if times < ENDS:
         return error
     why = f"{error.why}; it is end number {times} of an env role without an episode in between"
-    return BadInput(error.what, why=why, hint=f"{error.hint}; `relax-rt up` goes on from the last checkpoint")
+    return GivenUp(error.what, why=why, hint=f"{error.hint}; `relax-rt up` goes on from the last checkpoint")

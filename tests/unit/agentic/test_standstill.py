@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from agentic_parts import TASK, Count, Engine, factory, numbers, template, tokenizer
 
-from relax_rt.config.problems import BadInput
 from relax_rt.metrics import MetricsLog
 from relax_rt.roles.agentic import Chat, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Generate
@@ -33,6 +32,7 @@ from relax_rt.roles.agentic.standstill import (
 from relax_rt.roles.agentic.tally import Tally
 from relax_rt.roles.router.requests import Outcome, Wanted
 from relax_rt.roles.sections import SamplingTable
+from relax_rt.transport.errors import GivenUp
 from relax_rt.transport.queue.api import Ticket
 from relax_rt.transport.versions import VersionRecord
 
@@ -241,7 +241,7 @@ def test_the_run_ends_when_slots_end_again_and_again_without_an_episode_in_betwe
     ctx = context(tmp_path, "two")
     assert [ending(ctx, error) for _ in range(ENDS - 1)] == [error] * (ENDS - 1)
     final = ending(ctx, error)
-    assert isinstance(final, BadInput) and "192 times: no engine; it is end number 3 of an env role" in str(final)
+    assert isinstance(final, GivenUp) and "192 times: no engine; it is end number 3 of an env role" in str(final)
     assert [event["times"] for event in ctx.events] == [1, 2, 3] and ctx.events[0]["kind"] == KIND
     for one in (first, ctx):
         one.close()
