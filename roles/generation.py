@@ -48,7 +48,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         max_new_tokens: of the whole completion, what there is already included.
         stop_ids: one of these ends it.
         tokens, logprobs, versions: what another engine has made of the completion: it is gone on with behind that.
-        routing: routing rows are wanted (see engines.routing); rows: those of `tokens`.
+        routing: routing rows are wanted (see engines.routing), of the prompt from position `rows_from` on; rows: those
+            of `tokens`.
         media: the pictures in the prompt.
         allowed: policy versions that the caller takes, the committed one last; a newer one than that will do too.
         chunk_tokens: a piece has about so many.
@@ -64,8 +65,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Annotated[list[Finite], msgspec.Meta(max_length=MAX_TOKENS)] = []
     versions: Annotated[list[VersionSpan], msgspec.Meta(max_length=MAX_TOKENS)] = []
     routing: bool = False
-    rows: Annotated[bytes, msgspec.Meta(max_length=MOST_ROW_BYTES)] = b""
+    rows_from: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0
     media: Annotated[list[Shown], msgspec.Meta(max_length=MOST_PICTURES)] = []
+    rows: Annotated[bytes, msgspec.Meta(max_length=MOST_ROW_BYTES)] = b""
     allowed: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = CHUNK_TOKENS
     left_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
@@ -96,8 +98,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         finish_reason: stop, length or abort, with its last piece.
         turned_away: why the sequence was not begun, or is not gone on with here; then it is the last piece.
         report: how the engine does.
-        routing: a routing row for each of `tokens`, if they are wanted. prompt_routing: those of the prompt, with the
-            first tokens that this engine makes.
+        routing: a routing row for each of `tokens`, if they are wanted. prompt_routing: those of the prompt, from
+            `rows_from` on, with the first tokens that this engine makes.
     """
 
     start: int = 0
@@ -302,6 +304,7 @@ def _request(number: int, order: Order) -> GroupRequest:
         partials=(partial,),
         chunk_tokens=order.chunk_tokens,
         routing=order.routing,
+        rows_from=order.rows_from,
         media=tuple(order.media),
     )
 

@@ -334,8 +334,8 @@ class RolloutSettings(EngineSettings):
     """Tokens of an unfinished sequence after which they are kept in the queue: when the rollout dies, another goes on
     behind them. 0: only when it stops in order."""
     routing: bool = False
-    """Record the experts that each token was routed to (Qwen3-MoE) in the `routing` column of samples: 2 bytes for each
-    token, layer and chosen expert, in the queue and, of unfinished sequences, in its journal."""
+    """Record the experts that each token was routed to (Qwen3-MoE) in the `routing` column of samples, episodes' too:
+    2 bytes for each token, layer and chosen expert, in the queue and, of unfinished sequences, in its journal."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """The KV cache of sequences in flight at a weight update: keep it (later tokens are marked with the older version
     of the cache), or compute it again under the new weights."""

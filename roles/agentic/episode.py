@@ -24,6 +24,8 @@ from relax_rt.roles.agentic.interface import (
 )
 from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
+from relax_rt.roles.engines.routing import PART_TOKENS
+from relax_rt.roles.generation import CHUNK_TOKENS
 from relax_rt.roles.media.taking import looked_at
 from relax_rt.roles.rewards.loader import user_line
 from relax_rt.roles.router import NotGenerated, Outcome, RouterEnded, RouterFull, Wanted
@@ -171,7 +173,8 @@ class Talk:
         self.doing = f"waits for tokens of reply {turn}"
         self.waiting += 1
         try:
-            outcome = self.kept.take(turn, plan.tokens, media=plan.media) if self.kept is not None else None
+            rows = plan.rows if self._sampling.routing else None
+            outcome = self.kept.take(turn, plan.tokens, rows, plan.media) if self.kept is not None else None
             if outcome is None:
                 outcome = await self._sampled(plan, turn)
                 if self.kept is not None:
@@ -284,7 +287,9 @@ class Talk:
             timeout_s=left_s,
             lag=self._lag(self._oldest),
             session=sampling.session,
+            chunk_tokens=PART_TOKENS if sampling.routing else CHUNK_TOKENS,
             routing=sampling.routing,
+            rows_from=plan.rows,
             media=plan.media,
         )
 

@@ -53,10 +53,19 @@ class Replies:
         spans = (span for outcome in self._found.values() for span in outcome.versions)
         return min((span.kv_version for span in spans), default=0)
 
-    def take(self, turn: int, prompt: Sequence[int], media: Sequence[Shown] = ()) -> Outcome | None:
-        """What was said in this turn behind these tokens and pictures, once."""
+    def take(
+        self, turn: int, prompt: Sequence[int], rows: int | None = None, media: Sequence[Shown] = ()
+    ) -> Outcome | None:
+        """What was said in this turn behind these tokens and pictures, once.
+
+        Args:
+            rows: positions at the prompt's beginning that have their routing rows; a reply without those of all others
+                is none. None: rows are not wanted.
+        """
         found = self._found.pop((turn, _digest(prompt, media)), None)
-        self.used += found is not None
+        if found is None or (rows is not None and not _has_rows(found, len(prompt) - 1 - rows)):
+            return None
+        self.used += 1
         return found
 
     def add(self, turn: int, prompt: Sequence[int], outcome: Outcome, media: Sequence[Shown] = ()) -> None:
@@ -116,6 +125,12 @@ def forget(kept: Sequence[Replies]) -> None:
     """The replies of a game are not to be given again."""
     for one in kept:
         one.forget()
+
+
+def _has_rows(outcome: Outcome, positions: int) -> bool:
+    """Whether there is a routing row for each token, and one for each of so many positions before the prompt's last."""
+    width = len(outcome.routing) // max(1, len(outcome.tokens))
+    return width > 0 and len(outcome.prompt_routing) >= positions * width
 
 
 def _digest(prompt: Sequence[int], media: Sequence[Shown]) -> int:

@@ -33,7 +33,7 @@ class Player:
     Attributes:
         pool: of worker processes, where the environment's methods block.
         lag: see Talk. told: is called with the tokens of each reply.
-        routing: replies come with routing rows.
+        routing: replies that are trained come with routing rows.
         rewards: scores an episode besides what its environment gives.
         programs: play, where environments are programs.
     """
@@ -83,15 +83,19 @@ class Player:
             seed: of its replies; those of other seats are drawn from it.
             kept: what was said in each seat when it was played before.
             temperature: unless it is the run's.
-            fresh: sample all of it at the newest weights.
+            fresh: sample all of it at the newest weights; it is not trained, and needs no routing rows.
         """
         lag = (lambda oldest: 0) if fresh else self.lag
         wanted = self.sampling.temperature if temperature is None else temperature
+        routing = self.routing and not fresh
         if self.programs is not None:
-            played = await self.programs.play(name, task, seed, temperature=wanted, fresh=fresh)
+            played = await self.programs.play(name, task, seed, temperature=wanted, fresh=fresh, routing=routing)
             return [played if self.rewards is None else await self._rewarded(task, played)]
         names = [name, *(f"{name}/{seat}" for seat in range(1, self.factory.seats))]
-        talks = [self._talk(one, turn_seed(seed, -n) if n else seed, wanted, lag) for n, one in enumerate(names)]
+        talks = [
+            self._talk(one, turn_seed(seed, -n) if n else seed, wanted, lag, routing=routing)
+            for n, one in enumerate(names)
+        ]
         for talk, replies in zip(talks, kept, strict=False):
             talk.kept = replies
         self._talks.update(zip(names, talks, strict=True))
@@ -106,9 +110,9 @@ class Player:
             for one in names:
                 self._talks.pop(one, None)
 
-    def _talk(self, session: str, seed: int, temperature: float, lag: Callable[[int], int]) -> Talk:
+    def _talk(self, session: str, seed: int, temperature: float, lag: Callable[[int], int], *, routing: bool) -> Talk:
         sampling = Sampling(
-            seed=seed, temperature=temperature, stop_ids=self.stop_ids, session=session, routing=self.routing
+            seed=seed, temperature=temperature, stop_ids=self.stop_ids, session=session, routing=routing
         )
         ledger = TokenLedger(
             self.chat,

@@ -54,9 +54,14 @@ class Programs:
     doing: dict[str, str] = field(default_factory=dict)
     """What each episode is at, in words."""
 
-    async def play(self, name: str, task: Task, seed: int, *, temperature: float, fresh: bool = False) -> Played:
+    async def play(
+        self, name: str, task: Task, seed: int, *, temperature: float, fresh: bool = False, routing: bool = False
+    ) -> Played:
         """Play one episode; see `Player.play`. It waits for a place among the programs, and where the machine has no
         room for one more process, its time not running.
+
+        Args:
+            routing: its replies come with routing rows.
 
         Raises:
             Stuck, Broken, Lost, NotMade: see `episode.play_seats`.
@@ -70,6 +75,7 @@ class Programs:
             seed=seed,
             temperature=temperature,
             weights="newest" if fresh else "episode",
+            routing=routing,
         )
         self.doing[name] = f"waits for a place ({self.host.places} programs at a time)"
         try:

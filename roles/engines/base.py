@@ -54,6 +54,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
         partials: what is there of each member already; empty: of none.
         chunk_tokens: report a member every so many tokens; 0: only its end.
         routing: wants the routing rows (see `routing`), which only an engine that was started for them has.
+        rows_from: position of the prompt from which on: those before have theirs already.
         media: the pictures in the prompt, in order.
     """
 
@@ -67,6 +68,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 0
     routing: bool = False
     media: tuple[Shown, ...] = ()
+    rows_from: int = 0
 
     def partial(self, member: int) -> Partial | None:
         """What is there of a member already."""
@@ -85,7 +87,8 @@ class Chunk(msgspec.Struct, frozen=True):
         versions: policy versions of `tokens`, in positions of the completion.
         finish_reason: stop, length or abort in a member's last chunk, which may hold no token; else empty.
         routing: a row for each of `tokens`: that of the position before it (see `routing`).
-        prompt_routing: rows of the positions before the prompt's last, with a member's first tokens in this engine.
+        prompt_routing: rows of the positions before the prompt's last, from the request's `rows_from` on, with a
+            member's first tokens in this engine.
     """
 
     request: int
@@ -365,6 +368,9 @@ def check_request(
             why="this engine was not started for them",
             hint="set roles.rollout.routing = true, with a mixture of experts",
         )
+    if not 0 <= request.rows_from < len(request.prompt):
+        why = f"its prompt has {len(request.prompt)} tokens"
+        raise Refused(f"{what}: routing rows from position {request.rows_from} on", why=why)
     if request.max_new_tokens < 1:
         raise Refused(f"{what}: max_new_tokens = {request.max_new_tokens}", why="at least one token is sampled")
     if len(request.prompt) + request.max_new_tokens > context:

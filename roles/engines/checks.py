@@ -26,9 +26,6 @@ def check_engines(config: RLConfig) -> Iterator[Problem]:
     for kind, table in config.roles.items():
         if not isinstance(table, EngineSettings):
             continue
-        if isinstance(table, RolloutSettings) and table.routing and "env" in config.roles:
-            message = "routing rows of episodes are not recorded: the gateway does not ask for them"
-            yield Problem(("roles", kind, "routing"), message, "leave it out", at="key")
         path = ("roles", kind, "sglang")
         if table.engine != "sglang":
             for key in sorted(table.sglang.model_fields_set):

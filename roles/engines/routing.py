@@ -24,6 +24,9 @@ from relax_rt.transport.errors import Refused, RelaxError
 NO_EXPERT = -1
 """In a layer that has no experts."""
 MOST_EXPERTS = 1 << 15
+PART_TOKENS = 64
+"""Tokens between two parts of a sequence with rows that nobody looks at while it is made: SGLang tells rows at a
+segment's end alone, so that each part is a segment of its own there."""
 HINT = "leave roles.rollout.routing out, or train a mixture of experts of the Qwen3-MoE family"
 
 

@@ -84,7 +84,7 @@ class Sequence:
         """Its prompt was computed, with these routing rows [prompt, layers, k]; the last of them is its next token's
         where it has none yet."""
         if self.rows is not None and prompt is not None:
-            self.rows.set_prompt(told(prompt[:-1]))
+            self.rows.set_prompt(told(prompt[self.request.rows_from : -1]))
 
     def append(self, token: int, logprob: float, version: int, row: NDArray[np.int16] | None = None) -> None:
         """A sampled token, and the routing row [layers, k] of the position that it was sampled at."""

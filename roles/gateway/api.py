@@ -30,6 +30,7 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
         temperature: None: the run's.
         weights: engines that may answer. lag: those as far behind as roles.gateway.lag says; episode: for the first
             answer those at the newest weights, for the others those no older than its oldest token; newest: no others.
+        routing: its episode has routing rows, of engines that were started for them.
     """
 
     tokens: Count = 0
@@ -39,6 +40,7 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     seed: Count = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
     weights: Literal["lag", "episode", "newest"] = "lag"
+    routing: bool = False
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -107,7 +109,7 @@ class GatewayApi(Protocol):
                 roles.gateway.session_idle_s without a call.
 
         Raises:
-            Refused: it is open with others, or too many are.
+            Refused: it is open with others, or too many are; or engines tell no routing rows, and it wants them.
             StaleEpoch: the owner's slot has a newer epoch.
         """
 

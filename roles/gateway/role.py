@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from relax_rt.config.loader import role_settings
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.nodes.links import Links
 from relax_rt.role import Role, RoleContext
@@ -18,9 +19,9 @@ from relax_rt.roles.gateway.api import Access, Closed, GatewayApi, Name, Nonce, 
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.keys import FILE, Keys, run_token
 from relax_rt.roles.gateway.settings import LOOPBACK, OF_THE_NODE, GatewaySettings
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.sections import RLConfig, RolloutSettings
 from relax_rt.supervision.limits import raise_open_files
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import Refused, RelaxError
 from relax_rt.transport.identity import Incarnation
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class GatewayRole(Role):
         self, session: Name, limits: SessionLimits, nonce: Nonce = "", owner: Incarnation | None = None
     ) -> Access:
         """See GatewayApi."""
+        if limits.routing and not role_settings(self.config, "rollout", RolloutSettings).routing:
+            why, hint = "roles.rollout.routing is false", "set it, with a mixture of experts"
+            raise Refused(f"session {session!r} with routing rows", why=why, hint=hint)
         self.sessions.open(session, limits, nonce, owner)
         key = self.keys.of_session(session, nonce)
         remote = f"{self.remote_url}/v1" if self.remote_url else ""

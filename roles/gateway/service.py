@@ -14,14 +14,14 @@ import msgspec
 
 from relax_rt.roles.agentic.episode import used_up
 from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
-from relax_rt.roles.engines.base import extend_spans
-from relax_rt.roles.gateway.calls import Answer, Call, Choice, FinishReason, Head, Message
+from relax_rt.roles.engines.routing import PART_TOKENS
+from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.messages import not_seen
 from relax_rt.roles.gateway.reading import Reader
 from relax_rt.roles.gateway.sessions import Session
-from relax_rt.roles.gateway.streams import Streamed, go_on
+from relax_rt.roles.gateway.streams import Streamed, Taken, go_on
 from relax_rt.roles.media.sight import Looked, Sight
 from relax_rt.roles.media.taking import look_at, new_pictures, with_digests
 from relax_rt.roles.router.core import Deliver
@@ -381,7 +381,9 @@ class Service:
             lag=self._lag(session),
             session=session.name if session.kept else "",
             prefix=not session.kept,
-            chunk_tokens=CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS,
+            chunk_tokens=_chunk_tokens(pieces=pieces, routing=session.limits.routing),
+            routing=session.limits.routing,
+            rows_from=0 if one.plan is None else one.plan.rows,
             media=() if one.plan is None else one.plan.media,
         )
 
@@ -402,7 +404,7 @@ class Service:
                     yield piece
             return
         done = await self._tokens.generate(wanted)
-        yield Deliver(0, 0, done.tokens, done.logprobs, done.versions)
+        yield Deliver(0, 0, done.tokens, done.logprobs, done.versions, done.routing, done.prompt_routing)
 
 
 class _Job:
@@ -442,15 +444,12 @@ class _Job:
         wanted = service.wanted(call, self._session, one, self._temperature, pieces=pieces)
         reader = service.read(call, one.prompt)
         seen = self._streamed
-        tokens, logprobs, versions = seen.begin() if seen is not None else ([], [], [])
+        taken = seen.begin() if seen is not None else Taken()
         looks = pieces or call.logprobs or one.plan is None
         async with aclosing(service.pieces(wanted, whole=not pieces)) as stream:  # type: ignore[type-var]
             async for piece in stream:
                 count = reader.take(piece.tokens, piece.logprobs) if looks else len(piece.tokens)
-                tokens += piece.tokens[:count]
-                logprobs += piece.logprobs[:count]
-                for span in piece.versions:
-                    extend_spans(versions, span)
+                taken.add(piece, count)
                 self._note(piece.versions)
                 if sink is not None and (text := reader.show()):
                     await self._begin(sink)
@@ -459,8 +458,8 @@ class _Job:
                         seen.text = reader.shown
                 if reader.stop is not None:
                     break
-        finish: FinishReason = "stop" if reader.stop is not None or tokens[-1] in wanted.stop_ids else "length"
-        what = Sampled(tuple(tokens), tuple(logprobs), _until(versions, len(tokens)), finish)
+        stopped = reader.stop is not None or taken.tokens[-1] in wanted.stop_ids
+        what = taken.until(len(taken.tokens), "stop" if stopped else "length")
         if beside or sink is not None:
             await self._claim()
         choice = await self._ended(one, what, reader)
@@ -522,9 +521,11 @@ def _told(reply: Reply, reader: Reader) -> Message:
     return message
 
 
-def _until(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    """Spans of the first `end` tokens."""
-    return tuple(msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < end)
+def _chunk_tokens(*, pieces: bool, routing: bool) -> int:
+    """Tokens between two pieces of a sequence."""
+    if routing:
+        return LARGE_CHUNK_TOKENS if pieces else PART_TOKENS
+    return CHUNK_TOKENS if pieces else LARGE_CHUNK_TOKENS
 
 
 def _by_digest(call: Call, looked: Sequence[Looked], ledger: TokenLedger) -> Call:

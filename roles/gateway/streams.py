@@ -10,11 +10,53 @@ from typing import Any
 import msgspec
 
 from relax_rt.roles.agentic.tokens import Message, PromptPlan, Sampled, TokenLedger
+from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.gateway.sessions import Session
+from relax_rt.roles.router.core import Deliver
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.queue.api import VersionSpan
 
 Spell = Callable[[Sequence[int]], str]
+
+
+@dataclass(eq=False)
+class Taken:
+    """What has been sampled of an answer so far.
+
+    Attributes:
+        versions: over positions in `tokens`, and of tokens behind them that do not count.
+        rows: routing rows of `tokens`, where they are wanted; prompt_rows: those of the prompt.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    rows: bytearray = field(default_factory=bytearray)
+    prompt_rows: bytes = b""
+
+    def add(self, piece: Deliver, count: int) -> None:
+        """The next piece, of which so many tokens count."""
+        width = len(piece.routing) // max(1, len(piece.tokens))
+        self.tokens += piece.tokens[:count]
+        self.logprobs += piece.logprobs[:count]
+        for span in piece.versions:
+            extend_spans(self.versions, span)
+        self.rows += piece.routing[: count * width]
+        # Each engine that has a part in it tells them; as in an Outcome, those of the last one hold.
+        self.prompt_rows = piece.prompt_routing or self.prompt_rows
+
+    def until(self, count: int, finish: str) -> Sampled:
+        """Its first tokens, as they are recorded."""
+        width = len(self.rows) // max(1, len(self.tokens))
+        spans = (msgspec.structs.replace(s, end=min(s.end, count)) for s in self.versions if s.start < count)
+        return Sampled(
+            tuple(self.tokens[:count]),
+            tuple(self.logprobs[:count]),
+            tuple(spans),
+            finish,
+            bytes(self.rows[: count * width]),
+            self.prompt_rows,
+        )
 
 
 @dataclass(eq=False)
@@ -25,7 +67,7 @@ class Streamed:
         request: its id, as the caller knows it.
         messages, tools: what it answers. plan: of the ledger.
         gone: whether the connection is no more that it is sent by.
-        tokens, logprobs, versions: sampled so far. text: what the caller was shown of it.
+        taken: sampled so far. text: what the caller was shown of it.
         counted: among the session's answers. left: its caller went before its end.
         settled: it is decided what is trained of it.
     """
@@ -35,18 +77,16 @@ class Streamed:
     tools: tuple[dict[str, Any], ...]
     plan: PromptPlan
     gone: Callable[[], bool]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[VersionSpan] = field(default_factory=list)
+    taken: Taken = field(default_factory=Taken)
     text: str = ""
     counted: bool = False
     left: bool = False
     settled: bool = False
 
-    def begin(self) -> tuple[list[int], list[float], list[VersionSpan]]:
-        """Empty lists for what is sampled; anew when the call is begun anew."""
-        self.tokens, self.logprobs, self.versions, self.text = [], [], [], ""
-        return self.tokens, self.logprobs, self.versions
+    def begin(self) -> Taken:
+        """Empty, for what is sampled; anew when the call is begun anew."""
+        self.taken, self.text = Taken(), ""
+        return self.taken
 
 
 def go_on(session: Session, ledger: TokenLedger, messages: Sequence[Message], spell: Spell) -> bool:
@@ -72,7 +112,7 @@ def go_on(session: Session, ledger: TokenLedger, messages: Sequence[Message], sp
 
 
 def _take(session: Session, ledger: TokenLedger, one: Streamed, words: str, spell: Spell) -> bool:
-    count = tokens_until(one.tokens, one.text.strip(), words, spell)
+    count = tokens_until(one.taken.tokens, one.text.strip(), words, spell)
     if not count:
         return False
     session.streams.remove(one)
@@ -82,15 +122,11 @@ def _take(session: Session, ledger: TokenLedger, one: Streamed, words: str, spel
         plan = ledger.prompt(one.messages, one.tools, max_new_tokens=count)
     except Refused:
         return False
-    if plan.tokens != one.plan.tokens:
-        # Something else is in its place by now.
+    if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:
+        # Something else is in its place by now, or what it stood behind is not there any more.
         ledger.abandon(plan)
         return False
-    versions = tuple(
-        msgspec.structs.replace(span, end=min(span.end, count)) for span in one.versions if span.start < count
-    )
-    what = Sampled(tuple(one.tokens[:count]), tuple(one.logprobs[:count]), versions, "stop")
-    reply = session.sampled(ledger, plan, what)
+    reply = session.sampled(ledger, plan, one.taken.until(count, "stop"))
     session.remember(one.request, reply, {"role": "assistant", "content": words})
     session.answered += not one.counted
     session.left -= one.left

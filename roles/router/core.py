@@ -296,6 +296,7 @@ class RouterCore:
             logprobs=list(life.logprobs),
             versions=list(life.versions),
             routing=wanted.routing,
+            rows_from=wanted.rows_from,
             media=list(wanted.media),
             rows=bytes(life.routing),
             allowed=list(self.fleet.allowed(wanted.lag)),

@@ -38,6 +38,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         expected_tokens: length that it will probably have; 0: max_new_tokens.
         chunk_tokens: tokens of a piece, about.
         routing: routing rows are wanted, which only engines have that were started for them.
+        rows_from: position of the prompt from which on they are wanted: whoever asks has those before.
         media: the pictures in the prompt, which only engines take whose model sees.
     """
 
@@ -53,6 +54,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     expected_tokens: int = 0
     chunk_tokens: int = 8
     routing: bool = False
+    rows_from: int = 0
     media: tuple[Shown, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +63,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         odd = odd or next(
             (f"token {token}" for token in (*self.prompt, *self.stop_ids) if not 0 <= token < 1 << 31), ""
         )
+        if not 0 <= self.rows_from <= max(0, len(self.prompt) - 1):
+            odd = odd or f"routing rows from position {self.rows_from} on of a prompt of {len(self.prompt)}"
         if odd:
             raise Refused(f"a request with {odd}", why="no engine samples with that")
 
@@ -77,7 +81,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         why: of an outcome that is not done.
         slow: it is late although an engine was making its tokens: it lacks time, not an engine.
         routing: a routing row for each token, if they were wanted. prompt_routing: those of the positions before the
-            prompt's last.
+            prompt's last, from `rows_from` on.
     """
 
     kind: Kind
@@ -201,8 +205,9 @@ class Life:
         if not row or rest or row * len(self.tokens) != len(self.routing):
             return f"{len(piece.tokens)} tokens with {len(piece.routing)} bytes of routing rows"
         prompt = len(piece.prompt_routing)
-        if (prompt or not self.tokens) and prompt != (len(self.wanted.prompt) - 1) * row:
-            return f"a prompt of {len(self.wanted.prompt)} with {prompt} bytes of rows of {row}"
+        if (prompt or not self.tokens) and prompt != (len(self.wanted.prompt) - 1 - self.wanted.rows_from) * row:
+            of = f"a prompt of {len(self.wanted.prompt)}, from position {self.wanted.rows_from} on,"
+            return f"{of} with {prompt} bytes of rows of {row}"
         return ""
 
     def lose(self, why: str) -> None:

@@ -100,6 +100,38 @@ def routed(folder: Path, version: int, ids: Sequence[int]) -> Any:
     return rows[:-1].to(torch.int16).numpy()
 
 
+def replayed(model: Any, ids: Sequence[int], rows: Any, temperature: float) -> Any:
+    """Log-probabilities of each token but the first, in one pass in which each position goes to the experts that its
+    row says, whatever the gates would have chosen. The last one, which has no row, goes where it likes.
+
+    Args:
+        rows: int16 [tokens - 1, layers, k].
+    """
+
+    def goes_to(layer: int) -> Any:
+        def hook(gate: Any, given: Any, chosen: Any) -> Any:
+            logits, weights, experts = chosen
+            experts = experts.clone()
+            experts[: len(rows)] = torch.from_numpy(rows[:, layer].astype("int64"))
+            weights = torch.softmax(logits.float(), -1).gather(-1, experts)
+            if gate.norm_topk_prob:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights.to(logits.dtype), experts
+
+        return hook
+
+    without = model.config.mlp_only_layers
+    gates = [(n, layer.mlp.gate) for n, layer in enumerate(model.base_model.layers) if n not in without]
+    hooks = [gate.register_forward_hook(goes_to(number)) for number, gate in gates]
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([list(ids)])).logits[0, :-1].float() / temperature
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(list(ids[1:]))[:, None])[:, 0]
+
+
 @cache
 def model_of(folder: Path, version: int) -> Any:
     """The model as it is at a version: that of the folder, with noise of its own for each version above 0."""

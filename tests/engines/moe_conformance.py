@@ -64,6 +64,21 @@ async def test_rows_are_those_of_a_plain_forward_pass_whatever_runs_beside(drive
         check(driver, request, completion)
 
 
+async def test_rows_of_a_prompt_are_told_from_where_they_are_wanted(driver: Driver) -> None:
+    assert driver.engine.routing is not None
+    prompt = range(10, 30)
+    for start in (1, 7, len(prompt) - 1):
+        asked = driver.request(prompt, 2, new=20, chunk_tokens=8, stop_ids=ENDLESS, routing=True, rows_from=start)
+        for completion in await driver.complete(asked):
+            (span,) = completion.versions
+            rows = driver.engine.routing.rows(completion.prompt_routing, completion.routing)
+            assert (rows == routed(driver.folder, span.version, [*prompt, *completion.tokens])[start:]).all()
+            assert len(completion.prompt_routing) == (len(prompt) - 1 - start) * driver.engine.routing.row_bytes
+    for start in (-1, len(prompt)):
+        with pytest.raises(Refused, match=f"rows from position {start} on"):
+            driver.engine.submit([driver.request(prompt, 1, routing=True, rows_from=start)])
+
+
 async def test_a_chunk_has_a_row_for_each_of_its_tokens_and_the_first_those_of_the_prompt(driver: Driver) -> None:
     asked = driver.request([30, 31, 32, 33], 3, new=50, chunk_tokens=8, stop_ids=ENDLESS, routing=True)
     done = await driver.complete(asked)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from relax_rt.roles.agentic.tokens.tree import Said, token_chain
-from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn
+import msgspec
+
+from relax_rt.roles.agentic.tokens.tree import Call, Said, token_chain
+from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Sampled
 from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.media.pictures import Placed, digest_of
 from relax_rt.transport.queue.api import VersionSpan
@@ -58,19 +60,36 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
     )
 
 
+def with_new_rows(call: Call, what: Sampled) -> tuple[Sampled, int]:
+    """A completion of a call as it is kept: of routing rows only those of positions that have none yet, so that an
+    episode's rows are as many as its tokens, however many turns it has.
+
+    Returns:
+        With how many positions, from the first on, then have theirs.
+    """
+    count = len(what.tokens)
+    if not count:
+        return msgspec.structs.replace(what, routing=b"", prompt_routing=b""), call.rows
+    width = len(what.routing) // count
+    first = call.end - 1 - len(what.prompt_routing) // width if width else -1
+    if not 0 <= first <= call.rows or len(what.prompt_routing) % width:
+        # Rows with a gap before them are of no use.
+        return msgspec.structs.replace(what, routing=b"", prompt_routing=b""), 0
+    new = what.prompt_routing[(call.rows - first) * width :]
+    return msgspec.structs.replace(what, prompt_routing=new), call.end - 1 + count
+
+
 def _routing(path: Sequence[Said]) -> bytes:
     """Routing rows of all positions but the last.
 
     Those of sampled tokens are of their own sampling; those of context, of the first completion sampled on it.
     """
-    rows = bytearray()
+    if path[-1].rows < path[-1].end - 1:
+        return b""
+    parts: list[bytes] = []
     for said in path:
-        what = said.what
-        if not what.tokens:
-            continue
-        width = len(what.routing) // len(what.tokens)
-        if not width or len(what.prompt_routing) != (said.call.end - 1) * width:
-            return b""
-        rows += what.prompt_routing[len(rows) :]
-        rows += what.routing
-    return bytes(rows)
+        if not said.rows:
+            # Whatever follows has begun with the first position again.
+            parts.clear()
+        parts += [said.what.prompt_routing, said.what.routing]
+    return b"".join(parts)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from relax_rt.roles.agentic.tokens.branches import branches_of
+from relax_rt.roles.agentic.tokens.branches import branches_of, with_new_rows
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT, Key, check_messages, message_key
 from relax_rt.roles.agentic.tokens.parsers import Parsed
 from relax_rt.roles.agentic.tokens.pictures import MOST_MEDIA_BYTES, Pictures
@@ -138,6 +138,7 @@ class TokenLedger:
             reused=sum(len(said.what.tokens) for said in path),
             room=call.room,
             n=n,
+            rows=call.rows,
             media=(*(one.moved(said.call.start) for said in path for one in said.call.media), *_moved(call)),
         )
 
@@ -239,7 +240,8 @@ class TokenLedger:
         message = self._message(parsed)
         self._replies += 1
         name = f"{self._session}-{self._replies}"
-        said = Said(name, self._replies, call, what, {message_key(message)}, dict(message), spelled)
+        kept, rows = with_new_rows(call, what)
+        said = Said(name, self._replies, call, kept, {message_key(message)}, dict(message), spelled, rows=rows)
         self._tree.answer(said)
         called = parsed.calls and what.finish_reason == "stop"
         return Reply(said.id, message, "tool_calls" if called else what.finish_reason, text)

@@ -25,6 +25,7 @@ class Said:
         keys: of its message as the caller was told, and as callers who named it sent it back. message: as told.
         text: its tokens spelled, stop token and all.
         trained: its tokens count.
+        rows: positions, from the first on, whose routing rows were recorded with it and with those it stands behind.
         calls: those that go on from it in the conversation. extended: how many of them go on behind its tokens.
     """
 
@@ -36,6 +37,7 @@ class Said:
     message: Message
     text: str
     trained: bool = True
+    rows: int = 0
     calls: list[Call] = field(default_factory=list)
     extended: int = 0
 
@@ -91,6 +93,11 @@ class Call:
     def base(self) -> Said | None:
         """The completion whose tokens it goes on behind."""
         return self.above if self.extends else None
+
+    @property
+    def rows(self) -> int:
+        """Positions of its prompt, from the first on, whose routing rows are there from completions before it."""
+        return 0 if self.base is None else self.base.rows
 
     @property
     def end(self) -> int:

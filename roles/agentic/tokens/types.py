@@ -31,7 +31,8 @@ class Sampled(msgspec.Struct, frozen=True):
         versions: policy versions, run-length coded over positions [0, n) of the completion.
         finish_reason: stop or length.
         routing: n routing rows (mixture of experts), each of the position before its token; empty: none were recorded.
-        prompt_routing: rows of the positions before the prompt's last.
+        prompt_routing: rows of the positions before the prompt's last, from position `PromptPlan.rows` on or an
+            earlier one.
     """
 
     tokens: tuple[int, ...]
@@ -52,6 +53,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         reused: sampled tokens among `tokens` that stand there as they were sampled.
         room: tokens that each completion may have at most.
         n: completions that may come.
+        rows: positions at the beginning of `tokens` whose routing rows are there from completions before it.
         media: the pictures among `tokens`.
     """
 
@@ -61,6 +63,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     reused: int
     room: int
     n: int = 1
+    rows: int = 0
     media: tuple[Shown, ...] = ()
 
 

@@ -83,7 +83,8 @@ class RowReader:
         Raises:
             Refused: with how many it holds.
         """
-        most, need = MAX_EVENT_BYTES * 3 // (8 * self.shape.row_bytes), len(request.prompt) + request.max_new_tokens
+        most = MAX_EVENT_BYTES * 3 // (8 * self.shape.row_bytes)
+        need = len(request.prompt) - request.rows_from + request.max_new_tokens
         if request.routing and need > most:
             raise Refused(
                 f"request {request.id}: routing rows of {need} tokens",

@@ -95,7 +95,7 @@ class Member:
     @property
     def rows_from(self) -> int:
         """Position of the first routing row that the running segment is to bring."""
-        return len(self.request.prompt) + self.base - 1 if self.prompted else 0
+        return len(self.request.prompt) + self.base - 1 if self.prompted else self.request.rows_from
 
     def begin(self, rid: str, version: int, now: float = 0.0) -> None:
         """A segment begins under `version`."""
@@ -171,7 +171,7 @@ class Member:
         if rows is None or not len(own):
             return
         if not self.prompted:
-            self.rows.set_prompt(told(rows[: len(self.request.prompt) - 1]))
+            self.rows.set_prompt(told(rows[self.request.rows_from - start : len(self.request.prompt) - 1 - start]))
             self.prompted = True
         self.rows.extend(told(rows[first - start :][:new]))
 

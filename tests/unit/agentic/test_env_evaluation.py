@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any, cast
 
+import pytest
+from agentic_parts import TASK, Engine, factory, numbers, template, tokenizer
+
+from relax_rt.roles.agentic import Chat, Task
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.evaluation import LOST, scored
+from relax_rt.roles.agentic.player import Player
+from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tokens import Branch, Counts, Episode
 from relax_rt.roles.evaluation import wilson
+from relax_rt.roles.sections import SamplingTable
 from relax_rt.transport.queue.api import VersionSpan
 
 
@@ -16,6 +23,44 @@ def played(reward: float, version: int = 1, truncated: str = "", turns: int = 2)
     branch = Branch((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), spans, (), "stop")
     episode = Episode((branch,), Counts())
     return Played(episode=episode, rewards={"a": reward}, states={}, truncated=truncated, turns=turns, cut=0, info={})
+
+
+class Asked:
+    """In place of programs: remembers how they were to be played."""
+
+    def __init__(self) -> None:
+        self.routing: list[bool] = []
+
+    async def play(self, name: str, task: Task, seed: int, *, temperature: float, fresh: bool, routing: bool) -> Played:
+        self.routing.append(routing)
+        return played(1.0)
+
+
+async def test_routing_rows_are_asked_for_where_they_are_trained() -> None:
+    async def plays(task: Task, chat: Chat) -> float:
+        await chat.say([{"role": "user", "content": "go"}])
+        return 1.0
+
+    engine, programs = Engine(numbers), Asked()
+    player = Player(
+        factory=factory(lambda: plays, plays=True),
+        pool=None,
+        chat=template(),
+        generate=engine.generate,
+        settings=EnvSettings(environment="test", max_tokens=400),
+        sampling=SamplingTable(max_new_tokens=16),
+        stop_ids=tokenizer().stop_ids,
+        lag=lambda oldest: 0,
+        told=lambda tokens: None,
+        routing=True,
+    )
+    for fresh in (False, True):
+        await player.play("e", TASK, 3, fresh=fresh)
+    assert [wanted.routing for wanted in engine.asked] == [True, False]
+    player.programs = cast(Any, programs)
+    for fresh in (False, True):
+        await player.play("e", TASK, 3, fresh=fresh)
+    assert programs.routing == [True, False]
 
 
 def test_shares_and_means_with_failed_episodes_as_reward_0() -> None:

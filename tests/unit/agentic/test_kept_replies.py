@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from agentic_parts import TASK, Count, Engine, factory, limits, numbers, talk
 
@@ -13,7 +14,8 @@ from relax_rt.roles.agentic import Chat, Reply, Step, Task
 from relax_rt.roles.agentic.episode import Played, play
 from relax_rt.roles.agentic.kept import FEW, Replies, Store, forget
 from relax_rt.roles.agentic.pool import Lost, Stuck
-from relax_rt.roles.router.requests import Outcome
+from relax_rt.roles.engines.routing import PART_TOKENS
+from relax_rt.roles.router.requests import Outcome, Wanted
 from relax_rt.transport.queue.api import VersionSpan
 
 
@@ -116,6 +118,7 @@ def made(version: int = 2) -> Outcome:
         logprobs=[-0.5, -1.0],
         versions=[VersionSpan(0, 1, version, version), VersionSpan(1, 2, version + 1, version)],
         routing=b"ab",
+        prompt_routing=b"p",
     )
 
 
@@ -132,6 +135,69 @@ def test_replies_outlive_their_process_and_a_torn_end(tmp_path: Path) -> None:
     assert again.take(1, (5, 6)) == made() and again.take(1, (5, 6)) is None and again.used == 1
     forget([again])
     assert not path.exists() and Replies(path).oldest() == 0
+
+
+def test_a_reply_without_the_routing_rows_that_are_lacking_is_sampled_anew(tmp_path: Path) -> None:
+    """A prompt of three has rows of two positions before its last; the reply brought that of the second."""
+    for rows, plain, there in ((None, True, True), (None, False, True), (1, False, True), (2, False, True),
+                               (0, False, False), (1, True, False)):  # fmt: skip
+        kept = Replies(tmp_path / f"{rows} {plain}")
+        reply = msgspec.structs.replace(made(), routing=b"", prompt_routing=b"") if plain else made()
+        kept.add(1, (5, 6, 7), reply)
+        again = Replies(tmp_path / f"{rows} {plain}")
+        assert again.take(1, (5, 6, 7), rows) == (reply if there else None) and again.used == there
+
+
+async def test_rows_are_given_again_with_their_replies(tmp_path: Path) -> None:
+    """Also where the episode was played without rows before: then it has them all, and nothing of then."""
+    asked: list[tuple[int, int]] = []
+
+    def routed(engine: Engine) -> Any:
+        async def generate(wanted: Wanted) -> Outcome:
+            done = await engine.generate(wanted)
+            assert wanted.routing and wanted.chunk_tokens == PART_TOKENS
+            asked.append((wanted.rows_from, len(wanted.prompt)))
+            rows, number = len(wanted.prompt) - 1 - wanted.rows_from, bytes([len(asked)])
+            return msgspec.structs.replace(done, routing=number * len(done.tokens), prompt_routing=number * rows)
+
+        return generate
+
+    engine, game = Engine(numbers), Dying(1)
+    found = await play_again(game, lambda: routed(engine), tmp_path / "0.0")
+    (branch,) = found.episode.branches
+    assert len(branch.routing) == len(branch.tokens) - 1 and [*branch.routing] == sorted(branch.routing)
+    assert set(branch.routing) == {1, 2, 3, 4} and len(asked) == 4
+    assert [start for start, _ in asked[1:]] == [end for _, end in lengths(found)[:-1]]
+    plain = Engine(numbers)
+    game = Dying(1)
+    with pytest.raises(Lost):
+        await once(game, plain.generate, tmp_path / "0.1", routing=False)
+    asked.clear()
+    found = await once(game, routed(plain), tmp_path / "0.1", routing=True)
+    (branch,) = found.episode.branches
+    assert len(branch.routing) == len(branch.tokens) - 1 and len(asked) == 4
+
+
+def lengths(played: Played) -> list[tuple[int, int]]:
+    """Of each reply: where it begins, and the position of its last token."""
+    (branch,) = played.episode.branches
+    return [(turn.start, turn.end - 1) for turn in branch.turns if turn.response]
+
+
+async def once(game: Any, generate: Any, path: Path, *, routing: bool) -> Played:
+    said = talk(generate)
+    said._sampling = msgspec.structs.replace(said._sampling, routing=routing)
+    said.kept = Replies(path)
+    return await play(factory(lambda: game), game, TASK, said, limits())
+
+
+async def play_again(game: Any, generate: Any, path: Path) -> Played:
+    """Play until it is not lost, with rows."""
+    while True:
+        try:
+            return await once(game, generate(), path, routing=True)
+        except Lost:
+            continue
 
 
 def test_a_disk_that_is_full_costs_no_episode(tmp_path: Path) -> None:

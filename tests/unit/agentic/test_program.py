@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from relax_rt.roles.agentic import Task
@@ -153,7 +154,6 @@ def test_what_cannot_be_started_is_told_before_a_run(
     assert message in str(caught.value)
 
 
-# --- episodes
 async def test_an_interpreter_of_its_own_is_the_one_that_is_named(tmp_path: Path) -> None:
     """A virtual environment is the folder in which its link to python lies: `python -m venv` makes nothing but that."""
     home, own = tmp_path / "job", tmp_path / "job/.own"
@@ -170,6 +170,7 @@ async def test_an_interpreter_of_its_own_is_the_one_that_is_named(tmp_path: Path
         load_program(".own/bin/python nothing.py", {}, home)
 
 
+# --- episodes
 
 
 class Lender:
@@ -203,13 +204,15 @@ def said(*ids: str, **changes: Any) -> Closed:
     return Closed(episode=episode, said=answers, **changes)
 
 
-async def play(folder: Path, lender: Lender, script: str, *, judged: bool = False, limit_s: float = 20.0) -> Played:
+async def play(
+    folder: Path, lender: Lender, script: str, *, judged: bool = False, limit_s: float = 20.0, routing: bool = False
+) -> Played:
     limits = Limits(max_turns=4, max_new_tokens=8, turn_timeout_s=5, episode_timeout_s=limit_s)
     program = Program(argv=("/bin/sh", "-c", script), cwd=str(folder))
     async with hosting(folder) as host:
         programs = Programs(program, host, lender, limits, 100, judged, lambda count: None)  # type: ignore[arg-type]
         try:
-            return await programs.play("7.1", TASK, 11, temperature=0.5)
+            return await programs.play("7.1", TASK, 11, temperature=0.5, routing=routing)
         finally:
             assert not programs.doing
             await until(lambda: not programs_of(host.spawner))
@@ -226,6 +229,9 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
     assert judged.rewards == {"a": 0.0} and judged.output == "42\n"
     quoted = await play(tmp_path, Lender(said("a")), """echo '{"reward": 1000}'""", judged=True)
     assert quoted.rewards == {"a": 0.0}, "what the policy says and the program quotes is no reward"
+    wanting = Lender(said("a"))
+    await play(tmp_path, wanting, "echo 42", judged=True, routing=True)
+    assert wanting.asked == {"7.1": msgspec.structs.replace(limits, routing=True)}
     # It was refused a call, and did not know what to do then.
     cut = await play(tmp_path, Lender(said("a", used_up="tokens")), "exit 1")
     assert cut.truncated == "tokens" and cut.rewards == {"a": 0.0}

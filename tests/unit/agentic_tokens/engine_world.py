@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +31,7 @@ from relax_rt.roles.agentic.tokens.parsers import Call, Parsed, written  # noqa:
 from relax_rt.roles.engines.base import Assembly, Chunk, Completion, GroupRequest, KvPolicy  # noqa: E402
 from relax_rt.roles.engines.embedded import EmbeddedEngine  # noqa: E402
 from relax_rt.roles.generation import GenerationService, Order  # noqa: E402
+from relax_rt.roles.router.core import Deliver  # noqa: E402
 from relax_rt.roles.router.requests import Life, Outcome, Wanted  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
 
@@ -53,11 +54,11 @@ def chat() -> Calling:
     return Calling(llama())
 
 
-def build(folder: Path, *, moe: bool = False) -> Path:
-    """A random Qwen3, or Qwen3-MoE, of the tokenizer's vocabulary, whose distributions are far from even."""
+def build(folder: Path, *, moe: bool = False, vocabulary: int = 0) -> Path:
+    """A random Qwen3, or Qwen3-MoE, of a vocabulary, or the tokenizer's, whose distributions are far from even."""
     torch.manual_seed(3)
     shape: dict[str, Any] = {
-        "vocab_size": len(llama().raw),
+        "vocab_size": vocabulary or len(llama().raw),
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -190,6 +191,20 @@ class World:
             while self.engine.left and not all(task.done() for task in tasks):  # noqa: ASYNC110 - a thread's number
                 await asyncio.sleep(0.0005)
 
+    async def stream(self, wanted: Wanted) -> AsyncIterator[Deliver]:
+        """The same in parts, as they come."""
+        life = Life(next(self._numbers), wanted, 0.0, 3)
+        life.send(0.0, "rollout/0", 1)
+        async with aclosing(self.service.generate(_order(life))) as pieces:
+            async for piece in pieces:
+                before = len(life.tokens)
+                assert life.add(0.0, piece) == "" and not piece.turned_away
+                if piece.tokens:
+                    told = (piece.tokens, piece.logprobs, piece.versions, piece.routing, piece.prompt_routing)
+                    yield Deliver(life.number, before, *told)
+                if life.outcome is not None:
+                    return
+
     async def generate(self, wanted: Wanted) -> Outcome:
         """What a router does, by its own account of a request's life."""
         life = Life(next(self._numbers), wanted, 0.0, 3)
@@ -219,6 +234,7 @@ def _order(life: Life) -> Order:
         logprobs=list(life.logprobs),
         versions=list(life.versions),
         routing=wanted.routing,
+        rows_from=wanted.rows_from,
         rows=bytes(life.routing),
         allowed=[1],
         chunk_tokens=2,

@@ -209,6 +209,26 @@ def check_recomputed(client: Client, batch: MicroBatch, of: dict[int, tuple[int,
     client.seen["kept"] += sum(kv != version for version, kv in of.values())
 
 
+def check_context_rows(client: Client, sample: Sample, found: dict[int, tuple[Sampled, int]]) -> None:
+    """The experts of what was rendered, in the pass from which the first token behind it was sampled: of branches that
+    train all that was sampled in them, where a completion is of one version. A branch's last token was sent nowhere."""
+    assert sample.routing is not None
+    for start, end in sample.meta.branches or [(0, len(sample.tokens))]:
+        turns = [turn for turn in sample.meta.turns if start <= turn.start < end]
+        assert end == len(sample.tokens) or (sample.routing[end - 1] == -1).all()
+        if any(turn.role == "context" for turn in turns):
+            continue
+        at = start
+        for turn in (turn for turn in turns if turn.role == "assistant"):
+            one, _ = found[turn.start]
+            known = set(versions(one.what.versions).values())
+            if len(known) == 1 and len(set(*known)) == 1:
+                expected = routed(client.world.folder, 1 + one.what.versions[0].version % 3, one.prompt)
+                assert (sample.routing[at : turn.start - 1] == expected[at - start :]).all()
+                client.seen["rows behind others"] += at > start
+            at = turn.end - 1
+
+
 def check_rows(client: Client, sample: Sample, found: dict[int, tuple[Sampled, int]]) -> None:
     """The experts of the pass that each trained token was sampled from."""
     assert sample.routing is not None and len(sample.routing) == len(sample.tokens) - 1
@@ -243,6 +263,7 @@ def converse(world: World, data: st.DataObject) -> Client:
     check_recomputed(client, batch, of)
     if world.moe:
         check_rows(client, sample, found)
+        check_context_rows(client, sample, found)
     per_reply = [len({v for v, _ in versions(one.what.versions).values()}) for one, _ in found.values()]
     client.seen["swapped within"] += max(per_reply) > 1
     client.seen["branches"] += bool(sample.meta.branches)
@@ -279,9 +300,8 @@ def many(world: World, examples: int) -> Counter[str]:
 def test_what_the_trainer_is_handed_is_what_the_engine_sampled(world: World) -> None:
     seen = many(world, 10)
     # These are conversations that have something to get wrong.
-    assert all(seen[what] for what in ("branches", "swapped within", "kept", "not of one version")) and world.moved, (
-        seen
-    )
+    wanted = ("branches", "swapped within", "kept", "not of one version", *["rows behind others"] * world.moe)
+    assert all(seen[what] for what in wanted) and world.moved, seen
 
 
 @pytest.mark.long

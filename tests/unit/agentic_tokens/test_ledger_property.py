@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from chat_fixtures import LLAMA3, QWEN3, TOOLS, llama, prompt_text, smollm2, tiny, tokens_of, user
 from hypothesis import given, settings
@@ -39,10 +41,13 @@ class Session:
     ways: frozenset[str]
     draw: Any
     drift: Drift = "fork"
+    routed: bool = False
     book: TokenLedger = field(init=False)
     said: int = 0
     views: list[View] = field(default_factory=list)
     record: dict[str, tuple[PromptPlan, Sampled]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    """Of each completion: the number that is in its routing rows."""
 
     def __post_init__(self) -> None:
         self.book = TokenLedger(self.chat, max_tokens=1 << 20, max_branches=512, drift=self.drift)
@@ -94,8 +99,15 @@ class Session:
 
     def answer(self, plan: PromptPlan, view: View) -> None:
         what = self.sample()
+        if self.routed:
+            # An engine may tell more of the prompt's than are lacking.
+            start, prompt = self.draw(st.integers(0, plan.rows)), len(plan.tokens)
+            told = rows_of(self.said, start, prompt - 1)
+            own = rows_of(self.said, prompt - 1, prompt - 1 + len(what.tokens))
+            what = msgspec.structs.replace(what, routing=own, prompt_routing=told)
         reply = self.book.sampled(plan, what)
         self.record[reply.id] = (plan, what)
+        self.rows[reply.id] = self.said
         sent, meant = [*view.sent, self.sent_back(reply)], [*view.meant, copy.deepcopy(reply.message)]
         self.views.append(View(sent, meant, plan))
 
@@ -137,6 +149,26 @@ class Session:
         for name in [name for name, (of, _) in self.record.items() if of is plan]:
             del self.record[name]
         self.views = [view for view in self.views if view.of is not plan]
+
+
+def rows_of(number: int, start: int, end: int) -> bytes:
+    """Rows of 4 bytes of these positions, which say which completion brought them, and whose they are."""
+    return b"".join(struct.pack("<HH", number, place) for place in range(start, end))
+
+
+def check_rows(session: Session) -> None:
+    """Each position but a branch's last has one row: of a sampled token that of its own sampling, of context that of
+    the first completion that was sampled on it. No row is kept twice."""
+    for branch in session.book.episode().branches:
+        expected, end = b"", 1
+        for turn in branch.turns:
+            if turn.response:
+                expected += rows_of(session.rows[turn.response], end - 1, turn.end - 1)
+                end = turn.end
+        assert branch.routing == expected and len(expected) == 4 * (len(branch.tokens) - 1)
+    kept = [said.what for said in session.book._tree.said.values()]
+    held = sum(len(what.routing) + len(what.prompt_routing) for what in kept)
+    assert held <= 4 * session.book._tree.load.tokens
 
 
 def counted(book: TokenLedger) -> Load:
@@ -199,10 +231,12 @@ def test_what_is_trained_is_what_was_sampled(name: str) -> None:
     @settings(max_examples=12, derandomize=True, database=None)
     @given(st.data())
     def play(data: st.DataObject) -> None:
-        session = Session(chat, oracle, frozenset(ways), data.draw)
+        session = Session(chat, oracle, frozenset(ways), data.draw, routed=data.draw(st.booleans()))
         for _ in range(data.draw(st.integers(1, 5))):
             session.step()
         check(session)
+        if session.routed:
+            check_rows(session)
         counts = session.book.episode().counts
         assert (counts.drift, counts.dropped_tokens, counts.realigned) == (0, 0, 0)
         assert (counts.malformed_calls, counts.foreign_ends) == (0, 0)
@@ -215,10 +249,11 @@ def test_what_is_trained_is_what_was_sampled(name: str) -> None:
 @given(data=st.data())
 def test_clients_that_change_history_lose_what_the_policy_says(drift: Drift, data: st.DataObject) -> None:
     chat = ChatTemplate(tiny())
-    session = Session(chat, chat, frozenset({"is cut", "rewrites"}), data.draw, drift)
+    session = Session(chat, chat, frozenset({"is cut", "rewrites"}), data.draw, drift, routed=True)
     for _ in range(data.draw(st.integers(1, 6))):
         session.step()
     check(session)
+    check_rows(session)
     counts = session.book.episode().counts
     assert counts.realigned == 0
     assert counts.dropped_tokens == 0 or (drift != "fork" and counts.drift)

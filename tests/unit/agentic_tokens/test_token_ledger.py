@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from chat_fixtures import MOVES_TOOLS, QWEN3, TOOLS, made, prompt_text, qwen3, says, smollm2, tiny, tokens_of, user
 
@@ -427,12 +428,26 @@ def test_routing_rows_are_of_every_position_but_the_last() -> None:
 
     book = ledger()
     plan = book.prompt(history("a"))
+    assert plan.rows == 0
     reply = book.sampled(plan, routed(plan, b"x"))
     plan = book.prompt([*history("a"), reply.message, user("c")])
-    book.sampled(plan, routed(plan, b"y"))
+    # <|user|> a <|end|> <|assistant|> b <|end|>: the last was sent nowhere yet.
+    assert plan.rows == 5
+    second = book.sampled(plan, routed(plan, b"y"))
     assert book.episode().branches[0].routing == b"xxxXXyyyyYY"
-    ask(book, [*history("a"), reply.message, user("d")], "e")
+    _, third = ask(book, [*history("a"), reply.message, user("d")], "e")
     assert book.episode().branches[1].routing == b""
+    # Behind one without rows all of the prompt's are asked for again, and those before it are not taken twice.
+    plan = book.prompt([*history("a"), reply.message, user("d"), third.message, user("f")])
+    assert plan.rows == 0
+    book.sampled(plan, routed(plan, b"z"))
+    assert book.episode().branches[1].routing == b"z" * (len(plan.tokens) - 1) + b"ZZ"
+    # With rows that begin behind the first that is lacking there would be a gap.
+    plan = book.prompt([*history("a"), reply.message, user("c"), second.message, user("g")])
+    whole = routed(plan, b"g")
+    gap = whole.prompt_routing[plan.rows + 1 :]
+    book.sampled(plan, msgspec.structs.replace(whole, prompt_routing=gap))
+    assert book.episode().branches[-1].routing == b""
 
 
 def test_calls_that_come_to_nothing_use_up_nothing() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.engines.checks import check_engines
 from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
 from relax_rt.roles.sections import DataTable, EvaluatorSettings, RLConfig, RolloutSettings, SamplingTable
@@ -71,11 +72,38 @@ def test_an_evaluator_on_sglang_is_looked_at_as_well(tmp_path: Path) -> None:
     assert problem.path == ("roles", "evaluator", "engine") and "all its logits are zero" in problem.message
 
 
-def test_rows_of_episodes_are_refused_where_nobody_would_record_them() -> None:
-    made = config(routing=True)
-    assert not list(check_engines(made))
-    object.__setattr__(made, "roles", {**made.roles, "env": made.roles["rollout"]})
-    assert next(p.path for p in check_engines(made) if "episodes" in p.message) == PATH
+def playing(made: RLConfig, **env: Any) -> RLConfig:
+    """The same with episodes."""
+    table = EnvSettings.model_validate({"environment": "game.py:Game", "tasks": 9, **env})
+    object.__setattr__(made, "roles", {**made.roles, "env": table})
+    return made
+
+
+def test_rows_of_episodes_must_fit_into_the_messages_that_they_come_by(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
+
+    def said(new: int, **env: Any) -> list[str]:
+        made = playing(config(1 << 20, new, routing=True), **env)
+        assert not list(check_engines(made))
+        found = list(check_engine_model(made, tmp_path))
+        assert all(problem.path == PATH and problem.hint for problem in found)
+        return [problem.message for problem in found]
+
+    # 768 bytes a row: 64 MiB hold an episode of 80 thousand tokens, 32 MiB a reply of 43 thousand.
+    assert said(256) == said(43_690, max_tokens=80_659) == []
+    (message,) = said(256, max_tokens=80_660)
+    assert "768 bytes a token" in message and "roles.env.max_tokens = 80660 is above 80659" in message
+    (message,) = said(43_691, max_tokens=80_000)
+    assert "32 MiB at most: sampling.max_new_tokens = 43691 is above 43690" in message
+
+
+def test_rows_of_many_long_episodes_are_worth_a_word(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_hidden_layers": 48, "num_experts_per_tok": 8}))
+    # Nor is anything of episodes journaled: what is said of marks does not hold for them.
+    assert not list(engine_warnings(playing(config(new=4096, routing=True), max_tokens=8192), tmp_path))
+    (said,) = engine_warnings(playing(config(routing=True), max_tokens=8192, episodes_in_flight=512), tmp_path)
+    assert "768 bytes a token the 512 episodes" in said and "may have 3072 MiB" in said
+    assert not list(engine_warnings(playing(config(), max_tokens=8192, episodes_in_flight=512), tmp_path))
 
 
 def test_what_the_journal_has_no_room_for_is_said(tmp_path: Path) -> None:

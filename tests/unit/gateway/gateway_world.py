@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -53,6 +54,15 @@ def template() -> ChatTemplate:
     return ChatTemplate(tokenizer(), tool_parser="hermes", reasoning_parser="think")
 
 
+ROW = 4
+"""Bytes of a routing row."""
+
+
+def rows_of(number: int, start: int, end: int) -> bytes:
+    """Routing rows of positions, which say in which order they were made (the first is 1), and whose they are."""
+    return b"".join(struct.pack("<HH", number, place) for place in range(start, end))
+
+
 class Scripted:
     """Says what the script says, a few tokens at a time, each with a log-probability of its own."""
 
@@ -85,7 +95,8 @@ class Scripted:
             while at < len(outcome.tokens):
                 end = min(len(outcome.tokens), at + wanted.chunk_tokens)
                 spans = [VersionSpan(at, end, self.version, self.version)]
-                yield Deliver(1, at, outcome.tokens[at:end], outcome.logprobs[at:end], spans)
+                rows, prompt = outcome.routing[at * ROW : end * ROW], b"" if at else outcome.prompt_routing
+                yield Deliver(1, at, outcome.tokens[at:end], outcome.logprobs[at:end], spans, rows, prompt)
                 at = end
                 await self.gate.wait()
                 if self.fails:
@@ -102,12 +113,15 @@ class Scripted:
         self.orders.append(wanted)
         tokens = tokenizer().encode(self.script(tokenizer().spell(wanted.prompt), wanted))
         tokens = [*tokens, *wanted.stop_ids][: wanted.max_new_tokens]
+        number, last = len(self.orders), len(wanted.prompt) - 1
         return Outcome(
             kind="done",
             finish_reason="stop" if tokens[-1] in wanted.stop_ids else "length",
             tokens=tokens,
             logprobs=[-0.5 - 0.01 * i for i in range(len(tokens))],
             versions=[VersionSpan(0, len(tokens), self.version, self.version)],
+            routing=rows_of(number, last, last + len(tokens)) if wanted.routing else b"",
+            prompt_routing=rows_of(number, wanted.rows_from, last) if wanted.routing else b"",
         )
 
 

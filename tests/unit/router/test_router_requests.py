@@ -195,3 +195,20 @@ def test_routing_rows_are_taken_with_their_tokens_and_kept_when_another_engine_g
     assert life.add(0.0, piece(2, [7, 8], routing=b"ccdd", finish_reason="length", prompt_routing=b"PPQQ")) == ""
     assert life.outcome is not None
     assert (life.outcome.routing, life.outcome.prompt_routing) == (b"aabbccdd", b"PPQQ")
+
+
+def test_rows_of_a_prompt_are_told_from_where_they_are_wanted() -> None:
+    life = Life(1, Wanted(prompt=(1, 2, 3, 4), max_new_tokens=2, routing=True, rows_from=2), 0.0, LOSSES)
+    life.send(0.0, "rollout/0", 1)
+    whole = {"routing": b"aabb", "prompt_routing": b"ppqqrr"}
+    assert "from position 2 on, with 6 bytes" in life.add(0.0, piece(0, [5, 6], **whole))
+    ended = {**whole, "prompt_routing": b"rr", "finish_reason": "length"}
+    assert life.add(0.0, piece(0, [5, 6], **ended)) == ""
+    assert life.outcome is not None and life.outcome.prompt_routing == b"rr"
+    last = Wanted(prompt=(1, 2), max_new_tokens=1, routing=True, rows_from=1)
+    life = Life(2, last, 0.0, LOSSES)
+    life.send(0.0, "rollout/0", 1)
+    assert life.add(0.0, piece(0, [5], routing=b"aa", finish_reason="length")) == ""
+    for start in (-1, 2):
+        with pytest.raises(Refused, match=f"routing rows from position {start} on of a prompt of 2"):
+            msgspec.structs.replace(last, rows_from=start)

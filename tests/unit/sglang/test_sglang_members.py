@@ -226,6 +226,26 @@ def test_a_partial_that_comes_from_elsewhere_brings_its_rows_and_not_those_of_th
     assert member.rows is not None and SHAPE.rows(member.rows.of(0, 4))[:, 0, 0].tolist() == [4, 5, 6, 9]
 
 
+@pytest.mark.parametrize(("start", "prompt"), [(0, [1, 2]), (1, [2]), (2, [])])
+def test_rows_of_a_prompt_whose_beginning_has_them_are_not_asked_for_again(start: int, prompt: list[int]) -> None:
+    asked = request(2, new=3, routing=True, rows_from=start, chunk_tokens=1)
+    members = [Member.of(asked, index, 1, SHAPE) for index in (0, 1)]
+    for member in members:
+        member.begin("ab"[member.index], 3)
+    batch = Batch(members)
+    assert batch.rows_from == start
+    for member in members:
+        member.take(event(member, [14], upto=1), 3)
+        member.take_rows(routed([*prompt, 14]), batch.rows_from)
+        member.end_segment(Finish("length"))
+        assert told(member) == ([14], [14], prompt)
+    # One goes on; the other's cache is made anew, and it has its prompt's rows all the same.
+    members[1].renew(4)
+    for member in members:
+        member.begin("cd"[member.index], 4)
+    assert Batch(members).rows_from == 3
+
+
 SWAPS = st.sampled_from(["none", "keep", "recompute"])
 
 

@@ -80,6 +80,7 @@ def test_more_rows_than_an_answer_holds_are_refused(tmp_path: Path) -> None:
     wide.check(request(max_new_tokens=1 << 20, routing=False))
     with pytest.raises(Refused, match="rows of 131073 tokens"):
         wide.check(request(max_new_tokens=131_070))
+    wide.check(request(max_new_tokens=131_070, rows_from=2))
 
 
 def test_a_call_asks_for_the_rows_that_one_of_its_members_lacks(tmp_path: Path) -> None:
