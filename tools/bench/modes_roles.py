@@ -41,6 +41,7 @@ class SleepingRolloutSettings(RolloutSettings):
     most: int = 8192
     token_s: float = 1e-3
     fetch_s: float = 0.0
+    release_s: float = 0.0
     resume_s: float = 0.0
 
 
@@ -48,7 +49,6 @@ class SleepingTrainerSettings(TrainerSettings):
     """Times of the trainer; see modes_times."""
 
     train_token_s: float = 1e-6
-    release_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -77,6 +77,8 @@ class SleepingEngine:
     """
 
     name = "sleeping"
+    routing = None
+    sees = False
 
     def __init__(self, settings: SleepingRolloutSettings, draw: Callable[[int], int]) -> None:
         self._settings, self._draw = settings, draw
@@ -88,6 +90,7 @@ class SleepingEngine:
         self._due: list[tuple[float, int, Member]] = []
         self._order = 0
         self._made = self._swaps = 0
+        self._released = self._weightless = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None]
         self._sink: Sink
@@ -99,6 +102,8 @@ class SleepingEngine:
         self._task.add_done_callback(lambda t: t.cancelled() or on_failure(t.exception() or RuntimeError("it ended")))
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
+        if self._released or self._weightless:
+            raise Refused(f"{len(requests)} requests", why="the engine has let go of its memory, or of its weights")
         now = time.monotonic()
         for request in requests:
             for member, seed in enumerate(request.seeds):
@@ -130,6 +135,8 @@ class SleepingEngine:
 
     async def prepare(self, source: WeightSource) -> None:
         self._prepared = None
+        if self._released:
+            raise Refused(f"policy version {source.record.version}", why="the engine's memory is released")
         self._buffer = self._buffer or bytearray(source.manifest.layout.nbytes)
         began = time.monotonic()
         await asyncio.to_thread(source.copy_into, memoryview(self._buffer))
@@ -139,10 +146,9 @@ class SleepingEngine:
     async def commit(self, record: VersionRecord, kv: KvPolicy) -> Swap:
         if self._prepared != record:
             raise Refused(f"policy version {record.version}", why=f"what was prepared last is {self._prepared}")
-        if self._version != ROOT:
-            await asyncio.sleep(self._settings.resume_s)
         now = time.monotonic()
         self._turn(now)
+        self._weightless = False
         self._version, self._swaps = record.version, self._swaps + 1
         for one in self._running:
             one.swaps.append((self._has(one, now), record.version))
@@ -160,11 +166,17 @@ class SleepingEngine:
             paused="",
         )
 
-    async def release_memory(self) -> None:
-        raise Refused("release of memory", why="the trainer's backend takes that time")
+    async def release_memory(self, *, keep_weights: bool = True) -> None:
+        if count := len(self._running) + len(self._waiting):
+            raise Refused("release of the engine's memory", why=f"{count} sequences are in flight")
+        self._released, self._prepared = True, None
+        self._weightless = self._weightless or not keep_weights
+        await asyncio.sleep(self._settings.release_s)
 
     async def resume_memory(self) -> None:
-        return
+        if self._released:
+            await asyncio.sleep(self._settings.resume_s)
+            self._released = False
 
     async def close(self, timeout_s: float) -> None:
         self._task.cancel()
@@ -255,7 +267,6 @@ class SleepingBackend:
         return Partial(float(tokens), tokens)
 
     def apply(self, count: float, number: int, before_update: Callable[[], None] = lambda: None) -> StepResult:
-        time.sleep(self._settings.release_s)
         before_update()
         self._number, tokens = number, int(count)
         return StepResult(

@@ -21,6 +21,9 @@ RELEASE_PART = 0.4
 """Of the change of turns in colocate, this part is the engines' release, before training; the rest is their return."""
 CALIBRATED_OVER = 64
 """Batches over which the mean time of a batch alone is taken."""
+STAGE_SLOTS = 8
+"""Of an engine, where 128.6 s are a stage that is never idle: with 16, the tail of a batch alone would leave nothing of
+the on-policy step for training."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,18 +89,49 @@ def cluster(shape: Shape, generation_s: float) -> Pace:
 
     on-policy = generation + training + publication; colocate = the same and a change of turns. What remains open is how
     the on-policy time divides: `generation_s` is the mean time of a batch that is generated alone.
+
+    Raises:
+        ValueError: no time is left for training.
     """
-    batches = [batch(shape, number) for number in range(CALIBRATED_OVER)]
-    alone = statistics.fmean(makespan([n for one in lengths for n in one], shape.all_slots) for lengths in batches)
-    tokens = statistics.fmean(sum(map(sum, lengths)) for lengths in batches)
+    alone, tokens = calibration(shape)
     turns_s = PAPER["colocate"] - PAPER["on-policy"]
+    train_s = PAPER["on-policy"] - generation_s - PUBLICATION_S
+    if train_s <= 0:
+        raise ValueError(f"generation of {generation_s:.1f} s leaves {train_s:.1f} s of a step for training")
     return Pace(
         token_s=generation_s / alone,
-        train_token_s=(PAPER["on-policy"] - generation_s - PUBLICATION_S) / tokens,
+        train_token_s=train_s / tokens,
         publish_s=PUBLICATION_S,
         release_s=RELEASE_PART * turns_s,
         resume_s=(1 - RELEASE_PART) * turns_s,
     )
+
+
+def readings(sigma: float, generation_s: float) -> dict[str, tuple[Shape, Pace]]:
+    """The paper's asynchronous 128.6 s, read in two ways; what colocate and on-policy take is the same in both.
+
+    Returns:
+        tail: `generation_s`, unless told otherwise these 128.6 s, are a batch generated alone, with its tail; an ideal
+        asynchronous step is shorter, as other sequences fill the tail. stage: they are the longer stage, generation
+        with every slot in use; that is the ideal asynchronous step, and a batch alone takes longer.
+    """
+    whole, narrow = Shape(sigma=sigma), Shape(sigma=sigma, slots=STAGE_SLOTS)
+    alone, tokens = calibration(narrow)
+    longer_s = PAPER["asynchronous"] * alone / (tokens / narrow.all_slots)
+    return {"tail": (whole, cluster(whole, generation_s)), "stage": (narrow, cluster(narrow, longer_s))}
+
+
+def most_over_colocate(shape: Shape, pace: Pace) -> float:
+    """How many times as fast as the paper's colocate two stages are that are never idle, of mean batches."""
+    return PAPER["colocate"] / max(stages(shape, pace, range(CALIBRATED_OVER)))
+
+
+@lru_cache
+def calibration(shape: Shape) -> tuple[float, float]:
+    """Of a mean batch: tokens that the busiest slot makes when it is generated alone, and all tokens."""
+    batches = [batch(shape, number) for number in range(CALIBRATED_OVER)]
+    alone = statistics.fmean(makespan([n for one in lengths for n in one], shape.all_slots) for lengths in batches)
+    return alone, statistics.fmean(sum(map(sum, lengths)) for lengths in batches)
 
 
 def batch(shape: Shape, number: int) -> list[list[int]]:
