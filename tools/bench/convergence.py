@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Ran(msgspec.Struct, kw_only=True):
 
     Attributes:
         settings: what it ran with, beside the job's file.
-        before, after: held-out accuracy; None: not measured.
+        before, half, after: held-out accuracy, at half of the steps in between; None: not measured.
         rewards, seconds: of each step, mean reward and the time since the trainer began.
         ages: samples by staleness when they were trained on, updates.
         problems: why it is not what it was to be.
@@ -78,6 +78,7 @@ class Ran(msgspec.Struct, kw_only=True):
     arm: str
     settings: dict[str, Any]
     before: Score | None = None
+    half: Score | None = None
     after: Score | None = None
     rewards: list[float] = []
     seconds: list[float] = []
@@ -122,11 +123,11 @@ def known(folder: Path, seed: int, arm: str, settings: dict[str, Any]) -> Ran | 
     return ran
 
 
-def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
+def carry_out(seed: int, arm: str, settings: dict[str, Any], job: Path = JOB) -> Ran:
     """Run it to its end; one that fails has that as its problem."""
     ran = Ran(seed=seed, arm=arm, settings=settings)
     folder = Path(tempfile.mkdtemp(prefix="relax-bench-"))
-    run = ToyRun(folder, JOB, settings)
+    run = ToyRun(folder, job, settings)
     try:
         with run:
             if code := wait(run, f"seed {seed}, {arm}"):
@@ -183,18 +184,27 @@ def take(ran: Ran, records: Sequence[dict[str, Any]], status: str) -> None:
 
 
 def make(folder: Path, seeds: Sequence[int], options: argparse.Namespace) -> list[Ran]:
-    """All runs, seed by seed, with a line for each."""
+    """All runs, seed by seed."""
+    todo = [(seed, arm, settings_of(seed, arm, options)) for seed, arm in itertools.product(seeds, ARMS)]
+    return carry_all(folder, todo, carry_out, options.at_most)
+
+
+def carry_all(
+    folder: Path,
+    todo: Sequence[tuple[int, str, dict[str, Any]]],
+    carry: Callable[[int, str, dict[str, Any]], Ran],
+    at_most: int | None,
+) -> list[Ran]:
+    """Runs by seed, arm and settings, with a line for each: those of before, and at most so many new ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    todo = list(itertools.product(seeds, ARMS))
     found: list[Ran] = []
     spent: list[float] = []
-    for number, (seed, arm) in enumerate(todo, 1):
-        settings = settings_of(seed, arm, options)
+    for number, (seed, arm, settings) in enumerate(todo, 1):
         ran, began = known(folder, seed, arm, settings), time.monotonic()
         if ran is None:
-            if options.at_most is not None and len(spent) >= options.at_most:
+            if at_most is not None and len(spent) >= at_most:
                 continue
-            ran = carry_out(seed, arm, settings)
+            ran = carry(seed, arm, settings)
             spent.append(time.monotonic() - began)
             if not ran.problems:
                 path = place(folder, seed, arm)

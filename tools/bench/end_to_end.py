@@ -1,6 +1,7 @@
 """Side by side in one run: the quickstart job as a system of processes, the same GRPO in one plain process, and TRL's.
 
     python tools/bench/end_to_end.py [--quick] [--target 0.3] [--json]
+    python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--steps 40] [--at-most N]
 
 Prints seconds a step, tokens generated, tokens and samples trained a second, and the training time to the same held-out
 accuracy. The plain process is measured with one and with two threads for a few steps; the faster one runs to the
@@ -8,6 +9,12 @@ target. TRL's GRPOTrainer (in the peers' environment: `make peer-env`) is likewi
 its best on a CPU: bfloat16 and float32, threads, samples of one backward pass; whole batches are generated at once,
 without gradient checkpointing. The peers' time in evaluation is not counted; the system's evaluator runs beside the
 training on the same cores and is counted.
+
+Goals: 95% of the plain process's samples a second; a quarter of TRL's time to the accuracy, and no more than the plain
+process's. A goal is not shown if the peer is missing or never comes to the accuracy. The exit status is 0 if all goals
+hold, 1 if one is missed or not shown. --quick takes no time to accuracy, and judges the samples a second alone.
+
+The accuracy after as many steps is printed, of one seed, and not judged: --accuracy does that over several seeds.
 """
 
 from __future__ import annotations
@@ -15,109 +22,30 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import shutil
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import peer_env
+import end_to_end_accuracy
+import msgspec
+from end_to_end_runs import Trial, run_plain, run_system, run_trl, write_job
 
-from relax_rt.config.loader import load_config
-from relax_rt.roles.data.source import PromptSource
-from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.models.tokenizer import load_tokenizer
-from relax_rt.roles.sections import RLConfig
-
-HERE = Path(__file__).resolve().parent
-CONFIG = HERE.parent.parent / "examples/quickstart/roles.toml"
-SYSTEM_TIMEOUT_S = 1800
-PLAIN_TIMEOUT_S = 3600
-TRL_TIMEOUT_S = 10_800
 SKIP = 3
 """First steps left out of the medians: loading and first touches of memory."""
 LIKE_PLAIN, LIKE_TRL = 0.95, 0.25
 """To reach: this share of the plain process's samples a second, and of TRL's time to the accuracy."""
-EQUIVALENT = 0.08
-"""What is learned from as many samples is the same if held-out accuracy is not further below a peer's than this."""
-Trial = tuple[str, int, int]
-"""TRL's dtype, threads, and samples of one backward pass."""
 
 
-def read_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects among the lines; a trainer may print dictionaries of its own."""
-    return [json.loads(line) for line in text.splitlines() if line.startswith('{"')]
+class Goal(msgspec.Struct, frozen=True):
+    """What is to be reached beside a peer. holds: None, not shown, and `why` says what is missing."""
 
-
-def run_system(steps: int, every: int, items: int) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run of the system."""
-    folder = Path(tempfile.mkdtemp(prefix="relax-bench-"))
-    sets = {
-        "run.dir": json.dumps(str(folder / "run")),
-        "algorithm.steps": steps,
-        "evaluation.every_steps": every,
-        "evaluation.items": items,
-        "evaluation.during_items": items,
-    }
-    command = [str(Path(sys.executable).with_name("relax-rt")), "up", str(CONFIG)]
-    command += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SYSTEM_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise SystemExit(f"the run failed with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        return read_lines((folder / "run" / "metrics.jsonl").read_text())
-    finally:
-        shutil.rmtree(folder)
-
-
-def run_plain(threads: int, steps: int, every: int, target: float, items: int) -> list[dict[str, Any]]:
-    """Records of the plain process."""
-    command = [sys.executable, str(HERE / "plain_grpo.py"), str(CONFIG), f"--threads={threads}", f"--steps={steps}"]
-    command += [f"--evaluate-every={every}", f"--target={target}", f"--items={items}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PLAIN_TIMEOUT_S, check=False, env=environment
-    )
-    if done.returncode:
-        raise SystemExit(f"the plain process failed with {done.returncode}:\n{done.stderr[-3000:]}")
-    return read_lines(done.stdout)
-
-
-def write_job(path: Path, steps: int) -> None:
-    """The job as peers/trl_grpo.py reads it: it cannot import what this package has."""
-    config = load_config(CONFIG)
-    assert isinstance(config, RLConfig)
-    folder, base = resolve_model(config.model.path, Path(config.config_dir)), Path(config.config_dir)
-    tokenizer, table = load_tokenizer(folder), config.algorithm
-    source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=base)
-
-    def told(item: Any) -> dict[str, Any]:
-        return {"prompt": tokenizer.text(item.messages), "tokens": list(item.tokens), "answer": item.answer}
-
-    names = ("group_size", "prompts_per_step", "learning_rate", "adam_betas", "weight_decay", "max_grad_norm")
-    job = {
-        "model": str(folder),
-        "reward": str(base / config.reward.function),
-        "seed": config.run.seed,
-        "temperature": config.sampling.temperature,
-        "max_new_tokens": config.sampling.max_new_tokens,
-        "train": [told(source.prompt(index)) for index in range(steps * table.prompts_per_step)],
-        "held_out": [told(item) for item in source.held_out],
-        **{name: getattr(table, name) for name in (*names, "clip_low", "clip_high", "normalise_std")},
-    }
-    path.write_text(json.dumps(job))
-
-
-def run_trl(job: Path, trial: Trial, steps: int, every: int, target: float, items: int) -> list[dict[str, Any]]:
-    """Records of TRL's trainer; none if it cannot be run, which is told on the standard error."""
-    dtype, threads, micro_batch = trial
-    options = [f"--dtype={dtype}", f"--threads={threads}", f"--micro-batch={micro_batch}", f"--steps={steps}"]
-    options += [f"--evaluate-every={every}", f"--target={target}", f"--items={items}"]
-    out = peer_env.run("trl_grpo.py", [str(job), *options], timeout_s=TRL_TIMEOUT_S)
-    return read_lines(out) if out is not None else []
+    what: str
+    holds: bool | None
+    why: str = ""
 
 
 def best_of_trl(job: Path, *, quick: bool) -> tuple[Trial | None, dict[Trial, float]]:
@@ -195,43 +123,79 @@ def last_common(all_records: list[list[dict[str, Any]]]) -> int:
     return max(set.intersection(*evaluated) - {0}, default=0)
 
 
-def row(name: str, unit: str, better: str, ours: float | None, peers: dict[str, float | None]) -> dict[str, Any]:
-    """One row of the machine-readable result."""
-    goals: list[tuple[str, bool]] = []
+def goal_of(what: str, ours: float | None, most_or_least: float | None, better: str, lack: str) -> Goal:
+    """Ours against a bound that a peer sets; without one nothing is shown, also where ours is none."""
+    if most_or_least is None:
+        return Goal(what, None, lack)
+    return Goal(what, ours is not None and (ours <= most_or_least if better == "lower" else ours >= most_or_least))
+
+
+def goals_of(name: str, ours: float | None, peers: Mapping[str, float | None], missing: frozenset[str]) -> list[Goal]:
+    """The goals of a row, of each peer that sets one."""
+    goals: list[Goal] = []
     for peer, theirs in peers.items():
-        if name.startswith("held-out") and theirs is not None:
-            met = ours is not None and ours >= theirs - EQUIVALENT
-            goals.append((f"at most {EQUIVALENT:g} below {peer}", met))
-        share = LIKE_TRL if peer.startswith("TRL") else 1.0
-        if name.startswith("time") and theirs is not None:
-            goals.append((f"at most {share:g} of {peer}", ours is not None and ours <= share * theirs))
-        elif name == "samples trained" and not peer.startswith("TRL") and theirs is not None:
-            goals.append((f"at least {LIKE_PLAIN} of {peer}", ours is not None and ours >= LIKE_PLAIN * theirs))
+        trl = peer.startswith("TRL")
+        lack = f"{peer} was not measured" if peer in missing else f"{peer} did not reach it"
+        if name.startswith("time"):
+            share = LIKE_TRL if trl else 1.0
+            bound = None if theirs is None else share * theirs
+            goals.append(goal_of(f"at most {share:g} of {peer}", ours, bound, "lower", lack))
+        elif name == "samples trained" and not trl:
+            bound = None if theirs is None else LIKE_PLAIN * theirs
+            goals.append(goal_of(f"at least {LIKE_PLAIN} of {peer}", ours, bound, "higher", lack))
+    return goals
+
+
+def row(
+    name: str,
+    unit: str,
+    better: str,
+    ours: float | None,
+    peers: Mapping[str, float | None],
+    missing: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
+    """One row of the machine-readable result. `missing`: peers that could not be measured."""
+    goals = goals_of(name, ours, peers, missing)
+    shown = {goal.holds for goal in goals}
     return {
         "name": name,
         "unit": unit,
         "better": better,
         "ours": ours,
-        "peers": peers,
+        "peers": dict(peers),
         "limit": None,
-        "goal": "; ".join(what for what, _ in goals),
-        "holds": all(holds for _, holds in goals),
+        "goal": "; ".join(goal.what for goal in goals) or None,
+        "holds": False if False in shown else True if shown == {True} else None,
+        "missed": [goal.what for goal in goals if goal.holds is False],
+        "not_shown": [f"{goal.what}: {goal.why}" for goal in goals if goal.holds is None],
     }
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """The table for people."""
+def show(rows: list[dict[str, Any]], missing: frozenset[str]) -> None:
+    """The table for people, and what became of the goals."""
     peers = list(rows[0]["peers"])
     print(f"{'':34} {'relax-rt':>12} " + " ".join(f"{p:>26}" for p in peers))
     for r in rows:
-        cells = " ".join(f"{told(r['peers'][p]):>26}" for p in peers)
-        missed = "" if r["holds"] else f"   MISSED: {r['goal']}"
-        print(f"{r['name'] + ' (' + r['unit'] + ')':34} {told(r['ours']):>12} {cells}{missed}")
+        cells = " ".join(f"{'not measured' if p in missing else told(r['peers'][p]):>26}" for p in peers)
+        print(f"{r['name'] + ' (' + r['unit'] + ')':34} {told(r['ours']):>12} {cells}{judged(r)}")
+
+
+def judged(row: dict[str, Any]) -> str:
+    """What became of a row's goals, in words; empty: it has none."""
+    if row["holds"]:
+        return f"   {row['goal']}: yes"
+    return "".join([f"   MISSED: {what}" for what in row["missed"]] + [f"   NOT SHOWN: {w}" for w in row["not_shown"]])
 
 
 def told(value: float | None) -> str:
     """A figure, for people."""
     return "not reached" if value is None else f"{value:.2f}"
+
+
+def all_hold(rows: list[dict[str, Any]]) -> bool:
+    """Whether every goal was reached, and shown to be; there must be one."""
+    held = [r["holds"] for r in rows if r["goal"] is not None]
+    return bool(held) and all(holds is True for holds in held)
 
 
 def table(
@@ -240,11 +204,12 @@ def table(
     """All rows.
 
     Args:
-        peers: their records by name. target: held-out accuracy to which time is taken; None: it is not.
+        peers: their records by name; none of one that could not be measured. target: held-out accuracy to which time is
+            taken; None: it is not.
     """
     batch = max(len(r["keys"]) for r in system if r["kind"] == "step")
-    ours = system_figures(system)
-    theirs = {name: plain_figures(records, batch) for name, records in peers.items()}
+    ours, missing = system_figures(system), missing_of(peers)
+    theirs = {name: {} if name in missing else plain_figures(records, batch) for name, records in peers.items()}
     shown = (
         ("step, median", "s", "lower", "step_s"),
         ("tokens generated", "1/s", "higher", "generated_per_s"),
@@ -252,49 +217,74 @@ def table(
         ("samples trained", "1/s", "higher", "samples_per_s"),
     )
     rows = [
-        row(name, unit, better, ours[key], {peer: found[key] for peer, found in theirs.items()})
+        row(name, unit, better, ours[key], {peer: found.get(key) for peer, found in theirs.items()}, missing)
         for name, unit, better, key in shown
     ]
     if target is not None:
         reached = {name: time_to(records, target) for name, records in peers.items()}
-        rows.append(row(f"time to {target:.0%} held-out", "s", "lower", time_to(system, target), reached))
-        if step := last_common([system, *peers.values()]):
+        rows.append(row(f"time to {target:.0%} held-out", "s", "lower", time_to(system, target), reached, missing))
+        if step := last_common([system, *(records for name, records in peers.items() if name not in missing)]):
             exact = {name: exact_after(records, step) for name, records in peers.items()}
-            rows.append(row(f"held-out exact, step {step}", "share", "higher", exact_after(system, step), exact))
+            name = f"one seed, exact after step {step}"
+            rows.append(row(name, "share", "higher", exact_after(system, step), exact, missing))
     return rows
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, no time to accuracy")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
-    parser.add_argument("--target", type=float, default=0.3, help="held-out exact match to reach")
-    args = parser.parse_args()
-    steps, every, items = (12, 0, 32) if args.quick else (60, 10, 512)
+def missing_of(peers: Mapping[str, list[dict[str, Any]]]) -> frozenset[str]:
+    """Peers without a step."""
+    return frozenset(name for name, records in peers.items() if not any(r["kind"] == "step" for r in records))
+
+
+def compare(options: argparse.Namespace) -> int:
+    """All of them in one run; answers with the exit status."""
+    quick, target = options.quick, options.target
+    steps, every, items = (12, 0, 32) if quick else (60, 10, 512)
     system = run_system(steps, every, items)
     batch = max(len(r["keys"]) for r in system if r["kind"] == "step")
     trials = {n: run_plain(n, 6, 0, 2.0, items) for n in (1, 2)}
     plain_s = {n: plain_figures(records, batch)["step_s"] for n, records in trials.items()}
     best = min(plain_s, key=lambda n: plain_s[n])
-    plain = trials[best] if args.quick else run_plain(best, steps, every, args.target, items)
+    plain = trials[best] if quick else run_plain(best, steps, every, target, items)
     peers = {f"plain, {best} thread{'s' * (best > 1)}": plain}
     with tempfile.TemporaryDirectory(prefix="relax-bench-") as folder:
         job = Path(folder) / "job.json"
         write_job(job, steps)
-        trial, trl_s = best_of_trl(job, quick=args.quick)
-        if trial is not None:
-            most = (3, 0, 2.0, 1) if args.quick else (steps, every, args.target, items)
+        trial, trl_s = best_of_trl(job, quick=quick)
+        if trial is None:
+            peers["TRL"] = []
+        else:
+            most = (3, 0, 2.0, 1) if quick else (steps, every, target, items)
             name = f"TRL, {trial[0]}, {trial[1]} thread{'s' * (trial[1] > 1)}"
             peers[name] = run_trl(job, trial, *most)
-    rows = table(system, peers, None if args.quick else args.target)
-    show(rows)
+    rows = table(system, peers, None if quick else target)
+    show(rows, missing_of(peers))
     print("plain process, s a step: " + ", ".join(f"{n} thread(s) {s:.2f}" for n, s in plain_s.items()))
     tried = ", ".join(f"{d} {n} thread(s) {m} at once {s:.2f}" for (d, n, m), s in trl_s.items())
     print(f"TRL, s a step: {tried or 'not measured'}")
-    if args.json:
+    if options.json:
         print(json.dumps(rows))
+    return 0 if all_hold(rows) else 1
+
+
+def main() -> int:
+    """Entry point; answers with the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few steps, no time to accuracy")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
+    parser.add_argument("--target", type=float, default=0.3, help="held-out exact match to reach")
+    end_to_end_accuracy.add_options(parser)
+    options = parser.parse_args()
+    # So that what was started is ended as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if options.accuracy is not None:
+        if problem := end_to_end_accuracy.refused(options):
+            parser.error(problem)
+        return end_to_end_accuracy.main(options)
+    for name in ("seeds", "steps", "items", "at_most"):
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} is of --accuracy FOLDER, which is not given")
+    return compare(options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

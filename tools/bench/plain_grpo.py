@@ -124,6 +124,7 @@ class Plain:
         return {
             "step": number,
             "reward_mean": float(rewards.mean()),
+            "samples": len(items),
             "tokens": int((out >= 0).sum()),
             "generate_s": generated - began,
             "train_s": ended - generated,
@@ -174,8 +175,9 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--items", type=int, default=512, help="held-out items of an evaluation")
     parser.add_argument("--target", type=float, default=2.0, help="stop at this held-out exact match")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the config")
     args = parser.parse_args()
-    config = load_config(args.config)
+    config = load_config(args.config, args.set)
     assert isinstance(config, RLConfig)
     plain = Plain(config, args.threads)
     spent = 0.0

@@ -1,0 +1,182 @@
+"""The verdict of end_to_end.py --accuracy on runs made up, what it takes from a plain process, and what it keeps."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
+
+import convergence
+import end_to_end_accuracy
+from convergence import Ran
+from end_to_end_accuracy import (
+    OURS,
+    PLAIN,
+    carry_out,
+    compare,
+    main,
+    refused,
+    samples_of,
+    settings_of,
+    show,
+    take_plain,
+)
+from equivalence_statistics import Score
+
+
+def options(**others: Any) -> argparse.Namespace:
+    given = {"seeds": "1,2,3", "steps": 4, "items": 700, "at_most": None, "quick": False, "json": False, **others}
+    return argparse.Namespace(**given)
+
+
+def runs(
+    ours: int = 345, plain: int = 350, half: int = 150, *, items: int = 700, seeds: Sequence[int] = (1, 2, 3)
+) -> list[Ran]:
+    """Runs with so many right answers, a few more with each seed."""
+    found = []
+    for s in seeds:
+        settings, ages = settings_of(s, options(items=items)), {"0": 200, "1": 184}
+        after, middle = Score(min(items, plain + 3 * s), items), Score(half + 3 * s, items)
+        found += [
+            Ran(seed=s, arm=OURS, settings=settings, after=Score(min(items, ours + 3 * s), items), ages=ages),
+            Ran(seed=s, arm=PLAIN, settings=settings, half=middle, after=after, ages={"0": 384}),
+        ]
+    return found
+
+
+def verdict(found: Sequence[Ran]) -> tuple[str, str]:
+    _, conclusion = compare(found)
+    return conclusion.verdict, "; ".join(conclusion.reasons)
+
+
+def test_as_much_learned_and_a_control_that_differs_are_equivalent() -> None:
+    assert verdict(runs()) == ("equivalent", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (runs(ours=250), r"relax-rt: .* is not inside ±0.08: a DIFFERENCE is shown"),
+        (runs(ours=450), r"relax-rt: .* a DIFFERENCE is shown"),
+        (runs(half=340), "half of the steps: .* is not told apart"),
+        (runs(seeds=(1, 2)), "relax-rt: 2 seeds, at least 3 are wanted"),
+        (runs(seeds=(1,)), "relax-rt: too few runs"),
+        (runs(items=400, ours=200, plain=200), "400 items, at least 500 are wanted"),
+        ([one for one in runs() if one.arm == OURS], "relax-rt: too few runs"),
+        ([one for one in runs() if (one.seed, one.arm) != (2, PLAIN)], "2 seeds, at least 3 are wanted"),
+    ],
+)
+def test_whatever_is_missing_is_not_shown_and_told(found: list[Ran], reason: str) -> None:
+    said, reasons = verdict(found)
+    assert said == "not shown" and re.search(reason, reasons), reasons
+
+
+def test_other_numbers_of_samples_and_failed_runs_spoil_the_verdict() -> None:
+    found = runs()
+    found[0].ages = {"0": 376}
+    found[3].problems.append("the plain process failed with 1")
+    assert verdict(found) == (
+        "not shown",
+        "seed 2, plain: the plain process failed with 1; seed 1: 376 samples, the plain process 384",
+    )
+
+
+def plain_records(steps: int = 4) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        found.append({"kind": "step", "step": step, "elapsed_s": 2.0 * step, "reward_mean": 0.5, "samples": 96})
+        if step % 2 == 0:
+            found.append({"kind": "evaluation", "step": step, "exact": step / 10, "items": 700})
+    return found
+
+
+def test_what_is_taken_from_the_plain_process() -> None:
+    ran = Ran(seed=1, arm=PLAIN, settings=settings_of(1, options()))
+    take_plain(ran, plain_records())
+    assert (ran.half, ran.after, ran.problems) == (Score(140, 700), Score(280, 700), [])
+    assert (samples_of(ran), ran.seconds) == (384, [2.0, 4.0, 6.0, 8.0])
+    short = Ran(seed=1, arm=PLAIN, settings=settings_of(1, options()))
+    take_plain(short, plain_records(3))
+    assert short.problems == ["it ended after 3 of 4 steps, or was not evaluated"]
+
+
+def test_both_are_given_the_same_seed_steps_and_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run_plain(*given: Any) -> list[dict[str, Any]]:
+        asked.append(given)
+        return plain_records()
+
+    def run_system(seed: int, arm: str, settings: dict[str, Any], job: Path) -> Ran:
+        asked.append((settings, job.name))
+        return Ran(seed=seed, arm=arm, settings=settings)
+
+    monkeypatch.setattr(end_to_end_accuracy, "run_plain", run_plain)
+    monkeypatch.setattr(convergence, "carry_out", run_system)
+    settings = settings_of(7, options())
+    assert carry_out(7, PLAIN, settings).problems == [] and carry_out(7, OURS, settings).arm == OURS
+    assert asked == [(2, 4, 2, 2.0, 700, ["run.seed=7"]), (settings, "roles.toml")]
+    assert (settings["run.seed"], settings["algorithm.steps"], settings["evaluation.items"]) == (7, 4, 700)
+
+
+def test_a_plain_process_that_fails_is_a_problem_and_a_request_to_end_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(code: Any) -> None:
+        def run_plain(*_: Any) -> Any:
+            raise SystemExit(code)
+
+        monkeypatch.setattr(end_to_end_accuracy, "run_plain", run_plain)
+
+    fail("the plain process failed with 3")
+    assert carry_out(1, PLAIN, settings_of(1, options())).problems == ["the plain process failed with 3"]
+    fail(143)
+    with pytest.raises(SystemExit):
+        carry_out(1, PLAIN, settings_of(1, options()))
+
+
+def test_runs_are_made_once_in_pieces_and_then_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple[int, str]] = []
+    ready = {(one.seed, one.arm): one for one in runs()}
+
+    def carry(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
+        made.append((seed, arm))
+        return ready[seed, arm]
+
+    monkeypatch.setattr(end_to_end_accuracy, "carry_out", carry)
+    statuses = [main(options(accuracy=tmp_path, at_most=2)) for _ in range(4)]
+    assert statuses == [1, 1, 0, 0]
+    assert made == [(seed, arm) for seed in (1, 2, 3) for arm in (OURS, PLAIN)]
+    assert capsys.readouterr().out.rstrip().endswith("verdict: equivalent")
+    with pytest.raises(SystemExit, match="other settings"):
+        main(options(accuracy=tmp_path, steps=6))
+
+
+def test_the_tables_show_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = runs(seeds=(1,))
+    show(found, *compare(found))
+    text = capsys.readouterr().out
+    assert re.search(r"1  plain .* 384 +- +0.219 +0.504", text) and "too few runs" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"steps": 5}, "even"),
+        ({"steps": 0}, "even"),
+        ({"seeds": "1,x"}, "--seeds"),
+        ({"seeds": ",".join(map(str, range(40)))}, "1 to"),
+        ({"quick": True}, "--quick"),
+    ],
+)
+def test_options_that_are_none(given: dict[str, Any], word: str) -> None:
+    assert word in refused(options(**given)) and refused(options()) == ""

@@ -1,0 +1,173 @@
+"""Is as much learned from as many samples? The system against one plain process, over seeds, with a negative control.
+
+    python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--steps 40] [--items 512] [--at-most N]
+
+For each seed the quickstart job runs as a system of processes, and as one plain process (plain_grpo.py), for as many
+steps and so as many samples: same prompts in the same order, same held-out items. The negative control is the plain
+process at half of its steps: learning of which half was lost.
+
+equivalent: at least 3 seeds and 500 held-out items, the 90% interval of the difference in held-out accuracy lies inside
+±0.08, the control is told apart, and each run was trained on all its samples. Else: not shown, with the reasons. The
+interval is that of tools/soak/equivalence_statistics.py. The exit status is 0 for equivalent.
+
+Each finished run is kept in FOLDER as one file and not made again, so that this can be ended at any time and taken up
+later, or be made in pieces (--at-most 1). On two quiet cores a seed is to take about 17 minutes, 13 of them plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import convergence
+import msgspec
+from convergence import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Ran, Score, carry_all, conclude, interval
+from end_to_end_runs import CONFIG, run_plain
+
+from relax_rt.config.loader import load_config
+from relax_rt.roles.sections import RLConfig
+
+OURS, PLAIN, HALF = "relax-rt", "plain", "plain, half of the steps"
+THREADS = 2
+"""Of the plain process: the faster number on two cores. What is learned does not hang on it."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is said on the command line of end_to_end.py."""
+    about = parser.add_argument_group("accuracy from as many samples, over several seeds")
+    about.add_argument("--accuracy", type=Path, metavar="FOLDER", help="compare that alone; finished runs lie there")
+    about.add_argument("--seeds", default="1,2,3", help="comma-separated")
+    about.add_argument("--steps", type=int, default=40, help="of each run")
+    about.add_argument("--items", type=int, default=512, help="held out")
+    about.add_argument("--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there")
+
+
+def refused(options: argparse.Namespace) -> str:
+    """Why these options are none; empty: they are."""
+    try:
+        count = len(seeds_of(options))
+    except ValueError as error:
+        return f"--seeds {options.seeds}: {error}"
+    if not 0 < count <= MOST_SEEDS:
+        return f"--seeds {options.seeds}: 1 to {MOST_SEEDS} of them"
+    if options.steps < 2 or options.steps % 2:
+        return f"--steps {options.steps}: an even number, as the control is half of them"
+    return "--quick has no seeds to compare: leave one of the two out" if options.quick else ""
+
+
+def seeds_of(options: argparse.Namespace) -> list[int]:
+    """Each once."""
+    return sorted({int(word) for word in options.seeds.split(",")})
+
+
+def settings_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What a run of either is given beside the job's file."""
+    config = load_config(CONFIG)
+    assert isinstance(config, RLConfig)
+    return {
+        "run.seed": seed,
+        "algorithm.steps": options.steps,
+        # The job's own; what is trained on is held against it.
+        "algorithm.max_staleness": config.algorithm.max_staleness,
+        "evaluation.every_steps": 0,
+        "evaluation.items": options.items,
+    }
+
+
+def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
+    """One run to its end; one that fails has that as its problem."""
+    if arm == OURS:
+        return convergence.carry_out(seed, arm, settings, CONFIG)
+    ran, steps = Ran(seed=seed, arm=arm, settings=settings), settings["algorithm.steps"]
+    try:
+        records = run_plain(
+            THREADS, steps, steps // 2, 2.0, settings["evaluation.items"], [f"run.seed={settings['run.seed']}"]
+        )
+    except SystemExit as error:
+        if not isinstance(error.code, str):  # we are to end
+            raise
+        ran.problems.append(error.code)
+    except subprocess.TimeoutExpired as error:
+        ran.problems.append(str(error))
+    else:
+        take_plain(ran, records)
+    return ran
+
+
+def take_plain(ran: Ran, records: Sequence[dict[str, Any]]) -> None:
+    """What the plain process says of itself."""
+    steps, samples = ran.settings["algorithm.steps"], 0
+    for record in records:
+        if record["kind"] == "step":
+            ran.rewards.append(round(float(record["reward_mean"]), 4))
+            ran.seconds.append(round(float(record["elapsed_s"]), 2))
+            samples += int(record["samples"])
+        elif record["kind"] == "evaluation":
+            score = Score(round(record["exact"] * record["items"]), int(record["items"]))
+            if record["step"] == steps:
+                ran.after = score
+            elif record["step"] == steps // 2:
+                ran.half = score
+    # Its samples are of the weights that they train.
+    ran.ages = {"0": samples}
+    if len(ran.rewards) != steps or ran.after is None or ran.half is None:
+        ran.problems.append(f"it ended after {len(ran.rewards)} of {steps} steps, or was not evaluated")
+
+
+def samples_of(ran: Ran) -> int:
+    """Trained on."""
+    return sum(ran.ages.values())
+
+
+def compare(found: Sequence[Ran]) -> tuple[dict[str, Interval | None], Conclusion]:
+    """The intervals against the plain process, and what may be concluded."""
+    by = {(one.seed, one.arm): one for one in found}
+    pairs: dict[str, list[Pair]] = {OURS: [], HALF: []}
+    problems = [f"seed {one.seed}, {one.arm}: {what}" for one in found for what in one.problems]
+    for seed in sorted({one.seed for one in found}):
+        ours, plain = by.get((seed, OURS)), by.get((seed, PLAIN))
+        if plain is None or plain.after is None:
+            continue
+        if plain.half is not None:
+            pairs[HALF].append(Pair(seed, plain.after, plain.half))
+        if ours is not None and ours.after is not None:
+            pairs[OURS].append(Pair(seed, plain.after, ours.after))
+            if samples_of(ours) != samples_of(plain):
+                problems.append(f"seed {seed}: {samples_of(ours)} samples, the plain process {samples_of(plain)}")
+    intervals = {name: interval(own) for name, own in pairs.items()}
+    return intervals, conclude(intervals[OURS], {HALF: intervals[HALF]}, problems, name=OURS)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Make what is not there yet, and judge; answers with the exit status."""
+    arms = itertools.product(seeds_of(options), (OURS, PLAIN))
+    todo = [(seed, arm, settings_of(seed, options)) for seed, arm in arms]
+    found = carry_all(options.accuracy, todo, carry_out, options.at_most)
+    intervals, conclusion = compare(found)
+    show(found, intervals, conclusion)
+    if options.json:
+        runs = [{k: v for k, v in msgspec.to_builtins(one).items() if k not in ("rewards", "seconds")} for one in found]
+        result = {"verdict": conclusion.verdict, "reasons": conclusion.reasons, "margin": MARGIN}
+        print(json.dumps({**result, "intervals": msgspec.to_builtins(intervals), "runs": runs}))
+    sys.stdout.flush()
+    return 0 if conclusion.verdict == "equivalent" else 1
+
+
+def show(found: Sequence[Ran], intervals: dict[str, Interval | None], conclusion: Conclusion) -> None:
+    """The tables and the verdict."""
+    print(f"{'seed':>4}  {'':10}{'steps':>6}{'samples':>9}{'before':>8}{'half':>8}{'after':>8}{'s':>8}")
+    for one in found:
+        shares = (f"{'-' if s is None else format(s.share, '.3f'):>8}" for s in (one.before, one.half, one.after))
+        seconds = one.seconds[-1] if one.seconds else 0.0
+        print(f"{one.seed:>4}  {one.arm:10}{len(one.rewards):>6}{samples_of(one):>9}{''.join(shares)}{seconds:>8.0f}")
+    columns = f"{'seeds':>6}{'items':>7}{'mean':>8}{'90% interval':>18}{'se seeds':>10}{'items':>8}"
+    print(f"\n{'against the plain process':26}{columns}")
+    for name, one in intervals.items():
+        print(f"{name:26}" + (convergence.told(one) if one is not None else "  too few runs"))
+    print(f"\nverdict: {conclusion.verdict}" + "".join(f"\n  {reason}" for reason in conclusion.reasons))
