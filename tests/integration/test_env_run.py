@@ -176,7 +176,9 @@ SLOW = {"roles.env.episode_timeout_s": 2.1}
 
 @pytest.mark.long
 def test_a_task_that_is_always_too_slow_is_retired_and_the_run_goes_on(make: Make) -> None:
-    run = make(**SLOW, **{"roles.env.options.slow": '"train-3"', "roles.env.unfinished": '"drop"'}).start()
+    # Eight failures of 2.1 s each, while others are trained.
+    told = {"roles.env.options.slow": '"train-3"', "roles.env.unfinished": '"drop"', "evaluation.every_steps": 40}
+    run = make(steps=40, **SLOW, **told).start()
     assert run.wait() == 0, run.text()
     check(run)
     (retired,) = [event for event in run.events("group_ended") if event["prompt_fate"] == "retire"]
