@@ -69,7 +69,7 @@ def divergence(policy: Any, teacher: Any) -> float:
 
 
 def test_the_distance_to_the_reference_is_measured_from_the_start_and_its_death_costs_nothing(start: Any) -> None:
-    steps = 6
+    steps = 24
     run = start(
         **{"algorithm.steps": steps, "algorithm.kl": '{ name = "k2", coefficient = 0.01 }', "roles.reference.batch": 16}
     )

@@ -190,6 +190,6 @@ def test_a_run_directory_of_another_config_is_refused(runs: list[TinyRun], tmp_p
     first = TinyRun(tmp_path / "run", **{"algorithm.steps": 1})
     runs.append(first.start())
     assert first.wait() == 0, first.text()
-    message = refused(TinyRun(tmp_path / "run", **{"algorithm.steps": 1, "algorithm.learning_rate": 1e-4}))
+    message = refused(TinyRun(tmp_path / "run", **{"algorithm.steps": 1, "run.seed": 99}))
     assert "run.dir" in message
     assert str(tmp_path / "run") in message
