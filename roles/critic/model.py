@@ -24,8 +24,9 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import CriticSettings
 from relax_rt.roles.trainers.budget import Budget, Fitting
 from relax_rt.roles.trainers.checkpoint import passing
+from relax_rt.roles.trainers.layout import lay_out, packing_costs
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, hidden_states
-from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
+from relax_rt.roles.trainers.packing import MicroBatch, collate, shared_rows
 from relax_rt.roles.trainers.updates import chosen, mini_batches
 from relax_rt.transport.errors import Refused
 
@@ -84,7 +85,9 @@ class CriticModel:
 
     def reset(self) -> None:
         """Weights as before the first step."""
-        self._model = ValueModel(self._folder).to(self._device)
+        self._model = ValueModel(self._folder)
+        self._costs = packing_costs(self._model.body, self._device)
+        self._model.to(self._device)
         # Dropout is off, as everywhere in training: `learn` clips against what `values` has found.
         self._model.eval()
         self._optimizer = torch.optim.AdamW(
@@ -94,7 +97,9 @@ class CriticModel:
     def values(self, samples: Sequence[Sample]) -> list[Values]:
         """Values of each sample's trained tokens, 0 at others; float32 [T]."""
         return self._fitting(
-            lambda: at_trained_tokens(self._values, samples, self._budget, self._on_progress, device=self._device)
+            lambda: at_trained_tokens(
+                self._values, samples, self._budget, self._on_progress, device=self._device, costs=self._costs
+            )
         )
 
     def _values(self, batch: MicroBatch) -> torch.Tensor:
@@ -149,10 +154,10 @@ class CriticModel:
         """Those of a whole batch and of nothing else; what was measured, as sums."""
         sums: Metrics = {}
         self._optimizer.zero_grad(set_to_none=False)
-        for rows in micro_batches(shared_rows(samples, self._budget.tokens), self._budget.tokens):
-            self._budget.trying(rows)
-            merge(sums, self._micro_batch(collate(rows, self._device), columns, count))
-            self._on_progress(sum(row.length for row in rows))
+        for laid in lay_out(shared_rows(samples, self._budget.tokens), self._budget.tokens, self._costs):
+            self._budget.trying(laid.rows, laid.tokens)
+            merge(sums, self._micro_batch(collate(laid.rows, self._device, laid.costs), columns, count))
+            self._on_progress(laid.tokens)
         return sums
 
     def _micro_batch(self, batch: MicroBatch, columns: _Columns, count: int) -> Metrics:

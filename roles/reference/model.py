@@ -14,6 +14,7 @@ from relax_rt.roles.models.device import CPU
 from relax_rt.roles.models.forward import check_plain
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.trainers.budget import Budget, Fitting
+from relax_rt.roles.trainers.layout import packing_costs
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, predicted
 from relax_rt.roles.trainers.packing import MicroBatch
 
@@ -44,6 +45,7 @@ class FrozenModel:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         check_plain(self._model, folder)
         self._model.eval()
+        self._costs = packing_costs(self._model.get_decoder(), device)
         self._device = device
         self._model.to(device)
         self._budget = budget if isinstance(budget, Budget) else Budget(budget)
@@ -57,7 +59,9 @@ class FrozenModel:
         """Log-probabilities of each sample's trained tokens, 0 at others; float32 [T]. Their ids are in the
         vocabulary."""
         return self._fitting(
-            lambda: at_trained_tokens(self._compute, samples, self._budget, on_progress, device=self._device)
+            lambda: at_trained_tokens(
+                self._compute, samples, self._budget, on_progress, device=self._device, costs=self._costs
+            )
         )
 
     def _compute(self, batch: MicroBatch) -> torch.Tensor:

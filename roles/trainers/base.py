@@ -42,7 +42,8 @@ class StepResult(msgspec.Struct, frozen=True):
             `others` being the largest. learning_rate: that of the step.
         ratio_mean, ratio_max_deviation: of the trainer's to the behaviour probability; the largest |ratio - 1|.
         clip_fraction: share of tokens whose ratio was clipped. kl_behaviour: k3 estimate, nats a token.
-        computed_tokens: tokens that went through the model, shared prompts once.
+        computed_tokens: tokens that went through the model, padding included; prompts that samples share once where
+            they are computed once.
         difference_mean, difference_max: |log p of the trainer - log p recorded at sampling|, nats.
         measured_tokens: trained tokens that all these means and largest values are over.
         sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
@@ -103,7 +104,7 @@ def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, le
 
     Args:
         sums: over all micro-batches and ranks: the metrics of `Objective.loss`; `loss`, not divided; `trained`, tokens
-            of the batch; `computed`, tokens through the model.
+            of the batch; `computed`, tokens through the model, with padding.
         count: what the gradients were divided by.
     """
     seen = sums.get("tokens", 0.0)

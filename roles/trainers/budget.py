@@ -80,17 +80,15 @@ class Budget:
         file = ctx.run_dir / f"micro_batch_{role}.json"
         return cls(configured, file, smaller, f"{SHORTER}, or {remedy}" if remedy else SHORTER)
 
-    def trying(self, rows: Sequence[Row], *, whole_groups: bool = False) -> int:
-        """These rows are computed next; the tokens that this takes, padding included.
+    def trying(self, rows: Sequence[Row], tokens: int, *, whole_groups: bool = False) -> None:
+        """These rows are computed next.
 
         Args:
-            whole_groups: the samples of a group cannot be computed apart.
+            tokens: that this takes, padding included. whole_groups: the samples of a group cannot be computed apart.
         """
-        tokens = len(rows) * max(row.length for row in rows)
         # The branches of one sample are members of a row, and stay together.
         units = {sample.meta.group if whole_groups else index for row in rows for index, sample in row.members}
         self.trying_units(tokens, len(units), whole_groups=whole_groups)
-        return tokens
 
     def trying_units(self, tokens: int, units: int, *, whole_groups: bool = False) -> None:
         """So many tokens are computed next, of so many sequences, or groups, that can be computed apart."""

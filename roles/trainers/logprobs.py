@@ -14,7 +14,8 @@ from relax_rt.roles.models.device import CPU, autocasting
 from relax_rt.roles.numerics import denormals_flushed
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.trainers.budget import Budget
-from relax_rt.roles.trainers.packing import MicroBatch, collate, micro_batches, shared_rows
+from relax_rt.roles.trainers.layout import Costs, lay_out
+from relax_rt.roles.trainers.packing import MicroBatch, collate, shared_rows
 
 
 def hidden_states(model: Any, batch: MicroBatch, eyes: Eyes | None = None) -> torch.Tensor:
@@ -27,7 +28,9 @@ def hidden_states(model: Any, batch: MicroBatch, eyes: Eyes | None = None) -> to
         layers, given = model, {"input_ids": batch.ids}
     else:
         layers, given = eyes.layers, {"inputs_embeds": eyes.embed(batch.ids, batch.glances)}
-    every = layers(**given, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False).last_hidden_state
+    # Models that cannot have several sequences in a row may not know the word.
+    seen = {"attention_mask": batch.mask} if batch.segments is None else {"segments": batch.segments}
+    every = layers(**given, **seen, position_ids=batch.positions, use_cache=False).last_hidden_state
     found: torch.Tensor = every[batch.predict_row, batch.predict_at]
     return found
 
@@ -52,7 +55,7 @@ def predicted(
         # rest), for a sixth to a fifth more time a decoding step and a quarter more of forward and backward: not worth
         # it where corrections for such differences are at hand.
         logits = model.get_output_embeddings()(hidden_states(model.base_model, batch, eyes))
-    every = torch.log_softmax(logits.float() / temperature, -1)
+    every = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
     entropies = -(every.exp() * every).sum(-1) if entropy else None
     return every.gather(-1, batch.targets[:, None])[:, 0], entropies
 
@@ -64,6 +67,7 @@ def at_trained_tokens(
     on_progress: Callable[[int], object],
     *,
     device: torch.device = CPU,
+    costs: Costs | None = None,
     passes: Callable[[int], int] = lambda count: count,
     idle: Callable[[], object] = lambda: None,
 ) -> list[NDArray[np.float32]]:
@@ -73,23 +77,23 @@ def at_trained_tokens(
 
     Args:
         budget: tokens of a micro-batch; it is told of each. on_progress: told of as many as went through the model.
-        device: on which `compute` gets its micro-batches.
+        device: on which `compute` gets its micro-batches. costs: by which they are laid out, see `lay_out`.
         passes: how many passes to make, given how many micro-batches there are. idle: makes one of those beyond them.
     """
     found = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
     trained = [(index, sample) for index, sample in enumerate(samples) if sample.loss_mask[1:].any()]
     rows = shared_rows([sample for _, sample in trained], budget.tokens)
     with denormals_flushed(), torch.no_grad():
-        batches = micro_batches(rows, budget.tokens)
+        batches = lay_out(rows, budget.tokens, costs)
         beyond = passes(len(batches)) - len(batches)
         for chosen in batches:
-            budget.trying(chosen)
-            batch = collate(chosen, device)
+            budget.trying(chosen.rows, chosen.tokens)
+            batch = collate(chosen.rows, device, chosen.costs)
             values, sample, token = (one.cpu() for one in (compute(batch), batch.sample, batch.token))
-            for own in {index for row in chosen for index, _ in row.members}:
+            for own in {index for row in chosen.rows for index, _ in row.members}:
                 mine = sample == own
                 found[trained[own][0]][token[mine].numpy()] = values[mine].numpy()
-            on_progress(sum(row.length for row in chosen))
+            on_progress(chosen.tokens)
         for _ in range(beyond):
             idle()
     return found

@@ -2,13 +2,14 @@
 
 A row is [prefix][suffix 1] … [suffix n]; a suffix attends to the prefix and to itself, and its positions go on where
 the prefix ends. Loss and gradients are those of n separate sequences (a test holds the two together), while the prompt
-is computed once instead of n times.
+is computed once instead of n times. Rows lie beside each other, padded to the longest, or all one behind the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ import torch
 from relax_rt.roles.media.pictures import Glance, identity
 from relax_rt.roles.models.device import CPU
 from relax_rt.roles.sample import Sample
+from relax_rt.roles.trainers.attention import Segment, mask_behind
+
+if TYPE_CHECKING:
+    from relax_rt.roles.trainers.layout import Costs
 
 
 class Branch(Sample, kw_only=True):
@@ -43,18 +48,19 @@ class Row:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Tensors of rows padded to one length L, and the places where sampled tokens are predicted.
+    """Tensors of rows padded to one length L, or of one that has them all, and the places where sampled tokens are
+    predicted.
 
-    ids, positions: int64 [rows, L]. mask: bool [rows, 1, L, L], True where attention is allowed. predict_row,
-    predict_at: int64 [m], the position whose hidden state predicts each trained token. targets: int64 [m].
-    behaviour, advantages: float32 [m]. sample: int64 [m], index of the sample that each token belongs to; token: int64
-    [m], its place in the sample; group: int64 [m], numbers of the groups from 0. proximal, reference: float32 [m], if
-    every sample has them. glances: the pictures in the rows.
+    ids, positions: int64 [rows, L]. mask: bool [rows, 1, L, L], True where attention is allowed; None where segments
+    say so, which have all tokens of the one row. predict_row, predict_at: int64 [m], the position whose hidden state
+    predicts each trained token. targets: int64 [m]. behaviour, advantages: float32 [m]. sample: int64 [m], index of the
+    sample that each token belongs to; token: int64 [m], its place in the sample; group: int64 [m], numbers of the
+    groups from 0. proximal, reference: float32 [m], if every sample has them. glances: the pictures in the rows.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor
+    mask: torch.Tensor | None
     predict_row: torch.Tensor
     predict_at: torch.Tensor
     targets: torch.Tensor
@@ -65,6 +71,7 @@ class MicroBatch:
     group: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    segments: list[Segment] | None = field(default=None, kw_only=True)
     glances: list[Glance] = field(default_factory=list, kw_only=True)
 
 
@@ -149,31 +156,38 @@ def group_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
     return batches
 
 
-def collate(rows: Sequence[Row], device: torch.device = CPU) -> MicroBatch:
+def collate(rows: Sequence[Row], device: torch.device = CPU, costs: Costs | None = None) -> MicroBatch:
     """Tensors of one micro-batch, on the device. A sample's advantages and behaviour log-probabilities are per
-    token."""
+    token.
+
+    Args:
+        costs: the rows lie one behind the other, and attention is divided as it costs least; None: beside each other.
+    """
     members = [member for row in rows for member in row.members]
     groups = {group: number for number, group in enumerate(dict.fromkeys(s.meta.group for _, s in members))}
-    length = max(row.length for row in rows)
-    ids = np.zeros((len(rows), length), np.int64)
-    positions = np.zeros((len(rows), length), np.int64)
+    lengths = [row.length for row in rows]
+    shape = (len(rows), max(lengths)) if costs is None else (1, sum(lengths))
+    ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     # -1 is padding, 0 the prefix, k the k-th member.
-    segments = np.full((len(rows), length), -1, np.int64)
+    numbers = np.full(shape, -1, np.int64)
     picks: list[tuple[np.ndarray, ...]] = []
     glances: list[Glance] = []
-    for r, row in enumerate(rows):
-        at = row.prefix
+    at = 0
+    for number, row in enumerate(rows):
+        r, start = (number, 0) if costs is None else (0, at)
+        at = start + row.prefix
         first = row.members[0][1]
-        ids[r, :at], positions[r, :at], segments[r, :at] = first.tokens[:at], np.arange(at), 0
-        glances += [Glance(r, shown, 0, at, 0) for shown in first.media or () if shown.start < at]
+        ids[r, start:at], numbers[r, start:at] = first.tokens[: row.prefix], 0
+        positions[r, start:at] = np.arange(row.prefix)
+        glances += [Glance(r, shown, 0, row.prefix, start) for shown in first.media or () if shown.start < row.prefix]
         for k, (index, sample) in enumerate(row.members, start=1):
             end = at + len(sample.tokens) - row.prefix
             ids[r, at:end] = sample.tokens[row.prefix :]
             positions[r, at:end] = np.arange(row.prefix, len(sample.tokens))
-            segments[r, at:end] = k
+            numbers[r, at:end] = k
             behind = [shown for shown in sample.media or () if shown.end > row.prefix]
             glances += [Glance(r, shown, row.prefix, len(sample.tokens), at - row.prefix) for shown in behind]
-            picks.append(_predictions(r, at, row.prefix, index, groups[sample.meta.group], sample))
+            picks.append(_predictions((r, start, at), row.prefix, index, groups[sample.meta.group], sample))
             at = end
     samples = [sample for _, sample in members]
 
@@ -186,8 +200,10 @@ def collate(rows: Sequence[Row], device: torch.device = CPU) -> MicroBatch:
         return there(np.concatenate(parts)) if len(parts) == len(samples) else None
 
     columns = [there(np.concatenate(parts)) for parts in zip(*picks, strict=True)]
-    # The mask is as large as the row is long, squared: it is made where it is used.
-    batch = MicroBatch(there(ids), there(positions), _attention_mask(there(segments)), *columns)
+    # A mask is as large as the row is long, squared: it is made where it is used.
+    mask = _attention_mask(there(numbers)) if costs is None else None
+    batch = MicroBatch(there(ids), there(positions), mask, *columns)
+    batch.segments = _segments(rows, there(numbers), costs) if costs is not None else None
     batch.proximal = trained([s.proximal_logprobs for s in samples])
     batch.reference = trained([s.reference_logprobs for s in samples])
     batch.glances = glances
@@ -200,16 +216,23 @@ def _places(sample: Sample) -> np.ndarray:
     return trained[trained > 0]
 
 
-def _predictions(row: int, at: int, prefix: int, index: int, group: int, sample: Sample) -> tuple[np.ndarray, ...]:
-    """Where in the row each trained token of the sample is predicted, and what belongs to it."""
+def _predictions(
+    place: tuple[int, int, int], prefix: int, index: int, group: int, sample: Sample
+) -> tuple[np.ndarray, ...]:
+    """Where each trained token of the sample is predicted, and what belongs to it.
+
+    Args:
+        place: a row, and where in it the prefix begins and the sample's own tokens do.
+    """
+    row, start, at = place
     trained = _places(sample)
     # Token t is predicted at t - 1; the first one after the prefix is predicted at the prefix's last position.
     before = trained - 1
-    place = np.where(before < prefix, before, before - prefix + at)
+    column = np.where(before < prefix, before + start, before - prefix + at)
     advantages = sample.advantages if sample.advantages is not None else np.zeros(len(sample.tokens), np.float32)
     return (
         np.full(len(trained), row, np.int64),
-        place.astype(np.int64),
+        column.astype(np.int64),
         sample.tokens[trained].astype(np.int64),
         sample.behaviour_logprobs[trained].astype(np.float32),
         advantages[trained].astype(np.float32),
@@ -219,10 +242,29 @@ def _predictions(row: int, at: int, prefix: int, index: int, group: int, sample:
     )
 
 
-def _attention_mask(segments: torch.Tensor) -> torch.Tensor:
-    """bool [rows, 1, L, L] from segment numbers [rows, L]; padding sees itself, to keep its softmax finite."""
-    length = segments.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    query, key = segments[:, :, None], segments[:, None, :]
+def _attention_mask(numbers: torch.Tensor) -> torch.Tensor:
+    """bool [rows, 1, L, L] from members' numbers [rows, L]; padding sees itself, to keep its softmax finite."""
+    length = numbers.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=numbers.device).tril()
+    query, key = numbers[:, :, None], numbers[:, None, :]
     allowed = causal & ((key == 0) | (key == query)) & (key >= 0)
-    return (allowed | torch.eye(length, dtype=torch.bool, device=segments.device))[:, None]
+    return (allowed | torch.eye(length, dtype=torch.bool, device=numbers.device))[:, None]
+
+
+def _segments(rows: Sequence[Row], numbers: torch.Tensor, costs: Costs) -> list[Segment]:
+    """What is read at once of rows one behind the other, with the numbers of their members, [1, L]."""
+    found: list[Segment] = []
+    at = 0
+    for row in rows:
+        own = [len(sample.tokens) - row.prefix for _, sample in row.members]
+        if costs.apart(row):
+            after = len(found) if row.prefix else -1
+            found += [Segment(row.prefix)] if row.prefix else []
+            for length in filter(None, own):
+                mask = mask_behind(row.prefix, length, numbers.device) if row.prefix else None
+                found.append(Segment(length, after, mask))
+        else:
+            mask = _attention_mask(numbers[:, at : at + row.length]) if len(own) > 1 else None
+            found.append(Segment(row.length, mask=mask))
+        at += row.length
+    return found

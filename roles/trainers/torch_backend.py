@@ -23,9 +23,10 @@ from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.base import Partial, StepResult, step_result, thrown_away
 from relax_rt.roles.trainers.budget import Accumulation, Budget, Fitting
+from relax_rt.roles.trainers.layout import Laid, lay_out, packing_costs
 from relax_rt.roles.trainers.logprobs import at_trained_tokens
 from relax_rt.roles.trainers.memory import Growth
-from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, group_batches, micro_batches, shared_rows
+from relax_rt.roles.trainers.packing import MicroBatch, Row, collate, shared_rows
 from relax_rt.roles.trainers.rates import learning_rate
 from relax_rt.roles.trainers.torch.adapters import add_adapters
 from relax_rt.roles.trainers.torch.pieces import Scored, shard
@@ -52,6 +53,10 @@ class TorchBackend:
         objective: unless given, that of the algorithm.
         ranks: the gang that shares the model; None: this process has all of it.
         lora: train adapters instead of the weights. seed: of their first values.
+
+    Attributes:
+        costs: by which micro-batches are laid out; None: the model's attention cannot have several sequences in a row,
+            and they are padded.
 
     Raises:
         Refused: the model or the settings ask for what this backend cannot do.
@@ -98,6 +103,7 @@ class TorchBackend:
             check_plain(self._model, model_dir)
         # Without dropout: log-probabilities are the policy's, and nothing here draws random numbers.
         self._model.eval()
+        self.costs = packing_costs(self._model.get_decoder(), device)
         if lora is not None:
             add_adapters(self._model, lora, seed=seed)
         self._scored = Scored(self._model, eyes)
@@ -162,6 +168,7 @@ class TorchBackend:
                 self._budget,
                 self._on_progress,
                 device=self._device,
+                costs=self.costs,
                 passes=self._passes,
                 idle=self._pass_for_nothing,
             )
@@ -190,7 +197,8 @@ class TorchBackend:
         """Add the gradients of these samples."""
         merge(self._sums, {"trained": float(sum(int(s.loss_mask.sum()) for s in samples))})
         rows = shared_rows([s for s in samples if not self.objective.idle(s)], self._budget.tokens)
-        batches = self._batches(rows)
+        pairs = "pairs" in self.objective.needs
+        batches = lay_out(rows, self._budget.tokens, self.costs, whole_groups=pairs)
         beyond = self._passes(len(batches)) - len(batches)
         with denormals_flushed():
             for chosen in batches:
@@ -201,14 +209,10 @@ class TorchBackend:
             for _ in range(beyond):
                 self._pass_for_nothing()
 
-    def _batches(self, rows: list[Row]) -> list[list[Row]]:
-        pairs = "pairs" in self.objective.needs
-        return (group_batches if pairs else micro_batches)(rows, self._budget.tokens)
-
-    def _micro_batch(self, rows: list[Row]) -> None:
+    def _micro_batch(self, chosen: Laid) -> None:
         """Add the gradients of one micro-batch; one whose loss is not finite spoils the step."""
-        self._budget.trying(rows, whole_groups="pairs" in self.objective.needs)
-        batch = collate(rows, self._device)
+        self._budget.trying(chosen.rows, chosen.tokens, whole_groups="pairs" in self.objective.needs)
+        batch = collate(chosen.rows, self._device, chosen.costs)
         logprobs, entropy = self._predicted(batch, entropy="entropy" in self.objective.needs)
         loss, metrics = self.objective.loss(tokens_of(batch, logprobs, entropy))
         if not bool(torch.isfinite(loss)):
@@ -216,9 +220,8 @@ class TorchBackend:
             if self._ranks is None:
                 return
         torch.autograd.backward(loss)
-        computed = sum(row.length for row in rows)
-        merge(self._sums, {**metrics, "loss": loss.item(), "computed": float(computed)})
-        self._on_progress(computed)
+        merge(self._sums, {**metrics, "loss": loss.item(), "computed": float(chosen.tokens)})
+        self._on_progress(chosen.tokens)
 
     def _passes(self, mine: int) -> int:
         """As many as the rank makes that has most: all gather each layer at the same time."""
@@ -328,15 +331,19 @@ class TorchBackend:
 
 
 def tokens_of(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> TokenTensors:
-    """A micro-batch's trained tokens as losses see them."""
+    """A micro-batch's trained tokens as losses see them, in the dtype of the log-probabilities."""
+
+    def like(column: torch.Tensor | None) -> torch.Tensor | None:
+        return None if column is None else column.to(logprobs.dtype)
+
     return TokenTensors(
         logprobs=logprobs,
-        behaviour=batch.behaviour,
-        advantages=batch.advantages,
+        behaviour=batch.behaviour.to(logprobs.dtype),
+        advantages=batch.advantages.to(logprobs.dtype),
         mask=torch.ones_like(batch.behaviour, dtype=torch.bool),
         sequence=batch.sample,
-        proximal=batch.proximal,
-        reference=batch.reference,
+        proximal=like(batch.proximal),
+        reference=like(batch.reference),
         group=batch.group,
         entropy=entropy,
     )

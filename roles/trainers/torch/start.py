@@ -16,6 +16,7 @@ from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch_backend import TorchBackend
+from relax_rt.transport.errors import Refused
 
 REMEDY = "set roles.trainer.lora, or divide the model over more ranks or machines (roles.trainer.count)"
 
@@ -45,6 +46,8 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
         lora=table.lora,
         seed=ctx.config.run.seed,
     )
+    if backend.costs is None:
+        _cannot_pack(ctx, table)
     if ranks is None:
         return backend
     if ranks.rank == 0:
@@ -54,6 +57,14 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
         ctx.progress.waiting("" if order else "orders of rank 0")
 
     return Follower(backend, doing, ctx.progress.waiting)
+
+
+def _cannot_pack(ctx: RoleContext, table: TrainerSettings) -> None:
+    what, why = "roles.trainer.packing", "the model's attention cannot have several sequences in a row"
+    if table.packing == "required":
+        hint = 'use a model whose layers hand arguments on to their attention (Qwen3, Llama), or packing = "auto"'
+        raise Refused(what, why=why, hint=hint)
+    ctx.log.warning("sequences are padded: " + why, setting=what)
 
 
 def _join(device: torch.device) -> TorchRanks:

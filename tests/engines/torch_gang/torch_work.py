@@ -26,6 +26,7 @@ from gang_work import (
 
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.budget import Budget
+from relax_rt.roles.trainers.layout import Costs
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch_backend import TorchBackend
@@ -62,8 +63,9 @@ def build(
     dtype: str = "float32",
     kept: Path | None = None,
     gather_s: float = 60.0,
+    packed: bool = False,
 ) -> None:
-    """A backend over all ranks; one alone shares with none."""
+    """A backend over all ranks; one alone shares with none. packed: whatever padding would cost."""
     here.leave()
     here.ranks = TorchRanks(here.next_store(), here.rank, here.world, gather_s=gather_s) if here.world > 1 else None
     here.backend = TorchBackend(
@@ -78,6 +80,9 @@ def build(
         lora=LoraTable(**lora) if lora is not None else None,
         seed=3,
     )
+    if packed:
+        assert here.backend.costs is not None
+        here.backend.costs = Costs(pair=1e6, call=0.0)
     here.gradients = lambda: {
         piece.name: gradient for piece in here.backend.weights.trained if (gradient := piece.gradient()) is not None
     }

@@ -25,6 +25,7 @@ from relax_rt.roles.media.sight import Sight, load_sight
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
+from relax_rt.roles.trainers.layout import Costs
 from relax_rt.roles.trainers.packing import collate, shared_rows
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch_backend import TorchBackend
@@ -224,9 +225,13 @@ async def test_members_of_a_group_share_a_row_only_with_the_same_pictures(driver
     rows = shared_rows(group, 1 << 20)
     assert [[index for index, _ in row.members] for row in rows] == [[0, 1], [2, 3]]
     assert [(glance.row, glance.shown.data) for glance in collate(rows).glances] == [(0, picture(1)), (1, picture(2))]
-    found = trainer(driver.folder).log_probabilities(group)
-    for sample, values in zip(group, found, strict=True):
-        assert values == pytest.approx(sample.behaviour_logprobs, abs=1e-4)
+    made = trainer(driver.folder)
+    assert made.costs is not None
+    for costs in (None, Costs(pair=1e6, call=0.0)):  # beside each other, padded; one behind the other
+        made.costs = costs
+        for sample, values in zip(group, made.log_probabilities(group), strict=True):
+            assert values == pytest.approx(sample.behaviour_logprobs, abs=1e-4)
+    assert [glance.offset for glance in collate(rows, costs=Costs(pair=1e6, call=0.0)).glances] == [0, rows[0].length]
 
 
 async def test_a_step_trains_the_text_and_a_checkpoint_sees(driver: Driver, sight: Sight, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_branches_of_one_sample_cannot_be_computed_apart() -> None:
     one = copy.deepcopy(SAMPLES[2])
     one.meta = msgspec.structs.replace(one.meta, branches=[(0, 5), (5, 9)])
     budget = Budget(64)
-    budget.trying(shared_rows([one], 64))
+    budget.trying(shared_rows([one], 64), 9)
     with pytest.raises(RelaxError, match="one sequence"):
         budget.halve("no memory")
 

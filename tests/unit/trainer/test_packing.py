@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from packing_samples import SAMPLES, make_sample  # noqa: E402
+from packing_ways import APART  # noqa: E402
 
 from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
 from relax_rt.roles.trainers.packing import collate, micro_batches, shared_rows  # noqa: E402
@@ -59,7 +60,11 @@ def test_gradients_equal_those_of_separate_sequences(model_dir: Path, budget: in
 def test_the_shared_prompt_is_computed_once(model_dir: Path) -> None:
     rows = shared_rows(SAMPLES, 4096)
     assert [row.length for row in rows] == [4 + 2 + 1 + 5, 1 + 3 + 2, 2 + 5 + 3]
-    assert backend(model_dir, 4096).step(SAMPLES, 1).computed_tokens == 12 + 6 + 10
+    trainer = backend(model_dir, 4096)
+    trainer.costs = None
+    assert trainer.step(SAMPLES, 1).computed_tokens == 3 * 12  # padding included
+    trainer.costs = APART
+    assert trainer.step(SAMPLES, 1).computed_tokens == 12 + 6 + 10
 
 
 def test_no_micro_batch_is_above_the_budget_unless_one_sample_is() -> None:
@@ -72,6 +77,7 @@ def test_no_micro_batch_is_above_the_budget_unless_one_sample_is() -> None:
 
 def test_a_member_sees_the_prompt_and_itself_only() -> None:
     batch = collate(shared_rows(SAMPLES[:3], 4096))
+    assert batch.mask is not None
     mask = batch.mask[0, 0]
     assert mask[5, :6].tolist() == [True] * 6  # second token of the first member
     assert mask[6].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 6]  # the second member's only token

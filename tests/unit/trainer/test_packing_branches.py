@@ -76,7 +76,7 @@ def test_branches_share_what_they_begin_with_in_one_row() -> None:
     assert batch.targets.tolist() == [4, 7, 10, 11, 12] and batch.sample.tolist() == [0] * 5
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 6, 2, 3]
     # The last branch's first own token sees the two common ones and itself.
-    assert batch.mask[0, 0][12].nonzero()[:, 0].tolist() == [0, 1, 12]
+    assert batch.mask is not None and batch.mask[0, 0][12].nonzero()[:, 0].tolist() == [0, 1, 12]
 
 
 def test_branches_that_are_alike_have_a_token_each() -> None:
