@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,15 @@ def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
     partial.rename(path)
 
 
+class _Part(NamedTuple):
+    """Where in a wanted block the tensor `inner` of a file belongs."""
+
+    rows: slice
+    columns: slice
+    file: Any
+    inner: Block
+
+
 class OptimizerFiles:
     """The blocks of all ranks' files in a checkpoint.
 
@@ -118,30 +127,40 @@ class OptimizerFiles:
         """Gives blocks of one kind of state, put together of those in the files."""
         return lambda wanted: self._read(kind, wanted)
 
-    def _read(self, kind: str, wanted: Block) -> torch.Tensor:
-        out = torch.empty(wanted.rows, wanted.columns)
+    def check(self, kind: str, wanted: Block) -> None:
+        """See that a block of this kind of state is there, without reading it.
+
+        Raises:
+            Refused: some of it is not.
+        """
         seen = torch.zeros(wanted.rows, wanted.columns, dtype=torch.bool)
-        for block, file, key in self._found.get((wanted.name, kind), ()):
-            top, bottom = max(wanted.row, block.row), min(wanted.row + wanted.rows, block.row + block.rows)
-            left = max(wanted.column, block.column)
-            right = min(wanted.column + wanted.columns, block.column + block.columns)
-            if top < bottom and left < right:
-                rows = slice(top - wanted.row, bottom - wanted.row)
-                columns = slice(left - wanted.column, right - wanted.column)
-                out[rows, columns] = self._part(file, key, block, (top, bottom, left, right))
-                seen[rows, columns] = True
+        for part in self._parts(kind, wanted):
+            seen[part.rows, part.columns] = True
         if not bool(seen.all()):
             raise Refused(
                 f"checkpoint {self._folder}",
                 why=f"it lacks {kind} of {int((~seen).sum())} elements of {wanted.name}",
                 hint="it is of another model, or incomplete",
             )
+
+    def _read(self, kind: str, wanted: Block) -> torch.Tensor:
+        self.check(kind, wanted)
+        out = torch.empty(wanted.rows, wanted.columns)
+        for part in self._parts(kind, wanted):
+            out[part.rows, part.columns] = read_block(part.file, part.inner)
         return out
 
-    def _part(self, file: Any, key: str, block: Block, at: tuple[int, int, int, int]) -> torch.Tensor:
-        top, bottom, left, right = at
-        inner = Block(key, top - block.row, bottom - top, left - block.column, right - left)
-        return read_block(file, inner)
+    def _parts(self, kind: str, wanted: Block) -> Iterator[_Part]:
+        """What the files have of a block."""
+        for block, file, key in self._found.get((wanted.name, kind), ()):
+            top, bottom = max(wanted.row, block.row), min(wanted.row + wanted.rows, block.row + block.rows)
+            left = max(wanted.column, block.column)
+            right = min(wanted.column + wanted.columns, block.column + block.columns)
+            if top < bottom and left < right:
+                inner = Block(key, top - block.row, bottom - top, left - block.column, right - left)
+                rows = slice(top - wanted.row, bottom - wanted.row)
+                columns = slice(left - wanted.column, right - wanted.column)
+                yield _Part(rows, columns, file, inner)
 
 
 def whole(name: str, shape: Sequence[int]) -> Block:

@@ -344,12 +344,15 @@ class MegatronBackend:
 
     def restore(self, folder: Path) -> None:
         """Take model and optimizer state from a checkpoint folder, however the ranks that wrote it were divided.
+        Nothing is changed before all of it was found there.
 
         Raises:
             Refused: it is of another model, or lacks something. SafetensorError: a file is truncated.
         """
-        state = OptimizerFiles(folder)
-        self._load(Files(folder), state.reader(MASTER) if state.has(MASTER) else None)
+        state, files = OptimizerFiles(folder), Files(folder)
+        files.check(self._shape)
+        self._state.check(self._held, state)
+        self._load(files, state.reader(MASTER) if state.has(MASTER) else None)
         self._state.take(self._held, state)
         self.ranks.set_generators(state.tensor)
         self._snapshot = None

@@ -101,6 +101,19 @@ class OptimizerState:
             if part.separate:
                 fill(part.master.view(-1), held[part.place], read, part.start)
 
+    def check(self, held: Mapping[Place, Local], files: OptimizerFiles) -> None:
+        """See that a checkpoint has all that `masters` and `take` read of it. Changes nothing.
+
+        Raises:
+            Refused: it lacks some of it.
+        """
+        moments = [kind for kind in MOMENTS if files.has(kind)]
+        for part in self.owned():
+            kinds = [*moments, *([MASTER] if part.separate and files.has(MASTER) else [])]
+            for _, block in blocks_of(held[part.place], part.start, part.start + part.master.numel()):
+                for kind in kinds:
+                    files.check(kind, block)
+
     def take(self, held: Mapping[Place, Local], files: OptimizerFiles) -> None:
         """Set moments and their count from a checkpoint; without any there, the state is as before the first update.
 

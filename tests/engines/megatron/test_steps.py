@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from megatron_parts import Gang, samples
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.sample import Sample
@@ -214,6 +215,29 @@ def test_an_incomplete_checkpoint_is_refused(
     part.unlink()
     with pytest.raises(AssertionError, match="1 of the 2 ranks' files"):
         built(gang(1), model("qwen3")).call("restore", folder=tmp_path)
+
+
+def test_a_checkpoint_that_lacks_something_is_refused_and_changes_nothing(
+    gang: Callable[[int], Gang], model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    ranks = built(gang(1), model("qwen3"))
+    ranks.call("step", batches=[samples(6)], count=20.0)
+    ranks.call("save", folder=tmp_path)
+    ranks.call("step", batches=[samples(6, seed=1)], count=20.0, number=2)
+    before, moments = ranks.weights(), tmp_path / "optimizer-00001-of-00001.safetensors"
+    whole = load_file(moments)
+    with safe_open(moments, framework="pt") as file:
+        metadata = file.metadata()
+    lost = next(key for key in reversed(list(whole)) if "|exp_avg_sq|" in key)
+    save_file({key: value for key, value in whole.items() if key != lost}, moments, metadata=metadata)
+    with pytest.raises(AssertionError, match=f"lacks exp_avg_sq of .* {lost.partition('|')[0]}"):
+        ranks.call("restore", folder=tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in ranks.weights().items())
+    assert ranks.call("steps") == [2]
+    # With all of it there again, it is gone on from.
+    save_file(whole, moments, metadata=metadata)
+    ranks.call("restore", folder=tmp_path)
+    assert ranks.call("steps") == [1]
 
 
 def test_bfloat16_keeps_float32_masters(
