@@ -215,7 +215,8 @@ class Server:
     async def _start_once(self, deadline: float, timeout_s: float) -> None:
         self._place.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._place.log.parent.mkdir(parents=True, exist_ok=True)
-        key, port = secrets.token_urlsafe(24), free_port()
+        # Hexadecimal: the server hands its file on as arguments, and takes a key that begins with a dash for an option.
+        key, port = secrets.token_hex(24), free_port()
         boot = Boot(model=self._model, port=port, name=secrets.token_hex(8), secrets=self._place.folder / "key.yaml")
         self._write_key(boot.secrets, key)
         self.client = Client(f"http://127.0.0.1:{port}", key)

@@ -124,6 +124,15 @@ async def test_a_server_that_is_not_ours_is_not_talked_to(tmp_path: Path) -> Non
     assert server.pid == 0
 
 
+async def test_a_key_is_never_taken_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_bytes", lambda nbytes=None: b"\xfb" * (nbytes or 32))  # "-_v7…" in base64
+    server = stand_in(tmp_path, answering(tmp_path, lives_s=1.0))
+    await server.start(20.0)
+    given = (tmp_path / "f/key.yaml").read_text()
+    await server.stop()
+    assert "api-key" in given and not given.split(":")[1].strip(" \n'\"").startswith("-"), given
+
+
 async def test_an_end_that_nobody_asked_for_is_told_once(tmp_path: Path) -> None:
     told: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path, lives_s=1.0), told.append)
