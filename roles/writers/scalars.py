@@ -101,9 +101,9 @@ def _numbers(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, floa
         if isinstance(value, Mapping):
             yield from _numbers(name, value)
         elif key in SPREAD and isinstance(value, list):
-            found = [float(one) for one in value if isinstance(one, int | float)]
+            found = [float(one) for one in value if isinstance(one, int | float) and math.isfinite(one)]
             if found:
-                yield f"{name}_mean", math.fsum(found) / len(found)
+                yield f"{name}_mean", math.fsum(one / len(found) for one in found)
                 yield f"{name}_max", max(found)
         elif isinstance(value, int | float) and math.isfinite(value):
             yield name, float(value)

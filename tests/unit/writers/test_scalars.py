@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from relax_rt.roles.writers.scalars import MOST, Scalars
@@ -85,6 +85,7 @@ VALUES = st.recursive(
 )
 
 
+@example({"kind": "step", "staleness": [math.inf, 1.7e308, 1.7e308]})
 @given(st.dictionaries(st.sampled_from(["kind", "step", "t", "slot", "set", "staleness", "x"]), VALUES))
 def test_no_record_is_too_odd(record: dict[str, Any]) -> None:
     point = Scalars().take(record)
