@@ -76,3 +76,10 @@ def test_a_run_goes_on_with_another_division(runs: list[TinyRun], tmp_path: Path
     assert [event["step"] for event in run.events("resumed")] == [saved]
     check_account(run, steps)
     assert len(list((run.run_dir / "checkpoints" / f"step-{steps:06d}").glob("optimizer-*"))) == 1
+    # It is finished, and goes on to more steps with the other backend, and back.
+    for backend, more in (("torch", 3), ("megatron", 6)):
+        run.overrides |= {"roles.trainer.backend": f'"{backend}"', "algorithm.steps": steps + more}
+        run.start()
+        assert run.wait() == 0, run.text()
+        assert run.events("resumed")[-1]["step"] == steps + more - 3
+        check_account(run, steps + more)
