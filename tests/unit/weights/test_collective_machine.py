@@ -400,3 +400,17 @@ def test_one_that_has_come_up_once_is_started_as_often_as_it_ends() -> None:
         machine.step(ev.Hello("a", turn), turn)
         machine.step(ev.Died("a", turn, "SIGKILL"), turn)
     assert not machine.given_up
+
+
+def test_a_rank_that_is_given_up_while_the_others_gather_is_not_waited_for() -> None:
+    """Its last start was in vain as somebody else asked for it: the transfer goes on without it."""
+    machine, limits = GroupMachine(LIMITS), LIMITS
+    for turn in range(1, limits.starts):
+        machine.step(ev.Wanted(("a",)), float(turn))
+        machine.step(ev.Died("a", turn, "no memory"), float(turn))
+    machine.step(ev.Asked(1, ("root", "a"), BUCKETS, DIGEST, 30.0), 10.0)
+    machine.step(ev.Hello("root", 1, ""), 11.0)
+    kill, report = machine.step(ev.Wanted(("a",)), 10.0 + limits.start_s)
+    assert isinstance(kill, ev.Kill) and (kill.member, kill.incarnation) == ("a", limits.starts)
+    assert isinstance(report, ev.Report) and [entry.fate for entry in report.outcome.lost] == ["absent"]
+    assert machine.phase == "idle" and machine.members["root"].state == "idle"

@@ -150,6 +150,7 @@ class GroupMachine:
             self._ask(event, now)
         elif isinstance(event, Wanted):
             self._want(event.members, now)
+            self._maybe_form(now)
         elif isinstance(event, Cancelled):
             self._cancel(event.transfer, now)
         elif isinstance(event, Closed):
@@ -216,8 +217,6 @@ class GroupMachine:
         self._group = ()
         assert self._now is not None
         self._want(tuple(self._now.pending), now)
-        for name in [n for n in self._now.pending if self._hopeless(self.members[n])]:
-            self._lose(name, "absent", f"its process is not started any more: {self.members[name].why}")
         self._maybe_form(now)
 
     def _want(self, names: tuple[str, ...], now: float) -> None:
@@ -248,6 +247,8 @@ class GroupMachine:
         transfer = self._now
         if self.phase != "gathering" or transfer is None:
             return
+        for name in [n for n in transfer.pending if self._hopeless(self.members[n])]:
+            self._lose(name, "absent", f"its process is not started any more: {self.members[name].why}")
         if any(self.members[name].state == "starting" for name in transfer.pending):
             return
         self._refuse_duplicates(transfer)
