@@ -207,6 +207,9 @@ class GenerationService:
             elif (one := self._open.get(chunk.request)) is not None:
                 self.tokens += len(chunk.tokens)
                 one.add(chunk)
+                if one.ended:
+                    # The engine has its place free, and reports are to say so, whenever the caller reads.
+                    del self._open[chunk.request]
         return others
 
     async def load(self) -> EngineReport:
@@ -232,6 +235,7 @@ class GenerationService:
                 # It is not the request's fault: another engine may take it.
                 self.turned_away += 1
                 one.ended = True
+                del self._open[number]
                 yield Piece(turned_away="stopping", report=self._report())
                 return
             self.begun += 1
@@ -243,7 +247,7 @@ class GenerationService:
                 if piece.turned_away or piece.finish_reason:
                     return
         finally:
-            del self._open[number]
+            self._open.pop(number, None)
             if not one.ended:
                 self._engine.abort(number)
 

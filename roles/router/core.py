@@ -148,6 +148,7 @@ class RouterCore:
         life = self.lives.get(number)
         if life is None or life.place is None or not life.takes(attempt):
             return []
+        self._meet(life)
         self.fleet.heard(now, life.place.slot, sign_of(piece.report))
         place, before = self._who_answers(now, life, piece.report.epoch), len(life.tokens)
         older = f"an older incarnation, #{piece.report.epoch}, answers" if piece.report.epoch < place.epoch else ""
@@ -162,7 +163,7 @@ class RouterCore:
             rows, prompt = (piece.routing, piece.prompt_routing) if life.wanted.routing else (b"", b"")
             self._actions.append(Deliver(number, before, piece.tokens, piece.logprobs, piece.versions, rows, prompt))
         if life.outcome is not None:
-            self.fleet.left(place.slot, place.epoch)
+            self.fleet.left(place.slot, place.epoch, met=True, ended=True)
             self._end(life)
         elif piece.turned_away or piece.finish_reason == "abort":
             self._turned_away(now, life, place, piece)
@@ -316,14 +317,22 @@ class RouterCore:
         which = "an engine" if self.fleet.frozen else f"an engine at version {version}{near}"
         return f"{which}: {states}"
 
+    def _meet(self, life: Life) -> None:
+        """Its engine says something of it."""
+        assert life.place is not None
+        if not life.met:
+            life.met = True
+            self.fleet.met(life.place.slot, life.place.epoch)
+
     def _who_answers(self, now: float, life: Life, epoch: int) -> Place:
         """Where the request is: a new incarnation may have taken the old one's address before the stream was opened."""
         place = life.place
         assert place is not None
         if epoch > place.epoch:
-            self.fleet.left(place.slot, place.epoch)
+            self.fleet.left(place.slot, place.epoch, met=True)
             place = life.place = Place(place.attempt, place.slot, epoch)
             self.fleet.took(now, place.slot, epoch)
+            self.fleet.met(place.slot, epoch)
             self._loads.note(life)
         return place
 
@@ -331,9 +340,12 @@ class RouterCore:
         """Its engine did not begin it, or gives it up because it stops."""
         reason = piece.turned_away or "aborted"
         self.counts[f"turned_away_{reason}"] += 1
-        # Also if it is stale: what is known of it says so now, and if not, it is not asked without a pause.
-        self.fleet.full(now, place.slot, self.limits.full_s)
-        self._release(life)
+        if reason != "full" or piece.report.room > 0:
+            # What is known of it says so now, and its next word may say otherwise; if not, it is not asked at once.
+            self.fleet.full(now, place.slot, self.limits.full_s)
+        self.fleet.left(place.slot, place.epoch, met=True, ended=True)
+        life.place = None
+        self._loads.note(life)
         life.give_back(f"{place.slot} turned it away: {reason}")
         self._waiting.add(life)
 
@@ -368,7 +380,7 @@ class RouterCore:
 
     def _unwork(self, life: Life) -> None:
         if life.place is not None:
-            self.fleet.left(life.place.slot, life.place.epoch)
+            self.fleet.left(life.place.slot, life.place.epoch, met=life.met)
 
     def _end(self, life: Life) -> None:
         assert life.outcome is not None

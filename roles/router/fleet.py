@@ -91,7 +91,9 @@ class Engine:
     progressed_at: float = 0.0
     probed_at: float = float("-inf")
     working: int = 0
-    """Sequences of ours that it has."""
+    """Sequences of ours that it has, or that are on their way to it."""
+    unheard: int = 0
+    """Those of them of which it has said nothing yet: its sign does not count them."""
     lost_why: str = ""
     stuck_why: str = ""
     doubted_at: float = 0.0
@@ -99,8 +101,8 @@ class Engine:
     on_trial: bool = False
     """It was stuck, has nothing to do now, and gets one sequence to show that it works again."""
     sign: Sign | None = None
-    working_then: int = 0
-    """`working` at the time of the sign."""
+    taken_back: int = 0
+    """Sequences taken away from it since the sign, which counts them still."""
     full_until: float = float("-inf")
 
     @property
@@ -185,7 +187,7 @@ class Fleet:
             engine.told = "draining"
         engine.version = max(engine.version, sign.version)
         moved, engine.generated = sign.generated > engine.generated, max(engine.generated, sign.generated)
-        engine.sign, engine.working_then = sign, engine.working
+        engine.sign, engine.taken_back = sign, 0
         engine.lost_why, engine.given_up = "", engine.given_up and bool(engine.stuck_why)
         if moved:
             engine.on_trial = False
@@ -214,12 +216,21 @@ class Fleet:
             if not engine.working:
                 engine.progressed_at = now
             engine.working += 1
+            engine.unheard += 1
 
-    def left(self, slot: str, epoch: int) -> None:
-        """A sequence has ended there, or was taken away."""
+    def met(self, slot: str, epoch: int) -> None:
+        """It says its first word of a sequence that was sent to it: its signs count that from now on."""
+        engine = self.engines.get(slot)
+        if engine is not None and engine.epoch == epoch:
+            engine.unheard = max(0, engine.unheard - 1)
+
+    def left(self, slot: str, epoch: int, *, met: bool, ended: bool = False) -> None:
+        """A sequence has ended there, as its last sign knows, or was taken away; `met`: it had said a word of it."""
         engine = self.engines.get(slot)
         if engine is not None and engine.epoch == epoch:
             engine.working = max(0, engine.working - 1)
+            engine.unheard = max(0, engine.unheard - (not met))
+            engine.taken_back += met and not ended
 
     def tick(self, now: float) -> None:
         """Doubt those that are stuck, give up those that were doubted for too long."""
@@ -298,7 +309,7 @@ class Fleet:
             return 1 - engine.working
         if engine.sign is None:
             return first_room - engine.working
-        return engine.sign.room - (engine.working - engine.working_then)
+        return engine.sign.room - engine.unheard + engine.taken_back
 
     def why_not(self, slot: str, lag: int) -> str:
         """Why no new work goes to an engine, in words."""

@@ -117,6 +117,8 @@ class Life:
         self.routing = bytearray()
         self.prompt_routing = b""
         self.place: Place | None = None
+        self.met = False
+        """The engine that has it has said a word of it."""
         self.heard_at = now
         self.outcome: Outcome | None = None
         self.waiting_on = "its turn"
@@ -143,7 +145,7 @@ class Life:
         """It is sent to an engine."""
         assert self.outcome is None and self.place is None
         self._attempts += 1
-        self.place = Place(self._attempts, slot, epoch)
+        self.place, self.met = Place(self._attempts, slot, epoch), False
         self.heard_at, self.waiting_on = now, f"the first token of {slot}"
         return self.place
 

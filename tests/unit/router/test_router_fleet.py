@@ -157,7 +157,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.working > 0)
     def work_ends(self) -> None:
-        self.fleet.left(SLOT, self.epoch)
+        self.fleet.left(SLOT, self.epoch, met=True)
         self.working -= 1
 
     @rule(what=st.sampled_from(["news", "heard", "lost", "left"]))
@@ -172,7 +172,7 @@ class FleetMachine(RuleBasedStateMachine):
         elif what == "lost":
             self.fleet.lost(self.now, SLOT, old, "an old one")
         else:
-            self.fleet.left(SLOT, old)
+            self.fleet.left(SLOT, old, met=True)
         after = self.fleet.engines[SLOT]
         assert held == {name: getattr(after, name) for name in after.__slots__}
 
@@ -239,11 +239,12 @@ def test_an_engine_that_makes_nothing_is_doubted_and_gets_one_sequence_when_it_i
     ready(fleet)
     for n in range(2):
         fleet.took(0.0, SLOT, 1)
+        fleet.met(SLOT, 1)
         fleet.heard(1.0 + n, SLOT, sign(5))
     fleet.tick(6.5)
     assert fleet.state(SLOT) == "suspect" and "no token in 6 s" in fleet.stuck(SLOT, 1)
-    fleet.left(SLOT, 1)
-    fleet.left(SLOT, 1)
+    fleet.left(SLOT, 1, met=True)
+    fleet.left(SLOT, 1, met=True)
     fleet.heard(7.0, SLOT, sign(5, outstanding=20))
     assert fleet.state(SLOT) == "suspect", "it still has what was taken away, so it does not even end sequences"
     fleet.heard(8.0, SLOT, sign(5, outstanding=0))
@@ -251,6 +252,7 @@ def test_an_engine_that_makes_nothing_is_doubted_and_gets_one_sequence_when_it_i
     assert fleet.room(8.0, SLOT, 8) == 1
     fleet.took(8.0, SLOT, 1)
     assert fleet.room(8.0, SLOT, 8) == 0
+    fleet.met(SLOT, 1)
     fleet.heard(9.0, SLOT, sign(6))
     assert fleet.room(9.0, SLOT, 8) == 4, "it works"
 
@@ -264,3 +266,23 @@ def test_one_that_says_why_it_makes_nothing_is_given_more_time() -> None:
     assert fleet.state(SLOT) == "healthy"
     fleet.tick(21.0)
     assert "swapping to version 2" in fleet.stuck(SLOT, 1)
+
+
+def test_what_is_on_its_way_takes_its_room_until_the_engine_counts_it() -> None:
+    fleet = Fleet(PATIENCE)
+    ready(fleet)
+    fleet.heard(0.0, SLOT, sign(1, room=4))
+    for _ in range(3):
+        fleet.took(0.0, SLOT, 1)
+    assert fleet.room(0.0, SLOT, 8) == 1
+    fleet.heard(0.1, SLOT, sign(2, room=4))
+    assert fleet.room(0.1, SLOT, 8) == 1, "the engine said so before any of them had arrived"
+    fleet.met(SLOT, 1)
+    fleet.heard(0.2, SLOT, sign(3, room=3))
+    assert fleet.room(0.2, SLOT, 8) == 1
+    fleet.left(SLOT, 1, met=False)
+    assert fleet.room(0.2, SLOT, 8) == 2, "one that never arrived"
+    fleet.left(SLOT, 1, met=True)
+    assert fleet.room(0.2, SLOT, 8) == 3, "one taken away, which the sign still counts"
+    fleet.heard(0.3, SLOT, sign(4, room=4))
+    assert fleet.room(0.3, SLOT, 8) == 3

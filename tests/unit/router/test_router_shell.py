@@ -177,6 +177,8 @@ async def test_a_full_engine_is_not_sent_more_and_nothing_is_lost(run: FleetOfTe
             await asyncio.sleep(0.002)
         assert [task.result().tokens for task in asked] == [right(seed=n) for n in range(12)]
         assert peak <= 3
+        # Only of the first burst, sent before the engine had said how many it takes.
+        assert router.statistics().counts.get("turned_away_full", 0) <= Limits().first_room - 3
 
 
 async def test_what_no_engine_can_do_fails_at_once(run: FleetOfTests) -> None:
