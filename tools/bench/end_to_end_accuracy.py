@@ -11,12 +11,14 @@ equivalent: at least 3 seeds and 500 held-out items, the 90% interval of the dif
 interval is that of tools/soak/equivalence_statistics.py. The exit status is 0 for equivalent.
 
 Each finished run is kept in FOLDER as one file and not made again, so that this can be ended at any time and taken up
-later, or be made in pieces (--at-most 1). On two quiet cores a seed is to take about 17 minutes, 13 of them plain.
+later, or be made in pieces (--at-most 1). On two quiet cores a seed is to take about 17 minutes, 13 of them plain. With
+--threads 1 the plain process leaves a core to another of these, for other seeds of the same FOLDER.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import subprocess
@@ -35,7 +37,7 @@ from relax_rt.roles.sections import RLConfig
 
 OURS, PLAIN, HALF = "relax-rt", "plain", "plain, half of the steps"
 THREADS = 2
-"""Of the plain process: the faster number on two cores. What is learned does not hang on it."""
+"""Of the plain process, if nothing is said: the faster number on two cores. What is learned does not hang on it."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about.add_argument("--seeds", default="1,2,3", help="comma-separated")
     about.add_argument("--steps", type=int, default=40, help="of each run")
     about.add_argument("--items", type=int, default=512, help="held out")
+    about.add_argument("--threads", type=int, default=THREADS, choices=(1, 2), help="of the plain process")
     about.add_argument("--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there")
 
 
@@ -80,14 +83,14 @@ def settings_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def carry_out(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
+def carry_out(seed: int, arm: str, settings: dict[str, Any], threads: int = THREADS) -> Ran:
     """One run to its end; one that fails has that as its problem."""
     if arm == OURS:
         return convergence.carry_out(seed, arm, settings, CONFIG)
     ran, steps = Ran(seed=seed, arm=arm, settings=settings), settings["algorithm.steps"]
     try:
         records = run_plain(
-            THREADS, steps, steps // 2, 2.0, settings["evaluation.items"], [f"run.seed={settings['run.seed']}"]
+            threads, steps, steps // 2, 2.0, settings["evaluation.items"], [f"run.seed={settings['run.seed']}"]
         )
     except SystemExit as error:
         if not isinstance(error.code, str):  # we are to end
@@ -148,7 +151,8 @@ def main(options: argparse.Namespace) -> int:
     """Make what is not there yet, and judge; answers with the exit status."""
     arms = itertools.product(seeds_of(options), (OURS, PLAIN))
     todo = [(seed, arm, settings_of(seed, options)) for seed, arm in arms]
-    found = carry_all(options.accuracy, todo, carry_out, options.at_most)
+    run = functools.partial(carry_out, threads=options.threads)
+    found = carry_all(options.accuracy, todo, run, options.at_most)
     intervals, conclusion = compare(found)
     show(found, intervals, conclusion)
     if options.json:
