@@ -59,8 +59,9 @@ def mask_outliers(
     Raises:
         Refused: a sample has no proximal log-probabilities.
     """
-    gaps = [(t.proximal - t.behaviour)[t.mask] for t in require(batch, "proximal", "m2po") if t.proximal is not None]
-    counted = [a[t.mask].astype(np.float64) for a, t in zip(advantages, batch.trajectories, strict=True)]
+    # In the order of `steps`, by which `place` puts them back.
+    gaps = [(t.proximal - t.behaviour)[t.steps] for t in require(batch, "proximal", "m2po") if t.proximal is not None]
+    counted = [a[t.steps].astype(np.float64) for a, t in zip(advantages, batch.trajectories, strict=True)]
     if not gaps:
         return advantages
     out = outliers(np.concatenate(gaps), np.concatenate(counted), options.threshold)

@@ -11,8 +11,10 @@ from algorithm_samples import sample
 
 from relax_rt.roles.algorithms.advantages.gae import GaeOptions, estimates
 from relax_rt.roles.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
+from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.registry import bound
 from relax_rt.roles.sample import Sample, TurnSpan
+from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.transport.errors import Refused
 
 ORDER = [0, 2, 1]
@@ -36,7 +38,8 @@ def lying(member: int, rewards: list[float], states: list[str], *, branches: boo
     info = {"turn_rewards": [rewards[came[t]] for t in range(3)], "turn_states": [states[came[t]] for t in range(3)]}
     made = sample(0, [0, 1, 1] * 3, sum(rewards), member=member, turns=turns, info=info)
     # The same numbers on a token wherever its turn lies.
-    for seed, name in enumerate(("values", "reference_logprobs", "proximal_logprobs")):
+    columns = ("values", "reference_logprobs", "proximal_logprobs", "behaviour_logprobs")
+    for seed, name in enumerate(columns):
         by_time = np.random.default_rng([member, seed]).normal(size=(3, 3)) * [0, 1, 1]
         setattr(made, name, by_time[came].reshape(-1).astype(np.float32))
     if branches:
@@ -44,12 +47,15 @@ def lying(member: int, rewards: list[float], states: list[str], *, branches: boo
     return made
 
 
-def group(branches: bool) -> AdvantageInputs:
-    made = [
+def pair(branches: bool) -> list[Sample]:
+    return [
         lying(0, [1.0, 2.0, 4.0], ["start", "door", "end"], branches=branches),
         lying(1, [0.0, 3.0, -1.0], ["start", "wall", "door"], branches=branches),
     ]
-    found = AdvantageInputs([trajectory(one, one.reward or 0.0) for one in made])
+
+
+def group(branches: bool) -> AdvantageInputs:
+    found = AdvantageInputs([trajectory(one, one.reward or 0.0) for one in pair(branches)])
     for one in found.trajectories:
         assert one.reference is not None
         one.penalty = np.where(one.mask, one.current - one.reference, 0.0)
@@ -73,6 +79,18 @@ def test_a_turn_has_the_credit_that_it_would_have_if_the_turns_lay_as_they_came(
     for one, other in zip(found, expected, strict=True):
         assert other.any()
         np.testing.assert_allclose(one.reshape(3, 3), other.reshape(3, 3)[[0, 2, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "turn_grpo", {"name": "gigpo", "gamma": 0.5}], ids=str)
+def test_m2po_leaves_out_the_tokens_that_it_would_if_the_turns_lay_as_they_came(advantage: Any) -> None:
+    found, expected = pair(True), pair(False)
+    for batch in (found, expected):
+        Objective.of(AlgorithmTable(loss={"name": "m2po", "threshold": 0.5}, advantage=advantage)).advantages(batch)
+    every = np.concatenate([one.advantages[one.loss_mask != 0] for one in expected if one.advantages is not None])
+    assert every.any() and not every.all()
+    for one, other in zip(found, expected, strict=True):
+        assert one.advantages is not None and other.advantages is not None
+        np.testing.assert_allclose(one.advantages.reshape(3, 3), other.advantages.reshape(3, 3)[[0, 2, 1]], rtol=1e-6)
 
 
 def by_hand() -> Trajectory:
