@@ -56,6 +56,8 @@ from relax_rt.transport.identity import Incarnation
 EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_ORPHANED = 0, 1, 2, 70
 TRACE_BYTES = 16_000
 TEARDOWN_S = 10.0
+LEFT_S = 3.0
+"""Tasks that a role leaves behind have so long to end when they are cancelled."""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,11 +229,36 @@ def main() -> int:
         await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
 
     try:
-        uvloop.run(run())
+        run_and_leave(run())
     except Exception as error:  # noqa: BLE001 the process ends here, and its diagnosis must say why
         kind = classify_exception(error)
         return _fail(control, kind, error, EXIT_CONFIG if kind == "config" else EXIT_FAILED)
     return EXIT_FINISHED
+
+
+def run_and_leave(work: Coroutine[Any, Any, None]) -> None:
+    """Run a role on a loop of its own, as `uvloop.run`; but what it leaves running keeps nobody waiting for long: user
+    code may swallow its cancellation. What the work raises is raised."""
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
+        runner.run(work)
+    finally:
+        # A loop with tasks that do not end cannot be closed: it ends with the process.
+        if not runner.run(_end_tasks()):
+            runner.close()
+
+
+async def _end_tasks() -> int:
+    """Cancel whatever runs; how many did not end for that."""
+    ours = {asyncio.current_task()}
+    if rest := asyncio.all_tasks() - ours:
+        for task in rest:
+            task.cancel()
+        await asyncio.wait(rest, timeout=LEFT_S)
+    if left := asyncio.all_tasks() - ours:
+        names = sorted(task.get_name() for task in left)[:8]
+        structlog.get_logger().warning("tasks swallow their cancellation", tasks=len(left), names=names)
+    return len(left)
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
@@ -255,6 +282,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         Exception: whatever the role raised.
     """
     role, how = role_class(ctx), FINISHED
+    failure: Exception | None = None
     watches: list[asyncio.Task[NoReturn]] = []
     stop_wait = asyncio.create_task(ctx.stopping.wait())
     try:
@@ -269,13 +297,18 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
             if not ctx.stopping.is_set():
                 finished()
     except Exception as error:
-        how = f"{classify_exception(error)}: {cause_of(error)}"
+        how, failure = f"{classify_exception(error)}: {cause_of(error)}", error
         raise
     finally:
         stop_wait.cancel()
         try:
             async with asyncio.timeout(TEARDOWN_S):
                 await role.teardown()
+        except Exception as error:
+            if failure is None:
+                raise
+            # What was never set up often cannot be torn down either: the cause is what came first.
+            failure.add_note(f"its teardown failed as well: {type(error).__name__}: {error}")
         finally:
             for watch in watches:
                 watch.cancel()

@@ -387,6 +387,27 @@ async def test_live_probe_ends_the_role_that_fails_it() -> None:
         await probe(Patient(0, 60), 0.05)
 
 
+class HalfSetUp(Role):
+    """Fails before it has what its teardown wants."""
+
+    settings_class = RoleSettings
+
+    async def setup(self) -> None:
+        raise ValueError("the model has no such layer")
+
+    async def teardown(self) -> None:
+        self.engine.close()  # type: ignore[attr-defined]
+
+
+async def test_a_teardown_that_fails_too_does_not_hide_why_the_role_ended(place: Place) -> None:
+    await place.registry_up()
+    with pytest.raises(ValueError, match="no such layer") as caught:
+        await live(HalfSetUp, place.context(), lambda: None)
+    assert caught.value.__notes__ == [
+        "its teardown failed as well: AttributeError: 'HalfSetUp' object has no attribute 'engine'"
+    ]
+
+
 async def test_notices_wait_for_the_system_roles(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunPaths, "socket_dir", property(lambda self: place.sockets))
     await place.registry_down()
