@@ -78,7 +78,7 @@ class SleepingEngine:
 
     name = "sleeping"
     routing = None
-    sees = False
+    sight = None
 
     def __init__(self, settings: SleepingRolloutSettings, draw: Callable[[int], int]) -> None:
         self._settings, self._draw = settings, draw
