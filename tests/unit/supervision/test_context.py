@@ -400,7 +400,6 @@ class HalfSetUp(Role):
 
 
 async def test_a_teardown_that_fails_too_does_not_hide_why_the_role_ended(place: Place) -> None:
-    await place.registry_up()
     with pytest.raises(ValueError, match="no such layer") as caught:
         await live(HalfSetUp, place.context(), lambda: None)
     assert caught.value.__notes__ == [
