@@ -31,7 +31,7 @@ from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.sections import RLConfig, ShardedSettings
-from relax_rt.roles.trainers.torch.checks import check_adapters
+from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
 
 SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
@@ -58,7 +58,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         if tokenizer is None:
             return problems
         of_model = (*_division(config, folder), *check_engine_model(config, folder), *check_adapters(config, folder))
-        of_model = (*of_model, *check_pictures(config, folder))
+        of_model = (*of_model, *check_packing(config, folder), *check_pictures(config, folder))
         return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:
@@ -75,6 +75,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *_division(config, folder),
         *check_engine_model(config, folder),
         *check_adapters(config, folder),
+        *check_packing(config, folder),
         *check_pictures(config, folder),
         *_context(config, folder, source.report.longest_tokens),
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),

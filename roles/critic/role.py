@@ -44,12 +44,15 @@ class CriticRole(Role):
         from relax_rt.roles.critic.model import CriticModel
         from relax_rt.roles.locations import model_folder
         from relax_rt.roles.models.device import open_device
+        from relax_rt.roles.models.opening import refused_for_good
         from relax_rt.roles.trainers.budget import Budget
 
         device = open_device(self.ctx, self.settings)
         budget = Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
         updates, told = self.config.algorithm.updates_per_step, self.ctx.progress.advance
-        return CriticModel(model_folder(self.ctx), self.settings, told, device, budget, updates=updates)
+        folder = model_folder(self.ctx)
+        with refused_for_good():
+            return CriticModel(folder, self.settings, told, device, budget, updates=updates)
 
     async def run(self) -> None:
         await self.ctx.ready()

@@ -91,17 +91,20 @@ class ReferenceRole(Role):
 
     def _load(self, folder: Path) -> None:
         from relax_rt.roles.models.device import open_device
+        from relax_rt.roles.models.opening import refused_for_good
         from relax_rt.roles.reference.model import FrozenModel
         from relax_rt.roles.trainers.budget import Budget
 
-        self.model = FrozenModel(
-            folder,
-            dtype=self.settings.dtype,
-            threads=self.settings.threads,
-            budget=Budget.of(self.ctx, self.settings.tokens_per_micro_batch),
-            temperature=self.config.sampling.temperature,
-            device=open_device(self.ctx, self.settings),
-        )
+        device, budget = open_device(self.ctx, self.settings), Budget.of(self.ctx, self.settings.tokens_per_micro_batch)
+        with refused_for_good():
+            self.model = FrozenModel(
+                folder,
+                dtype=self.settings.dtype,
+                threads=self.settings.threads,
+                budget=budget,
+                temperature=self.config.sampling.temperature,
+                device=device,
+            )
 
     async def run(self) -> None:
         from relax_rt.roles.cold_start.waiting import weights_after

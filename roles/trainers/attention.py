@@ -22,6 +22,8 @@ NAME = "relax_rt_segments"
 """What transformers' models find it by (attn_implementation)."""
 PROBE = (2, 3, 4, 5)
 """Tokens of a prefix, of two sequences behind it, and of one that has none."""
+UNLIKE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, Refused)
+"""What a model of its own ways says to a word, or a form of attention, that it does not know."""
 CLOSE = 1e-3
 """Of the largest value: both ways are the same operations on the same numbers."""
 
@@ -102,8 +104,7 @@ def takes_segments(layers: Any) -> bool:
     try:
         with _evaluating(layers), torch.no_grad():
             same = _same(layers)
-    except (AttributeError, RuntimeError, TypeError, ValueError, Refused):
-        # What a model of its own ways says to a word, or a form of attention, that it does not know.
+    except UNLIKE:
         same = False
     if not same:
         config._attn_implementation = before

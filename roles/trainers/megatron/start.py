@@ -8,6 +8,7 @@ from relax_rt.gang import Gang
 from relax_rt.role import RoleContext
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
+from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
 from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
@@ -25,7 +26,7 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
     """Join the gang that the supervisor has started, and load this rank's part of the model.
 
     Raises:
-        Refused: the model or the settings ask for what this backend cannot do.
+        BadInput: the model or the settings ask for what this backend cannot do.
     """
     assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
     gang = Gang.here()
@@ -33,18 +34,20 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
         # Nobody outside this machine has to reach the ranks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks = Ranks(sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed)
-    backend = MegatronBackend(
-        model_folder(ctx),
-        ctx.config.algorithm,
-        ctx.settings,
-        ranks,
-        temperature=ctx.config.sampling.temperature,
-        objective=objective,
-        stacked_experts=not serves_single_experts(ctx.config),
-        layers=ctx.settings.layers,
-        on_progress=ctx.progress.advance,
-        budget=Budget.of(ctx, ctx.settings.tokens_per_micro_batch, REMEDY),
-    )
+    folder, budget = model_folder(ctx), Budget.of(ctx, ctx.settings.tokens_per_micro_batch, REMEDY)
+    with refused_for_good():
+        backend = MegatronBackend(
+            folder,
+            ctx.config.algorithm,
+            ctx.settings,
+            ranks,
+            temperature=ctx.config.sampling.temperature,
+            objective=objective,
+            stacked_experts=not serves_single_experts(ctx.config),
+            layers=ctx.settings.layers,
+            on_progress=ctx.progress.advance,
+            budget=budget,
+        )
     if gang.rank == 0:
         return Leader(backend)
 

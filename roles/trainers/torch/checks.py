@@ -1,4 +1,4 @@
-"""Whether a model has the layers that adapters are asked for; nothing of it is loaded."""
+"""Whether a model has what the trainer's settings ask of it; nothing of it is loaded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from relax_rt.config.problems import Problem
 from relax_rt.roles.sections import RLConfig, TrainerSettings
 
 PATH = ("roles", "trainer", "lora", "targets")
+CANNOT_PACK = "the model's attention cannot have several sequences in a row"
+PACKS = 'use a model whose layers hand arguments on to their attention (Qwen3, Llama), or packing = "auto"'
+
+
+def check_packing(config: RLConfig, folder: Path) -> Iterator[Problem]:
+    """packing = "required" where the attention of the model in this folder cannot have several sequences in a row."""
+    table = config.roles.get("trainer")
+    if not isinstance(table, TrainerSettings) or table.packing != "required" or table.backend != "torch":
+        return
+    from relax_rt.roles.trainers.torch.probe import kind_packs
+
+    # Where no small model can be made of it, it shows when the trainer loads the model.
+    if kind_packs(folder) is False:
+        yield Problem(("roles", "trainer", "packing"), f'packing = "required": {CANNOT_PACK}', PACKS)
 
 
 def check_adapters(config: RLConfig, folder: Path) -> Iterator[Problem]:

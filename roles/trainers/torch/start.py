@@ -11,9 +11,11 @@ from relax_rt.role import RoleContext
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.locations import model_folder
 from relax_rt.roles.models.device import open_device
+from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.sections import RLConfig, TrainerSettings
 from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
+from relax_rt.roles.trainers.torch.checks import CANNOT_PACK, PACKS
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch_backend import TorchBackend
 from relax_rt.transport.errors import Refused
@@ -25,29 +27,31 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
     """Load the model, with count above 1 in the gang that the supervisor has started.
 
     Raises:
-        Refused: the model or the settings ask for what this backend cannot do.
+        BadInput: the model or the settings ask for what this backend cannot do.
     """
     assert isinstance(ctx.config, RLConfig) and isinstance(ctx.settings, TrainerSettings)
     table = ctx.settings
     device = open_device(ctx, table)
     ranks = _join(device) if table.count > 1 else None
 
-    backend = TorchBackend(
-        model_folder(ctx),
-        ctx.config.algorithm,
-        dtype=table.dtype,
-        threads=table.threads,
-        tokens_per_micro_batch=Budget.of(ctx, table.tokens_per_micro_batch, REMEDY),
-        temperature=ctx.config.sampling.temperature,
-        on_progress=ctx.progress.advance,
-        device=device,
-        objective=objective,
-        ranks=ranks,
-        lora=table.lora,
-        seed=ctx.config.run.seed,
-    )
-    if backend.costs is None:
-        _cannot_pack(ctx, table)
+    folder, budget = model_folder(ctx), Budget.of(ctx, table.tokens_per_micro_batch, REMEDY)
+    with refused_for_good():
+        backend = TorchBackend(
+            folder,
+            ctx.config.algorithm,
+            dtype=table.dtype,
+            threads=table.threads,
+            tokens_per_micro_batch=budget,
+            temperature=ctx.config.sampling.temperature,
+            on_progress=ctx.progress.advance,
+            device=device,
+            objective=objective,
+            ranks=ranks,
+            lora=table.lora,
+            seed=ctx.config.run.seed,
+        )
+        if backend.costs is None:
+            _cannot_pack(ctx, table)
     if ranks is None:
         return backend
     if ranks.rank == 0:
@@ -60,11 +64,9 @@ def open_torch(ctx: RoleContext, objective: Objective) -> TorchBackend | Leader 
 
 
 def _cannot_pack(ctx: RoleContext, table: TrainerSettings) -> None:
-    what, why = "roles.trainer.packing", "the model's attention cannot have several sequences in a row"
     if table.packing == "required":
-        hint = 'use a model whose layers hand arguments on to their attention (Qwen3, Llama), or packing = "auto"'
-        raise Refused(what, why=why, hint=hint)
-    ctx.log.warning("sequences are padded: " + why, setting=what)
+        raise Refused("roles.trainer.packing", why=CANNOT_PACK, hint=PACKS)
+    ctx.log.warning(f"sequences are padded: {CANNOT_PACK}", setting="roles.trainer.packing")
 
 
 def _join(device: torch.device) -> TorchRanks:
