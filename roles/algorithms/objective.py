@@ -247,8 +247,10 @@ class Objective:
         """Whether a sample, after `advantages`, has no part in the gradient: it need not be computed."""
         if not sample.loss_mask.any():
             return True
-        beside = (self.parts.kl is not None and not self._kl_in_reward) or self.parts.entropy is not None
-        return not beside and (sample.advantages is None or not bool(sample.advantages.any()))
+        terms = (self.parts.kl is not None and not self._kl_in_reward) or self.parts.entropy is not None
+        if terms or "by_advantage" not in self.parts.loss.part.traits:
+            return False
+        return sample.advantages is None or not bool(sample.advantages.any())
 
     def loss(self, tokens: TokenTensors) -> tuple[torch.Tensor, Metrics]:
         """The loss of a micro-batch, summed with the aggregation's weights and not divided by any count.

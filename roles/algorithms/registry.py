@@ -78,8 +78,9 @@ class Part:
         extras: further functions that belong to it: `count` of an aggregation; `prepare` of a loss, and `left_out`, the
             tokens that it gives no weight; `returns` of an advantage, what a critic's values should have been, arrays
             like the advantages.
-        traits: facts about it that others ask for, as `ratio`, `weights`, or `policy`: it looks at the policy's own
-            log-probabilities, `Trajectory.current`, which are then computed first.
+        traits: facts about it that others ask for, as `ratio`, `weights`; `policy`: it looks at the policy's own
+            log-probabilities, `Trajectory.current`, which are then computed first; `by_advantage`, of a loss: it has
+            no gradient where the advantage is 0, so that samples without any advantage need not be computed.
     """
 
     kind: Kind

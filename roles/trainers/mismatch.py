@@ -1,7 +1,8 @@
 """How far the policy that is trained is from the one that was sampled from, where no gradients tell it.
 
-Samples whose advantages are all zero, as those of a group with equal rewards, have no part in the gradient and are not
-computed with it. What a step says of the two policies is then of the others alone, unless these are measured as well.
+Samples whose advantages are all zero, as those of a group with equal rewards, have no part in the gradient of a loss
+that goes by them, and are not computed with it. What a step says of the two policies is then of the others alone,
+unless these are measured as well.
 """
 
 from __future__ import annotations

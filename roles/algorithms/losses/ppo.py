@@ -65,7 +65,7 @@ def clipped(
     return loss, (bounded * advantages < ratio * advantages).detach()
 
 
-@part("loss", "ppo_clip", options=ClipOptions, needs=ratio_needs, traits={"ratio"})
+@part("loss", "ppo_clip", options=ClipOptions, needs=ratio_needs, traits={"by_advantage", "ratio"})
 def ppo_clip(tokens: TokenTensors, options: ClipOptions) -> tuple[torch.Tensor, Metrics]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi / pi_old, for each token.
 
@@ -79,7 +79,7 @@ def ppo_clip(tokens: TokenTensors, options: ClipOptions) -> tuple[torch.Tensor, 
     return loss, {"clipped": float(stopped.sum())}
 
 
-@part("loss", "dual_clip", options=DualClipOptions, needs=ratio_needs, traits={"ratio"})
+@part("loss", "dual_clip", options=DualClipOptions, needs=ratio_needs, traits={"by_advantage", "ratio"})
 def dual_clip(tokens: TokenTensors, options: DualClipOptions) -> tuple[torch.Tensor, Metrics]:
     """As ppo_clip where A >= 0; where A < 0 the objective is max(min(r A, clip(r) A), c A).
 
@@ -114,7 +114,7 @@ def over_cap(tokens: TokenTensors, options: DecoupledOptions) -> torch.Tensor:
     "decoupled_ppo",
     options=DecoupledOptions,
     needs={"proximal"},
-    traits={"ratio", "weights"},
+    traits={"by_advantage", "ratio", "weights"},
     left_out=over_cap,
 )
 def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torch.Tensor, Metrics]:
@@ -135,7 +135,7 @@ def decoupled_ppo(tokens: TokenTensors, options: DecoupledOptions) -> tuple[torc
     return weight.masked_fill(over, 0.0) * loss, {"clipped": float(stopped.sum()), "capped": float(over.sum())}
 
 
-@part("loss", "policy_gradient")
+@part("loss", "policy_gradient", traits={"by_advantage"})
 def policy_gradient(tokens: TokenTensors, options: object) -> tuple[torch.Tensor, Metrics]:
     """-A log pi for each token: REINFORCE, without a ratio (arXiv 2402.14740, section 2.2).
 

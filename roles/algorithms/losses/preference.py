@@ -47,7 +47,7 @@ def preference(batch: AdvantageInputs, options: object) -> list[NDArray[np.float
     return found
 
 
-@part("loss", "dpo", options=DpoOptions, needs={"reference", "pairs"})
+@part("loss", "dpo", options=DpoOptions, needs={"reference", "pairs"}, traits={"by_advantage"})
 def dpo(tokens: TokenTensors, options: DpoOptions) -> tuple[torch.Tensor, Metrics]:
     """-log sigmoid(beta (h_chosen - h_rejected)) of each pair, h the sequence's log pi / pi_reference.
 

@@ -77,7 +77,7 @@ def mask_outliers(
     "m2po",
     options=SecondMomentOptions,
     needs={"proximal", "batch"},
-    traits={"ratio", "weights"},
+    traits={"by_advantage", "ratio", "weights"},
     prepare=mask_outliers,
 )
 def m2po(tokens: TokenTensors, options: SecondMomentOptions) -> tuple[torch.Tensor, Metrics]:

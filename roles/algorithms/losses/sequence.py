@@ -23,7 +23,7 @@ class SequenceClipOptions(RatioOptions):
     """The ratio counts up to 1 + clip_high."""
 
 
-@part("loss", "gspo", options=SequenceClipOptions, needs=ratio_needs, traits={"ratio"})
+@part("loss", "gspo", options=SequenceClipOptions, needs=ratio_needs, traits={"by_advantage", "ratio"})
 def gspo(tokens: TokenTensors, options: SequenceClipOptions) -> tuple[torch.Tensor, Metrics]:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with s = exp(mean over the sequence of log pi / pi_old).
 

@@ -32,7 +32,7 @@ class SapoOptions(RatioOptions):
     """Elsewhere; larger, so that these gradients fade sooner."""
 
 
-@part("loss", "cispo", options=CispoOptions, needs=ratio_needs, traits={"ratio"})
+@part("loss", "cispo", options=CispoOptions, needs=ratio_needs, traits={"by_advantage", "ratio"})
 def cispo(tokens: TokenTensors, options: CispoOptions) -> tuple[torch.Tensor, Metrics]:
     """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi with r = pi / pi_old: the weight is clipped, no token loses
     its gradient.
@@ -48,7 +48,7 @@ def cispo(tokens: TokenTensors, options: CispoOptions) -> tuple[torch.Tensor, Me
     return -weight * tokens.advantages * tokens.logprobs, {"clipped": float((weight != ratio).sum())}
 
 
-@part("loss", "sapo", options=SapoOptions, needs=ratio_needs, traits={"ratio"})
+@part("loss", "sapo", options=SapoOptions, needs=ratio_needs, traits={"by_advantage", "ratio"})
 def sapo(tokens: TokenTensors, options: SapoOptions) -> tuple[torch.Tensor, Metrics]:
     """-f(r) A with the gate f(r) = sigmoid(tau (r - 1)) 4 / tau, tau by the sign of the advantage.
 

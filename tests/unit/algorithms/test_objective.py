@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from relax_rt.roles.algorithms.advantages.group import apply_truncation, group_advantages
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.presets import PRESETS
-from relax_rt.roles.algorithms.registry import parts
+from relax_rt.roles.algorithms.registry import bound, parts
 from relax_rt.roles.algorithms.tensors import TokenTensors, merge
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
@@ -303,6 +304,42 @@ def test_what_is_idle_needs_no_pass() -> None:
     assert not supervised.idle(unscored[0])
     with pytest.raises(Refused, match=r"sample 0.0: it has no reward"):
         plain.advantages(unscored)
+
+
+FLAT = """
+from relax_rt.roles.algorithms.registry import part
+
+def undeclared(tokens, options):
+    return -tokens.advantages * tokens.logprobs + (tokens.logprobs - tokens.behaviour) ** 2, {}
+
+@part("loss", needs={"reference"})
+def held(tokens, options):
+    return -tokens.advantages * tokens.logprobs + (tokens.logprobs - tokens.reference) ** 2, {}
+
+@part("loss", traits={"by_advantage"})
+def plain(tokens, options):
+    return -tokens.advantages * tokens.logprobs, {}
+"""
+
+
+@pytest.mark.parametrize(("name", "idle"), [("undeclared", False), ("held", False), ("plain", True)])
+def test_a_loss_of_ones_own_is_computed_of_all_samples_unless_it_says_that_it_goes_by_advantage(
+    tmp_path: Any, name: str, idle: bool
+) -> None:
+    (tmp_path / "flat.py").write_text(FLAT)
+    objective = Objective.of(AlgorithmTable(loss=f"flat.py:{name}"), base=tmp_path)
+    same = [sample(0, [0, 1], 1.0, member=m) for m in range(2)]
+    objective.advantages(same)
+    assert not any(one.advantages.any() for one in same if one.advantages is not None)
+    assert [objective.idle(one) for one in same] == [idle, idle]
+
+
+@pytest.mark.parametrize("name", sorted(parts("loss")))
+def test_a_loss_goes_by_advantage_if_it_has_no_gradient_without_one(name: str) -> None:
+    given_ = dataclasses.replace(tokens([3, 4], groups=[0, 0]), advantages=torch.zeros(7, dtype=torch.float64))
+    each, _ = bound("loss", name)(given_)
+    (gradient,) = torch.autograd.grad(each.sum(), given_.logprobs)
+    assert bool((gradient == 0).all()) == ("by_advantage" in parts("loss")[name].traits)
 
 
 def test_presets_stand_for_their_parts_and_give_way_to_what_is_set() -> None:

@@ -98,6 +98,25 @@ def test_packed_and_cut_gradients_equal_those_of_separate_sequences(model_dir: P
         assert_equal(trainer, wanted)
 
 
+OWN = """
+def held(tokens, options):
+    return -tokens.advantages * tokens.logprobs + (tokens.logprobs - tokens.behaviour) ** 2, {}
+"""
+
+
+def test_a_loss_of_ones_own_is_that_of_groups_with_equal_rewards_too(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(OWN)
+    objective = Objective.of(AlgorithmTable(loss="held.py:held"), base=tmp_path)
+    samples = copy.deepcopy(SAMPLES)
+    for sample in samples:
+        sample.reward = 1.0 if sample.meta.group else sample.reward
+    objective.advantages(samples)
+    trainer = backend(model_dir)
+    trainer.objective = objective
+    assert trainer.step(samples, 1).measured_tokens == sum(int(s.loss_mask.sum()) for s in samples)
+    assert_equal(trainer, gradients_one_by_one(model_dir, objective, samples))
+
+
 def test_a_batch_in_parts_some_of_them_empty_is_one_step(model_dir: Path) -> None:
     objective, samples = judged({})
     trainer = backend(model_dir)
