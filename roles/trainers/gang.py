@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from relax_rt.config.problems import BadInput
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import AlgorithmTable
@@ -66,10 +67,16 @@ class Ranks(Protocol):
 
 class RankBackend(Protocol):
     """One rank of a backend. All make the same calls in the same order; each is given its share of a batch, which may
-    be empty. What each call does is said by `TrainerBackend`."""
+    be empty. What each call does is said by `TrainerBackend`.
+
+    Attributes:
+        takes_branches: whether it computes the branches of a sample as what they are, sequences of their own.
+    """
 
     objective: Objective
 
+    @property
+    def takes_branches(self) -> bool: ...
     @property
     def ranks(self) -> Ranks: ...
     def together(self, samples: Sequence[Sample]) -> bool:
@@ -192,6 +199,16 @@ class Leader(Member):
             give(Order(name, sent(samples), dict(options or {}), dict(table or {})), self.ranks.control)
             yield
 
+    def _check(self, samples: Sequence[Sample]) -> None:
+        """Before the order is given: the others must not be in the middle of one when this rank ends."""
+        most = max((len(sample.meta.branches) for sample in samples), default=0)
+        if most > 1 and not self.backend.takes_branches:
+            raise BadInput(
+                f"an episode of {most} branches",
+                why="gangs of Megatron-Core compute a sample as one sequence: a branch would see those before it",
+                hint='set roles.trainer.backend = "torch", with which the queue has taken it; `relax-rt up` goes on',
+            )
+
     def use(self, objective: Objective, table: AlgorithmTable, *, temperature: float | None = None) -> None:
         """Every rank follows the objective, which is of the table, from now on."""
         options: dict[str, str | int | float] = {"base": str(objective.base)}
@@ -203,13 +220,23 @@ class Leader(Member):
             self.backend.use(objective, table, temperature=temperature)
 
     def log_probabilities(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Of each trained token, of logits / temperature: float32 [T] for each sample."""
+        """Of each trained token, of logits / temperature: float32 [T] for each sample.
+
+        Raises:
+            BadInput: one has branches, and the backend takes none.
+        """
+        self._check(samples)
         with self._order("log_probabilities", samples):
             return self._log_probabilities(samples)
 
     def accumulate(self, samples: Sequence[Sample]) -> Partial:
         """Forward and backward of a part of the step's batch. What the objective carries from step to step goes along:
-        a checkpoint gave it to rank 0 alone."""
+        a checkpoint gave it to rank 0 alone.
+
+        Raises:
+            BadInput: a sample has branches, and the backend takes none.
+        """
+        self._check(samples)
         objective = self.backend.objective
         with self._order("accumulate", samples, objective.state()):
             self._accumulate(samples)

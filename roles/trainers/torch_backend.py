@@ -62,6 +62,8 @@ class TorchBackend:
         Refused: the model or the settings ask for what this backend cannot do.
     """
 
+    takes_branches = True
+
     def __init__(
         self,
         model_dir: Path,

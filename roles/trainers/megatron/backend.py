@@ -63,6 +63,8 @@ class MegatronBackend:
         Refused: model or settings ask for what this backend cannot do.
     """
 
+    takes_branches = False
+
     def __init__(
         self,
         model_dir: Path,
