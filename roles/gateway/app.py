@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from relax_rt.roles.gateway.anthropic_messages import Messages
 from relax_rt.roles.gateway.body import Gone, Memory, Receive, Scope, Send, header, linger, read_body
+from relax_rt.roles.gateway.bounds import LARGE_BYTES, PARSED_TIMES, parsed_bytes
 from relax_rt.roles.gateway.calls import Call, Dialect, Head
 from relax_rt.roles.gateway.errors import CallError, Family
 from relax_rt.roles.gateway.keys import Caller, Keys
@@ -175,7 +176,7 @@ class _Endpoint:
     ) -> None:
         gateway, bounds = self._gateway, self._gateway.bounds
         body = await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold)
-        call = self._dialect.parse(body)
+        call = await self._parsed(body, hold)
         del body
         session = gateway.session_of(scope, lambda: call.previous)
         box = Outbox(self._dialect, call, lambda: is_gone(scope)) if call.stream else None
@@ -202,6 +203,19 @@ class _Endpoint:
             for task in (gone, work):
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _parsed(self, body: bytes, hold: Callable[[int], None]) -> Call:
+        """The call that a body is; in a thread where that takes long."""
+        most = PARSED_TIMES * self._gateway.bounds.body_bytes
+        large = len(body) >= LARGE_BYTES
+        nbytes = await asyncio.to_thread(parsed_bytes, body) if large else parsed_bytes(body)
+        if nbytes > most:
+            message = f"the body's values would take {nbytes} bytes of memory, the bound is {most}"
+            raise CallError(413, f"{message} ({PARSED_TIMES} times roles.gateway.body_mib)", code="body_too_large")
+        hold(nbytes)
+        parse = self._dialect.parse
+        call = await asyncio.to_thread(parse, body) if large else parse(body)
+        return msgspec.structs.replace(call, nbytes=len(body))
 
     async def _send_end(self, call: Call, made: Made, session: Session, box: Outbox | None, out: _Sender) -> None:
         """All of an answer, or what is left of its stream."""

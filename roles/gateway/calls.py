@@ -16,6 +16,8 @@ T = TypeVar("T")
 MOST_MESSAGES, MOST_TOOLS, MOST_STOPS, MOST_CHOICES = 4096, 256, 16, 128
 LONGEST_STOP = 256
 """Characters of a stop string: so many are held back from a stream at most."""
+MOST_TOOL_BYTES = 1 << 20
+"""Of all tools of a call, as JSON."""
 
 
 class Unsupported(msgspec.Struct, frozen=True):
@@ -49,6 +51,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         echo: an answer begins with its prompt (Completions).
         unsupported: what was asked for besides.
         said: fields of the request that the answer repeats (Responses).
+        nbytes: of the request.
     """
 
     model: str
@@ -69,6 +72,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     unsupported: tuple[Unsupported, ...] = ()
     said: dict[str, Any] = {}
+    nbytes: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relax_rt.roles.gateway.calls import MOST_TOOLS, Message
+import msgspec
+
+from relax_rt.roles.gateway.calls import MOST_TOOL_BYTES, MOST_TOOLS, Message
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.media.pictures import IMAGES, is_picture
 from relax_rt.roles.media.pictures import MOST_BYTES as MOST_MEDIA_BYTES
@@ -147,11 +149,14 @@ def function_tool(given: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def bounded_tools(tools: Sequence[Any]) -> Sequence[Any]:
-    """Raises: CallError: there are too many, or one is no table."""
+    """Raises: CallError: there are too many, they are too large together, or one is no table."""
     if len(tools) > MOST_TOOLS:
         raise bad(f"{len(tools)} tools, at most {MOST_TOOLS} can be offered", "tools")
     if any(not isinstance(tool, Mapping) for tool in tools):
         raise bad("a tool that is no object", "tools")
+    if tools and (nbytes := len(msgspec.json.encode(tools))) > MOST_TOOL_BYTES:
+        message = f"the tools have {nbytes} bytes as JSON, the bound is {MOST_TOOL_BYTES} for all of a call"
+        raise CallError(413, message, param="tools", code="tools_too_large")
     return tools
 
 

@@ -15,6 +15,7 @@ import msgspec
 from relax_rt.roles.agentic.episode import used_up
 from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.engines.routing import PART_TOKENS
+from relax_rt.roles.gateway.bounds import CHARACTERS_A_TOKEN, LONG_BYTES, characters
 from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
@@ -33,8 +34,6 @@ from relax_rt.transport.queue.api import VersionSpan
 ID_BYTES = 12
 CHUNK_TOKENS, LARGE_CHUNK_TOKENS = 8, 32
 """Tokens that an engine makes between two pieces: for a caller who looks at them, and for one who waits for the end."""
-LONG_CHARS = 16_384
-"""Of a conversation: rendering and reading it takes so long that other callers would notice."""
 MAY_OPEN_A_THOUGHT = 64
 """Characters at a prompt's end in which the template may have opened the model's thoughts."""
 
@@ -292,8 +291,9 @@ class Service:
                 for k in range(call.n)
             ], messages
         found: list[_One] = []
+        self._check_text(call, session, self.terms.context)
         for prompt in call.prompts:
-            ids = await self._encoded(prompt) if isinstance(prompt, str) else prompt
+            ids = await self._encoded(prompt, call.nbytes) if isinstance(prompt, str) else prompt
             self._check_room(ids, session)
             echo = (prompt if isinstance(prompt, str) else self._tokenizer.spell(ids)) if call.echo else ""
             for _ in range(call.n):
@@ -311,14 +311,15 @@ class Service:
         except Refused as error:
             raise bad(str(error), "messages", "picture_refused") from error
 
-    async def _encoded(self, text: str) -> tuple[int, ...]:
+    async def _encoded(self, text: str, nbytes: int) -> tuple[int, ...]:
         encode = self._tokenizer.encode
-        return tuple(encode(text) if len(text) < LONG_CHARS else await asyncio.to_thread(encode, text))
+        return tuple(encode(text) if nbytes < LONG_BYTES else await asyncio.to_thread(encode, text))
 
     def _plan(
         self, call: Call, session: Session, ledger: TokenLedger, limit: int, messages: list[Message]
     ) -> PromptPlan:
         """Of the ledger; puts the conversation into `messages`."""
+        self._check_text(call, session, min(ledger.max_tokens, self.terms.context))
         previous = session.reply(call.previous) if call.previous else None
         try:
             before = session.before(ledger, previous) if previous else []
@@ -333,6 +334,12 @@ class Service:
             if used_up(error):
                 raise session.no_tokens(str(error)) from error
             raise bad(str(error), "messages", "conversation_refused") from error
+
+    def _check_text(self, call: Call, session: Session, room: int) -> None:
+        """Raises: CallError: its texts are far more than the room, in tokens, so that they are not even rendered."""
+        if (count := characters(call)) > room * CHARACTERS_A_TOKEN:
+            message = f"the call has {count} characters, and there is room for {room} tokens"
+            raise session.no_tokens(message, 400, "context_length_exceeded")
 
     def _check_room(self, prompt: Collection[int], session: Session) -> None:
         if len(prompt) >= self.terms.context:
@@ -541,7 +548,8 @@ def _by_digest(call: Call, looked: Sequence[Looked], ledger: TokenLedger) -> Cal
 async def _rendered(call: Call, plan: Callable[[], PromptPlan], plans: list[PromptPlan]) -> PromptPlan:
     """Plan a call and put the plan into `plans`; in a thread where that takes long. Who is cancelled meanwhile hears of
     it when the thread has ended, since nobody else may use the ledger before."""
-    if sum(len(message.get("content") or "") for message in call.messages) < LONG_CHARS:
+    # What a call goes on from by its id is not in the request, and may be long.
+    if call.nbytes < LONG_BYTES and not call.previous:
         plans.append(plan())
         return plans[-1]
     work = asyncio.ensure_future(asyncio.to_thread(plan))

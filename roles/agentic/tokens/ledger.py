@@ -74,7 +74,7 @@ class TokenLedger:
         session: str = "session",
     ) -> None:
         self._chat, self._drift, self._reasoning, self._session = chat, drift, reasoning, session
-        self._max_tokens, self._max_branches = max_tokens, max_branches
+        self.max_tokens, self._max_branches = max_tokens, max_branches
         self._tree = Tree()
         self._pictures = Pictures(max_media_bytes)
         self._counts = Counts()
@@ -108,6 +108,10 @@ class TokenLedger:
         place = self._tree.place(keys, self._named(previous) if previous is not None else None)
         tokens, text, extends = self._rendered(place, messages, tools)
         new = messages[max(place.known - 1, 0) :]
+        offered = tuple(tools)
+        if place.above is not None and place.above.call.tools == offered:
+            # Callers send them with each call: they are kept once.
+            offered = place.above.call.tools
         tokens, media = self._chat.with_pictures(tokens, self._pictures.of(new if extends else messages))
         call = Call(
             number=self._calls,
@@ -115,7 +119,7 @@ class TokenLedger:
             keys=tuple(keys[place.known :]),
             messages=tuple(dict(message) for message in new),
             kind=place.kind,
-            tools=tuple(tools),
+            tools=offered,
             waiting=n,
             tokens=tuple(tokens),
             text=text,
@@ -188,7 +192,7 @@ class TokenLedger:
             raise Refused(what, why=f"n = {call.waiting}, max_new_tokens = {max_new_tokens}: at least one is sampled")
         self._tree.add(call)
         load = self._tree.load
-        left = self._max_tokens - load.tokens
+        left = self.max_tokens - load.tokens
         call.room = min(left // call.waiting, max_new_tokens or left)
         if load.branches <= self._max_branches and call.room >= 1:
             self._tree.hold(call, call.room if max_new_tokens is not None else 0)
@@ -198,7 +202,7 @@ class TokenLedger:
             why = f"the episode would have {load.branches} branches, max_branches is {self._max_branches}"
             raise Refused(what, why=why, hint="end the episode here, or raise max_branches")
         why = f"the episode's branches would have {load.tokens} tokens before an answer, max_tokens is"
-        raise Refused(what, why=f"{why} {self._max_tokens}", hint="end the episode here, or raise max_tokens")
+        raise Refused(what, why=f"{why} {self.max_tokens}", hint="end the episode here, or raise max_tokens")
 
     def _leave(self, old: Call, kept: set[Key]) -> None:
         """Do with what a drift left behind as the policy says."""
@@ -223,8 +227,8 @@ class TokenLedger:
             raise Refused(f"a completion of call {call.number} of session {self._session}", why=wrong)
         # Its prompt is counted already, and what was held is for it.
         taken = self._tree.load.tokens - call.held
-        if count > call.room or taken + count > self._max_tokens:
-            left = max(0, min(call.room, self._max_tokens - taken))
+        if count > call.room or taken + count > self.max_tokens:
+            left = max(0, min(call.room, self.max_tokens - taken))
             raise Refused(
                 f"a completion of {count} tokens of session {self._session}",
                 why=f"{left} are left for it",

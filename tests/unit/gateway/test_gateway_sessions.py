@@ -192,7 +192,7 @@ async def test_an_answer_that_nobody_takes_is_not_trained_and_does_not_count() -
 
 
 async def test_long_conversations_are_rendered_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LONG_CHARS", 50)
+    monkeypatch.setattr(service, "LONG_BYTES", 100)
     threads: list[bool] = []
     plan = service.Service._plan
 
