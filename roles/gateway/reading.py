@@ -56,6 +56,8 @@ class Reader:
         self._ids: list[int] = []
         self._from = self._read = 0
         """The text up to _read is known; decoding begins at _from, because a token's text depends on those before."""
+        self._ahead = 0
+        """Characters behind _read that are known, too: an unfinished one follows them."""
         self._shown = 0
         self._marked = -1
         self.tokens: list[TokenLogprob] = []
@@ -75,14 +77,14 @@ class Reader:
     def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
         """More tokens; says how many of them count. Fewer than all: a stop string ended the completion."""
         assert self.stop is None
-        before = len(self._ids), self._from, self._read, len(self.text)
+        before = len(self._ids), self._from, self._read, len(self.text), self._ahead
         self._append(tokens)
         count = len(tokens)
         unread = self._read < len(self._ids)
         if self._stops and count > 1 and (unread or self._find(before[3]) is not None):
             # Which token completes one? Once more, one by one; also where half a character hides what is before it.
             del self._ids[before[0] :]
-            self._from, self._read, self.text = before[1], before[2], self.text[: before[3]]
+            self._from, self._read, self.text, self._ahead = before[1], before[2], self.text[: before[3]], before[4]
             for count, token in enumerate(tokens, 1):  # noqa: B007
                 at = len(self.text)
                 self._append([token])
@@ -94,6 +96,13 @@ class Reader:
             pairs = zip(tokens[:count], logprobs[:count], strict=True)
             self.tokens += [TokenLogprob(self._spell([t]), p) for t, p in pairs if t not in self._ends]
         return count
+
+    def finish(self) -> None:
+        """No more tokens come: what has not become a whole character is text as it is."""
+        if self.stop is None:
+            self.text += self._unread()[self._ahead :]
+            self._from = self._read = len(self._ids)
+            self._ahead = 0
 
     def show(self) -> str:
         """Text since the last time that will not be taken back: what may begin a stop string or a mark is held, and
@@ -114,13 +123,19 @@ class Reader:
 
     def _append(self, tokens: Sequence[int]) -> None:
         self._ids += tokens
+        new = self._unread()
+        whole = new.rstrip(UNFINISHED)
+        self.text += whole[self._ahead :]
+        if whole == new:
+            self._from, self._read, self._ahead = self._read, len(self._ids), 0
+        else:
+            self._ahead = max(self._ahead, len(whole))
+
+    def _unread(self) -> str:
+        """The text behind _read."""
         ids = [token for token in self._ids[self._from :] if token not in self._ends]
         known = [token for token in self._ids[self._from : self._read] if token not in self._ends]
-        new, old = self._spell(ids), self._spell(known)
-        if new.endswith(UNFINISHED):
-            return
-        self.text += new[len(old) :]
-        self._from, self._read = self._read, len(self._ids)
+        return self._spell(ids)[len(self._spell(known)) :]
 
     def _find(self, since: int) -> str | None:
         """The stop string that begins first, of those that end in the text behind `since`."""

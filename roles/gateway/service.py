@@ -465,6 +465,7 @@ class _Job:
                         seen.text = reader.shown
                 if reader.stop is not None:
                     break
+        reader.finish()
         stopped = reader.stop is not None or taken.tokens[-1] in wanted.stop_ids
         what = taken.until(len(taken.tokens), "stop" if stopped else "length")
         if beside or sink is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -12,7 +13,9 @@ import pytest
 from gateway_world import TOKEN, Running, running, tokenizer, until
 from openai import AsyncOpenAI
 
+from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.gateway.service import Terms
+from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.router.requests import Wanted
 
 TOOL: Any = {
@@ -186,6 +189,24 @@ async def test_completions_go_on_with_text_and_with_tokens() -> None:
         async with client(world, world.episode()) as episode:
             with pytest.raises(openai.BadRequestError, match="use chat completions"):
                 await episode.completions.create(model="policy", prompt="ab")
+
+
+class Split(ChatTokenizer):
+    """One whose A and B are halves of a character."""
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        return super().spell(tokens).replace("AB", "😀").replace("A", "�")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_that_is_cut_inside_a_character_has_the_text_before_it(stream: bool) -> None:
+    chat = ChatTemplate(Split(tokenizer().raw, tokenizer().folder), tool_parser="hermes", reasoning_parser="think")
+    async with running(lambda p, w: "fine ABABAB", chat=chat) as world, client(world) as api:
+        request: Any = {"model": "policy", "prompt": "go", "max_tokens": 10, "stream": stream}
+        answer = await api.completions.create(**request)
+        parts = [part async for part in answer] if stream else [answer]
+        assert "".join(part.choices[0].text for part in parts) == "fine 😀😀�"
+        assert parts[-1].choices[0].finish_reason == "length"
 
 
 async def test_responses_go_on_from_one_another() -> None:

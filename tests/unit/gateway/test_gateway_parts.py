@@ -46,6 +46,34 @@ def test_text_is_whole_however_the_tokens_come(text: str, sizes: list[int]) -> N
     assert reader.visible == text and shown == text.rstrip() == reader.shown
 
 
+@given(TEXT, SIZES, st.integers(0, 3))
+def test_a_text_that_is_cut_inside_a_character_has_all_before_it(text: str, sizes: list[int], missing: int) -> None:
+    tokens = text.encode()[: max(0, len(text.encode()) - missing)]
+    reader, shown = Reader(spell, (), {END}), ""
+    for piece in cut(tokens, sizes):
+        reader.take(piece, [0.0] * len(piece))
+        shown += reader.show()
+        assert text.startswith(shown)
+    assert reader.text == tokens.decode(errors="ignore"), "whole characters do not wait for the one that is not"
+    reader.finish()
+    assert reader.text == reader.visible == tokens.decode(errors="replace")
+    assert shown + reader.show() == reader.text.rstrip()
+
+
+def test_a_decoder_that_takes_a_character_back_changes_nothing_that_was_read() -> None:
+    def together(tokens: Sequence[int]) -> str:
+        """As tokenizers with a fall-back to bytes have it: bytes that are no text together are none of them."""
+        try:
+            return bytes(tokens).decode()
+        except UnicodeDecodeError:
+            return "�" * len(tokens)
+
+    reader = Reader(together, ("!",), {END}, logprobs=True)
+    for token in "ab😀😀!".encode():
+        reader.take([token], [0.0])
+    assert reader.text == "ab😀😀!" and reader.stop == "!" and reader.visible == "ab😀😀"
+
+
 @given(TEXT, SIZES, st.lists(st.text("abß€ ", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_a_stop_string_ends_it_at_the_token_that_completes_it(text: str, sizes: list[int], stops: list[str]) -> None:
     reader, shown, kept = Reader(spell, stops, {END}, logprobs=True), "", 0
