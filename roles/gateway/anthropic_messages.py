@@ -61,7 +61,8 @@ class Messages:
         return Call(
             model=asked.model,
             messages=tuple(found),
-            tools=() if kind == "none" else tuple(_tools(asked.tools or [])),
+            tools=tuple(_tools(asked.tools or [])),
+            may_call=kind != "none",
             max_tokens=sampling.length(asked.max_tokens, "max_tokens"),
             temperature=sampling.temperature(asked.temperature),
             stop=stops(asked.stop_sequences, "stop_sequences"),

@@ -39,6 +39,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         instructions: a system message before them, which belongs to this call alone (Responses).
         prompts: texts or token ids to go on with (Completions).
         tools: functions offered, in the form of Chat Completions.
+        may_call: the answer may call them; else it is text, whatever it says.
         n: answers for each prompt.
         max_tokens: of an answer; None: as many as the gateway allows.
         temperature: None: the run's.
@@ -59,6 +60,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str = ""
     prompts: tuple[str | tuple[int, ...], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    may_call: bool = True
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None

@@ -77,11 +77,11 @@ class Chat:
         if asked.modalities and set(asked.modalities) != {"text"}:
             raise bad(f"modalities = {asked.modalities}: the model makes text", "modalities", "unsupported_value")
         length = "max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens"
-        shown = () if asked.tool_choice == "none" else tuple(_tools(asked.tools or []))
         return Call(
             model=asked.model,
             messages=tuple(message(one, f"messages[{i}]") for i, one in enumerate(asked.messages)),
-            tools=shown,
+            tools=tuple(_tools(asked.tools or [])),
+            may_call=asked.tool_choice != "none",
             n=sampling.choices(asked.n),
             max_tokens=sampling.length(getattr(asked, length), length),
             temperature=sampling.temperature(asked.temperature),

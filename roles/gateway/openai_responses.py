@@ -54,12 +54,12 @@ class Responses:
         for name in ("background", "conversation", "prompt"):
             if getattr(asked, name):
                 raise bad(f"{name} is kept on OpenAI's servers, there is none here", name, "unsupported_parameter")
-        tools = [] if asked.tool_choice == "none" else _tools(asked.tools or [])
         return Call(
             model=asked.model,
             messages=_messages(asked.input),
             instructions=asked.instructions or "",
-            tools=tuple(tools),
+            tools=tuple(_tools(asked.tools or [])),
+            may_call=asked.tool_choice != "none",
             max_tokens=sampling.length(asked.max_output_tokens, "max_output_tokens"),
             temperature=sampling.temperature(asked.temperature),
             logprobs=LOGPROBS in (asked.include or []),

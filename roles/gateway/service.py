@@ -203,7 +203,7 @@ class Service:
         try:
             wanted, messages = await self._prepare(call, session, number, plans)
             if sink is not None and session.trained and call.n == 1:
-                streamed = Streamed(request, messages, call.tools, plans[0], sink.gone)
+                streamed = Streamed(request, messages, call.tools, plans[0], sink.gone, may_call=call.may_call)
                 session.streams.append(streamed)
             head = Head(
                 id=request,
@@ -329,7 +329,9 @@ class Service:
                 messages[:] = [*system, *before, *session.restore(call.messages)]
             # With other instructions it is another conversation, however it goes on.
             named = None if system or session.instructed(previous) else previous
-            return ledger.prompt(messages, call.tools, previous=named, n=call.n, max_new_tokens=limit)
+            return ledger.prompt(
+                messages, call.tools, may_call=call.may_call, previous=named, n=call.n, max_new_tokens=limit
+            )
         except Refused as error:
             if used_up(error):
                 raise session.no_tokens(str(error)) from error
@@ -366,7 +368,7 @@ class Service:
             call.stop,
             self._tokenizer.stop_ids,
             held=end.rfind("<think>") > end.rfind("</think>"),
-            calls=bool(call.tools),
+            calls=bool(call.tools) and call.may_call,
             logprobs=call.logprobs,
         )
 

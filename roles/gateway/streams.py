@@ -65,7 +65,7 @@ class Streamed:
 
     Attributes:
         request: its id, as the caller knows it.
-        messages, tools: what it answers. plan: of the ledger.
+        messages, tools, may_call: what it answers. plan: of the ledger.
         gone: whether the connection is no more that it is sent by.
         taken: sampled so far. text: what the caller was shown of it.
         counted: among the session's answers. left: its caller went before its end.
@@ -82,6 +82,7 @@ class Streamed:
     counted: bool = False
     left: bool = False
     settled: bool = False
+    may_call: bool = True
 
     def begin(self) -> Taken:
         """Empty, for what is sampled; anew when the call is begun anew."""
@@ -119,7 +120,7 @@ def _take(session: Session, ledger: TokenLedger, one: Streamed, words: str, spel
     one.settled = True
     ledger.abandon(one.plan)
     try:
-        plan = ledger.prompt(one.messages, one.tools, max_new_tokens=count)
+        plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count)
     except Refused:
         return False
     if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:

@@ -85,6 +85,7 @@ class TokenLedger:
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
         *,
+        may_call: bool = True,
         previous: str | None = None,
         n: int = 1,
         max_new_tokens: int | None = None,
@@ -93,6 +94,7 @@ class TokenLedger:
 
         Args:
             messages: the whole conversation, as the caller has it.
+            may_call: calls of the tools are looked for in what is said; else it is all words.
             previous: id of the reply that it goes on from, whatever the caller made of its words; else that is found
                 by what was said.
             n: completions wanted.
@@ -120,6 +122,7 @@ class TokenLedger:
             messages=tuple(dict(message) for message in new),
             kind=place.kind,
             tools=offered,
+            may_call=may_call,
             waiting=n,
             tokens=tuple(tokens),
             text=text,
@@ -239,7 +242,7 @@ class TokenLedger:
         text = spelled.removesuffix(stop)
         end = self._chat.turn_end
         self._counts.foreign_ends += bool(end) and not end.startswith(stop)
-        parsed = self._chat.parse(text, call.tools, prompt=call.text)
+        parsed = self._chat.parse(text, call.tools if call.may_call else (), prompt=call.text)
         self._counts.malformed_calls += parsed.malformed
         message = self._message(parsed)
         self._replies += 1

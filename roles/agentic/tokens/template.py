@@ -241,14 +241,15 @@ class ChatTemplate:
 
         Args:
             text: as the model wrote it, special tokens spelled, its stop token left out.
+            tools: without them no calls are looked for.
             prompt: the text before it, which may have opened a thought.
         """
-        if self.tool_parser == parsers.MODEL:
-            parsed = self._by_model(text, tools, prompt)
-        else:
+        parsed = self._by_model(text, tools, prompt) if self.tool_parser == parsers.MODEL else None
+        if parsed is None or (parsed.calls and not tools):
+            family = "none" if parsed is not None else self.tool_parser
             opened = prompt.rstrip().endswith(THINK)
             parsed = parsers.parse(
-                text, tools, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser, opened=opened
+                text, tools, tool_parser=family, reasoning_parser=self.reasoning_parser, opened=opened
             )
         content, reasoning = (self._specials.sub("", part) for part in (parsed.content, parsed.reasoning))
         return Parsed(content, reasoning, parsed.calls, parsed.malformed)

@@ -64,7 +64,7 @@ class Call:
             along it.
         tools: all of them. waiting: completions that may still come. room: tokens of each. held: of each, kept in the
             budget.
-        abandoned: it was given up.
+        abandoned: it was given up. may_call: its completions may call the tools.
     """
 
     number: int
@@ -84,6 +84,7 @@ class Call:
     start: int = 0
     depth: int = 0
     media: tuple[Shown, ...] = ()
+    may_call: bool = True
 
     def __post_init__(self) -> None:
         self.depth = 0 if self.above is None else self.above.depth

@@ -45,6 +45,19 @@ async def test_a_tool_is_called_and_its_result_is_gone_on_with() -> None:
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
 
 
+async def test_a_call_without_the_choice_of_tools_is_in_the_same_conversation() -> None:
+    async with running(calculator) as world, client(world, world.episode()) as api:
+        messages: Any = [{"role": "user", "content": "2 and 3?"}]
+        for kind, stop in (("none", "end_turn"), ("auto", "tool_use")):
+            answer = await api.messages.create(
+                model="policy", max_tokens=150, messages=messages, tools=[TOOL], tool_choice={"type": kind}
+            )
+            assert answer.stop_reason == stop
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And now?"}]
+        episode = world.sessions.close("episode-1").episode
+        assert (episode.counts.first, episode.counts.continuation, episode.counts.drift) == (1, 1, 0)
+
+
 async def test_a_stream_adds_up_to_the_same_message() -> None:
     async with running(calculator) as world, client(world) as api:
         async with api.messages.stream(

@@ -140,6 +140,43 @@ async def test_several_answers_have_seeds_of_their_own_and_are_branches() -> Non
         assert trained == sum(len(outcome.tokens) for outcome in world.engine.made)
 
 
+@pytest.mark.parametrize("api_of", ["chat", "stream", "responses"])
+async def test_a_call_without_the_choice_of_tools_is_in_the_same_conversation(api_of: str) -> None:
+    said = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    async with running(lambda p, w: said) as world, client(world, world.episode()) as api:
+        messages: Any = ask("2 and 3?")
+        for choice in ("auto", "none", "auto"):
+            request: Any = {"model": "policy", "tool_choice": choice}
+            if api_of == "responses":
+                answer = await api.responses.create(input=messages, tools=[RESPONSES_TOOL], **request)
+                called = any(item.type == "function_call" for item in answer.output)
+                text = answer.output_text
+                messages += [item.model_dump(exclude_none=True) for item in answer.output]
+                ids = [item.call_id for item in answer.output if item.type == "function_call"]
+                messages += [{"type": "function_call_output", "call_id": one, "output": "5"} for one in ids]
+            else:
+                if api_of == "stream":
+                    async with api.chat.completions.stream(messages=messages, tools=[TOOL], **request) as stream:
+                        message = (await stream.get_final_completion()).choices[0].message
+                else:
+                    full = await api.chat.completions.create(messages=messages, tools=[TOOL], **request)
+                    message = full.choices[0].message
+                called, text = bool(message.tool_calls), message.content or ""
+                back: Any = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+                for one in back.get("tool_calls", []):
+                    one["function"].pop("parsed_arguments", None)
+                    one.pop("index", None)
+                messages += [back]
+                ids = [one.id for one in message.tool_calls or []]
+                messages += [{"role": "tool", "tool_call_id": one, "content": "5"} for one in ids]
+            assert called == (choice == "auto") and text.strip() == (said if choice == "none" else "Let me see.")
+            messages += ask("And now?")
+        episode = world.sessions.close("episode-1").episode
+        assert (episode.counts.first, episode.counts.continuation, episode.counts.drift) == (1, 2, 0)
+        (branch,) = episode.branches
+        assert sum(branch.loss_mask) == sum(len(made.tokens) for made in world.engine.made)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_cuts_at_a_token_and_the_turn_is_known_again(stream: bool) -> None:
     async with (
