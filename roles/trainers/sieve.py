@@ -53,6 +53,7 @@ class Sieve:
         self._queue, self._objective, self._groups, self._ahead, self._event = queue, objective, groups, ahead, event
         self.history = PromptHistory()
         self.refill = Refill(groups, rules, self.history, options)
+        self._settled = self.refill
         self._asked = 0
 
     @classmethod
@@ -76,6 +77,7 @@ class Sieve:
         # What was asked for ended with the step before.
         self._asked = 0
         self.refill.begin()
+        self._settled = self.refill.copy()
         await self._ask()
 
     async def sift(self, lease: LeasedBatch, batch: Batch, step: int) -> None:
@@ -106,12 +108,15 @@ class Sieve:
                 kept += samples
             else:
                 left_out.setdefault(drop.why, []).append(key)
+                self._settled.left_out(group, step, drop)
                 batch.filtered[drop.rule] = batch.filtered.get(drop.rule, 0) + 1
         return kept, left_out
 
     def _conclude(self, batch: Batch, step: int) -> None:
         state = self.refill.state
         batch.full = state in ("full", "short")
+        if batch.full:
+            self._settled = self.refill
         if state == "short":
             facts = {"scored": batch.scored, "filtered": batch.filtered}
             self._event("step_short", step=step, groups=batch.groups, of=self._groups, **facts)
@@ -131,8 +136,12 @@ class Sieve:
             self._asked = more
 
     def state(self) -> dict[str, Any]:
-        """Plain data for the checkpoint."""
-        return {"refill": self.refill.save(), "history": self.history.state()}
+        """Plain data for the checkpoint.
+
+        Of a step that is not full it has the groups that were left out, which never come again. Those that were kept go
+        back to the queue if the step is not taken, and are judged when they come again.
+        """
+        return {"refill": self._settled.save(), "history": self._settled.history.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; anew from one that is empty.

@@ -13,7 +13,7 @@ SUCCESS = 0.5
 """A sample whose reward is above this succeeded, unless told otherwise."""
 
 
-class Outcomes(msgspec.Struct, array_like=True):
+class Outcomes(msgspec.Struct, array_like=True, frozen=True):
     """The outcomes of one prompt.
 
     Attributes:
@@ -44,14 +44,16 @@ class PromptHistory:
         """A group of this prompt was scored, whatever became of it then."""
         if not rewards:
             return
-        found = self._items.setdefault(item, Outcomes())
+        found = self.outcomes(item)
         successes = sum(r > self.success for r in rewards)
         share = successes / len(rewards)
-        found.rate = share if found.groups == 0 else self.decay * found.rate + (1 - self.decay) * share
-        found.groups += 1
-        found.samples += len(rewards)
-        found.successes += successes
-        found.seen = step
+        self._items[item] = Outcomes(
+            groups=found.groups + 1,
+            samples=found.samples + len(rewards),
+            successes=found.successes + successes,
+            rate=share if found.groups == 0 else self.decay * found.rate + (1 - self.decay) * share,
+            seen=step,
+        )
 
     def rate(self, item: str) -> float | None:
         """Share of successes, recent groups weighing more; None if no group was scored."""
@@ -70,6 +72,12 @@ class PromptHistory:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def copy(self) -> PromptHistory:
+        """The same outcomes, from now on apart."""
+        other = PromptHistory(decay=self.decay, success=self.success)
+        other._items = dict(self._items)
+        return other
 
     def state(self) -> dict[str, Any]:
         """Plain data for the checkpoint."""

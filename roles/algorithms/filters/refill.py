@@ -40,7 +40,7 @@ class Refill:
     def __init__(
         self, wanted: int, filters: Sequence[Bound], history: PromptHistory, options: RefillOptions | None = None
     ) -> None:
-        self.wanted, self._filters, self._history = wanted, filters, history
+        self.wanted, self._filters, self.history = wanted, filters, history
         self._options = options or RefillOptions()
         self._kept = self._scored = 0
         self._share = 1.0
@@ -52,20 +52,28 @@ class Refill:
 
     def scored(self, group: ScoredGroup, step: int) -> Drop | None:
         """A group came with its rewards; answers whether it is left out."""
-        self._scored += 1
-        self._history.record(group.item, group.rewards, step)
+        self.history.record(group.item, group.rewards, step)
         drop = self._judge(group)
+        self._count(drop)
+        return drop
+
+    def left_out(self, group: ScoredGroup, step: int, drop: Drop) -> None:
+        """A group came and was judged by another: it is left out."""
+        self.history.record(group.item, group.rewards, step)
+        self._count(drop)
+
+    def _count(self, drop: Drop | None) -> None:
+        self._scored += 1
         memory = self._options.memory
         self._share = memory * self._share + (1 - memory) * (drop is None)
         if drop is None:
             self._kept += 1
         else:
             self.dropped[drop.rule] = self.dropped.get(drop.rule, 0) + 1
-        return drop
 
     def _judge(self, group: ScoredGroup) -> Drop | None:
         for rule in self._filters:
-            why = rule(group, self._history)
+            why = rule(group, self.history)
             if why:
                 return Drop(group.key, rule.part.name, f"{rule.part.name}: {why}")
         return None
@@ -86,6 +94,13 @@ class Refill:
         # A share near 0 would ask for all prompts at once: what a step may cost bounds it.
         share = max(self._share, 1 / self._options.most)
         return math.ceil(lacking * self._options.over_sample / share - 1e-9) - lacking
+
+    def copy(self) -> Refill:
+        """The same machine with a history of its own, from now on apart."""
+        other = Refill(self.wanted, self._filters, self.history.copy(), self._options)
+        other._kept, other._scored = self._kept, self._scored
+        other._share, other.dropped = self._share, dict(self.dropped)
+        return other
 
     def save(self) -> dict[str, Any]:
         """Plain data for the checkpoint. Groups under way are not in it: they are the queue's."""

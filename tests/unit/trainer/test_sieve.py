@@ -114,11 +114,38 @@ async def test_the_state_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         await made.make(1, 1, 0)
         await made.make(2, 1, 1)
         assert await collect.collect(7)
-        assert collect.sieve is not None
+        await made.make(2, 1, 0)
+        batch = await collect.collect(7)
+        assert collect.sieve is not None and batch is not None and batch.full
         resumed = collector(made, []).sieve
         assert resumed is not None
         state = collect.sieve.state()
         resumed.restore(json.loads(json.dumps(state)))
         assert resumed.state() == state
-        assert resumed.history.outcomes("i").groups == 3
-        assert state["refill"] == {"share": 0.25, "dropped": {"zero_variance": 2}}
+        assert resumed.history.outcomes("i").groups == 5
+        assert state["refill"] == {"share": 0.8125, "dropped": {"zero_variance": 2}}
+
+
+async def test_what_a_step_kept_that_is_not_taken_is_counted_when_it_comes_again(tmp_path: Path) -> None:
+    async with world(tmp_path) as made:
+        collect = collector(made, [], memory=0.5)
+        await made.make(3, 1, 0)
+        first = await collect.collect(1)
+        assert first is not None and first.full
+        await made.trainer.trained(first.leases, 1, V2)
+        fine = await made.make(2, 1, 0)
+        await made.make(1, 1, 1)
+        batch = await collect.collect(2)
+        assert collect.sieve is not None and batch is not None and (batch.scored, batch.full) == (3, False)
+        # The run is to end.
+        await collect.give_up("the run ends")
+        state = json.loads(json.dumps(collect.sieve.state()))
+        assert state["refill"] == {"share": 0.5, "dropped": {"zero_variance": 1}}
+        again = collector(made, [], memory=0.5)
+        assert again.sieve is not None
+        again.sieve.restore(state)
+        assert again.sieve.history.outcomes("i").groups == 4
+        fine += await made.make(1, 1, 0)
+        batch = await again.collect(2)
+        assert batch is not None and batch.full and {one.key.group for one in batch.leased} == set(fine)
+        assert again.sieve.history.outcomes("i").groups == 7 and again.sieve.state()["history"]["items"]["i"][0] == 7
