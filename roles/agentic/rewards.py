@@ -58,17 +58,15 @@ def check_rewards(config: RLConfig) -> Iterator[Problem]:
 
 def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
     """What a reward function gets of an episode: its last reply, or what its program printed, as the completion; and
-    all turns."""
+    all turns, branch after branch. Each reply is a turn of the assistant once, where it is trained."""
     from relax_rt.roles.rewards.dry_run import offered
     from relax_rt.roles.rewards.scoring import Request
 
-    turns: list[dict[str, str]] = []
-    texts: dict[str, str] = {}
-    for branch in played.episode.branches:
-        for turn in branch.turns:
-            text = tokenizer.decode(branch.tokens[turn.start : turn.end])
-            turns.append({"role": turn.role, "text": text})
-            texts[turn.response] = text
+    turns = [
+        {"role": turn.role, "text": tokenizer.decode(branch.tokens[turn.start : turn.end])}
+        for branch in played.episode.branches
+        for turn in branch.turns
+    ]
     info = offered(
         task.question,
         task.metadata,
@@ -81,14 +79,17 @@ def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
         turns=turns,
         reward=played.reward,
     )
-    last = next(reversed(played.rewards), "")
-    return Request(texts.get(last, "") if played.output is None else played.output, task.answer, info)
+    # The last branch ends with the last reply.
+    last = turns[-1]["text"] if turns else ""
+    return Request(last if played.output is None else played.output, task.answer, info)
 
 
 def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played:
     """An episode with what the components give it: to its turns where they say so, else to its last reply.
 
     Args:
+        score: its `turns` are the assistant's as `request_of` has them, which is not the order of `played.rewards` if
+            there are branches.
         labels: of the components.
 
     Raises:
@@ -103,10 +104,11 @@ def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played
     rewards = dict(played.rewards)
     if not rewards:
         raise Broken(WHERE, why="the policy had said nothing")
-    if score.turns and len(score.turns) != len(rewards):
-        raise Broken(WHERE, why=f"{len(score.turns)} turn_rewards for {len(rewards)} replies")
-    for reply, value in zip(rewards, score.turns, strict=False):
-        rewards[reply] += value
+    trained = played.episode.trained
+    if score.turns and len(score.turns) != len(trained):
+        raise Broken(WHERE, why=f"{len(score.turns)} turn_rewards for {len(trained)} turns of the assistant")
+    for turn, value in zip(trained, score.turns, strict=False):
+        rewards[turn.response] += value
     rewards[next(reversed(rewards))] += score.total - math.fsum(score.turns)
     try:
         total = checked(math.fsum(rewards.values()))

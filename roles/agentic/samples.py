@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.interface import Task
-from relax_rt.roles.agentic.tokens import Branch, BranchTurn
+from relax_rt.roles.agentic.tokens import Branch
 from relax_rt.roles.algorithms.inputs import TURN_REWARDS, TURN_STATES
 from relax_rt.roles.columns import generated_columns
 from relax_rt.roles.engines.routing import NO_EXPERT, RoutingShape
@@ -24,8 +24,6 @@ from relax_rt.transport.queue.client import NewSample
 
 TRUNCATED_BY = "truncated_by"
 """Key of meta.info: see Played.truncated."""
-CONTEXT = "context"
-"""Role of a completion that another branch trains."""
 
 
 def make_sample(
@@ -51,20 +49,12 @@ def make_sample(
     Raises:
         Refused: a branch lacks the routing rows that were asked for.
     """
-    branches = played.episode.branches
+    branches, said = played.episode.branches, played.episode.trained
     starts = np.cumsum([0, *(len(branch.tokens) for branch in branches)]).tolist()
     turns: list[TurnSpan] = []
-    said: list[BranchTurn] = []
     versions: list[VersionSpan] = []
     for start, branch in zip(starts, branches, strict=False):
-        for turn in branch.turns:
-            sampled = turn.role == "assistant" and bool(turn.response)
-            role = CONTEXT if sampled and not turn.trained else turn.role
-            if role == "assistant" and not sampled:
-                role = CONTEXT
-            turns.append(TurnSpan(turn.start + start, turn.end + start, role))
-            if role == "assistant":
-                said.append(turn)
+        turns += [TurnSpan(turn.start + start, turn.end + start, turn.role) for turn in branch.turns]
         versions += [VersionSpan(v.start + start, v.end + start, v.version, v.kv_version) for v in branch.versions]
     placed = [
         Placed(one.start + start, one.end + start, one.digest)

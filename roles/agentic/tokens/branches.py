@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.tree import Call, Said, token_chain
-from relax_rt.roles.agentic.tokens.types import Branch, BranchTurn, Sampled
+from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Sampled
 from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.media.pictures import Placed, digest_of
 from relax_rt.transport.queue.api import VersionSpan
@@ -37,12 +38,14 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         begun = len(tokens)
         media += (Placed(one.start + begun, one.end + begun, digest_of(one.data)) for one in said.call.media)
         if rendered:
-            role = said.call.messages[-1]["role"] if said.call.messages else "assistant"
+            role = said.call.messages[-1]["role"] if said.call.messages else ASSISTANT
+            role = CONTEXT if role == ASSISTANT else role
             turns.append(BranchTurn(len(tokens), len(tokens) + len(rendered), role))
         start = len(tokens) + len(rendered)
         trained = said.number in owned
         if sampled:
-            turns.append(BranchTurn(start, start + len(sampled), "assistant", said.id, trained, said.number))
+            role = ASSISTANT if trained else CONTEXT
+            turns.append(BranchTurn(start, start + len(sampled), role, said.id, trained, said.number))
         tokens += [*rendered, *sampled]
         mask += [0] * len(rendered) + [int(trained)] * len(sampled)
         logprobs += [0.0] * len(rendered) + (list(said.what.logprobs) if trained else [0.0] * len(sampled))

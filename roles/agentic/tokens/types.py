@@ -20,6 +20,9 @@ Drift = Literal["realign", "fork", "drop"]
 Reasoning = Literal["keep_reasoning", "strip"]
 Kind = Literal["first", "continuation", "fork", "edit", "drift"]
 FINISHED = ("stop", "length")
+CONTEXT = "context"
+"""Role of words in the model's name that are not trained where they stand: another branch trains them, nobody does, or
+a client wrote them."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -88,7 +91,8 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a branch.
 
     Attributes:
-        role: assistant: a completion; else the role of the last message that was rendered there.
+        role: assistant: a completion that is trained here; context: words in its name that are not; else the role of
+            the last message that was rendered there.
         response: the completion's id; empty for what was rendered.
         trained: the completion's tokens count in this branch. Of the branches that share a completion, one trains it.
         number: of the completion among those of the session, as they came, from 1; 0 for what was rendered.
@@ -165,3 +169,8 @@ class Episode(msgspec.Struct, frozen=True):
     branches: tuple[Branch, ...]
     counts: Counts
     pictures: dict[str, bytes] = {}
+
+    @property
+    def trained(self) -> list[BranchTurn]:
+        """The assistant's turns, each completion that is trained once, as they lie: branch after branch."""
+        return [turn for branch in self.branches for turn in branch.turns if turn.trained]

@@ -12,7 +12,7 @@ from agentic_parts import TASK, Count, Engine, factory, numbers, template, token
 
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
-from relax_rt.roles.agentic import Observation, Reply, Step, Task
+from relax_rt.roles.agentic import Chat, Observation, Reply, Step, Task
 from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.episode import Played
 from relax_rt.roles.agentic.loading import Factory
@@ -23,11 +23,13 @@ from relax_rt.roles.agentic.role import games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tally import Tally
+from relax_rt.roles.algorithms.inputs import trajectory
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.sections import RLConfig, SamplingTable
 from relax_rt.transport.queue.api import Ticket
 
+TICKET = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
 CONFIG = """
 [run]
 name = "game"
@@ -60,6 +62,10 @@ def turnwise(completion, answer, turns):
 
 def wrong(completion, answer):
     raise ValueError(f"no style in {completion}")
+
+def by_words(completion, answer, turns):
+    said = [float(turn["text"]) for turn in turns if turn["role"] == "assistant"]
+    return {"turn_rewards": said, "total": sum(said) + 100 * float(completion)}
 """
 
 
@@ -151,6 +157,46 @@ async def test_turns_get_theirs_and_a_failure_is_that_of_the_episode(tmp_path: P
         await rewarded(tmp_path, {"function": "game.py:wrong"})
 
 
+# --- several conversations
+
+FORKS: dict[str, tuple[list[tuple[str, ...]], dict[str, float]]] = {
+    # What is asked, and said before by the policy ("1") and the user; the reward of each number that was said.
+    "another begins, then the first goes on": ([("a",), ("b",), ("a", "1", "c")], {"1": 1, "2": 2, "3": 3}),
+    "two go on from a shared one": ([("a",), ("a", "1", "b"), ("a", "1", "c")], {"1": 1, "2": 2, "3": 3}),
+    "the second is dropped": ([("a",), ("a", "1", "b"), ("a", "1", "b", "x", "c")], {"1": 1, "2": 0, "3": 3}),
+}
+
+
+@pytest.mark.parametrize("name", FORKS)
+async def test_turn_rewards_go_to_the_turns_they_are_of_whatever_branches_there_are(tmp_path: Path, name: str) -> None:
+    asked, expected = FORKS[name]
+
+    async def plays(task: Task, chat: Chat) -> None:
+        for words in asked:
+            roles = ("user", "assistant")
+            await chat.say([{"role": roles[at % 2], "content": text} for at, text in enumerate(words)])
+
+    (tmp_path / "game.py").write_text(GAME)
+    components = [{"function": "game.py:by_words"}]
+    rewards = Rewards(RewardTable.model_validate({"components": components}), tmp_path, place=PLACE, key=KEY)
+    said = iter("123")
+    one = player(factory(lambda: plays, plays=True), lambda prompt: next(said), *components, scores=rewards.score_one)
+    one.settings = one.settings.model_copy(update={"drift": "drop"})
+    await rewards.start()
+    try:
+        found = await one.play("e", TASK, 3)
+    finally:
+        await rewards.close()
+    tokens = {reply: str(number) for number, reply in enumerate(found.rewards, 1)}
+    # What there is besides goes to the last reply: so does 100 times what it says, the completion.
+    assert {tokens[reply]: value for reply, value in found.rewards.items()} == {**expected, "3": 3 + 300}
+    sample = make_sample(TICKET, 0, TASK, found, tokenizer=tokenizer(), sampling={}, player="env/0#1")
+    credited = trajectory(sample, found.reward)
+    words = [tokenizer().decode(sample.tokens[start:end]) for start, end in credited.turns]
+    assert words == [number for number, value in expected.items() if value]
+    assert credited.turn_rewards == [float(one) + 300 * (one == "3") for one in words]
+
+
 # --- seats
 
 
@@ -218,9 +264,9 @@ async def test_a_game_that_is_cut_is_cut_for_all_its_seats(
     one.limits = msgspec.structs.replace(one.limits, max_turns=max_turns)
     found = await one.play_seats("e", TASK, 3)
     assert tuple(seat.truncated for seat in found) == ends
-    ticket, tally = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0), Tally()
+    tally = Tally()
     for member, (seat, why) in enumerate(zip(found, ends, strict=True)):
-        sample = make_sample(ticket, member, TASK, seat, tokenizer=tokenizer(), sampling={}, player="env/0#1")
+        sample = make_sample(TICKET, member, TASK, seat, tokenizer=tokenizer(), sampling={}, player="env/0#1")
         reason = "length" if why else "stop"
         assert (sample.meta.truncated, sample.meta.finish_reason) == (bool(why), reason)
         assert sample.meta.info.get("truncated_by", "") == why

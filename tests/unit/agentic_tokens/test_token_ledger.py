@@ -195,7 +195,7 @@ def test_each_sampled_token_is_trained_in_one_branch() -> None:
     for branch, asked, said in zip(branches, "dc", "ef", strict=True):
         assert spelled(branch).endswith(f"b<|end|><|user|>{asked}<|end|><|assistant|>{said}<|end|>")
     shared = branches[1].turns[1]
-    assert (shared.role, shared.response, shared.trained) == ("assistant", "s-1", False)
+    assert (shared.role, shared.response, shared.trained) == ("context", "s-1", False)
     assert sum(map(sum, (branch.loss_mask for branch in branches))) == 6
 
 
