@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 import torch
 
 from relax_rt.roles.models.device import CPU, free_cached
@@ -40,6 +40,19 @@ class Tried(NamedTuple):
     unit: str
 
 
+class _Kept(msgspec.Struct, frozen=True):
+    configured: int
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def _read(file: Path) -> _Kept | None:
+    """What was kept; a file that is not whole, as after the host went down, is none: the number is learnt again."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Kept)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
 class Budget:
     """Tokens of a micro-batch: as configured, or fewer from the moment on that one did not fit.
 
@@ -60,10 +73,9 @@ class Budget:
         self.configured, self.tokens = configured, configured
         self._file, self._on_smaller, self._remedy = file, on_smaller, remedy
         self._trying = Tried(0, 0, "nothing")
-        if file is not None and file.exists():
-            kept = json.loads(file.read_text())
-            if kept["configured"] == configured:
-                self.tokens = int(kept["tokens"])
+        kept = _read(file) if file is not None else None
+        if kept is not None and kept.configured == configured:
+            self.tokens = kept.tokens
 
     @classmethod
     def of(cls, ctx: RoleContext, configured: int, remedy: str = "") -> Budget:
@@ -119,7 +131,7 @@ class Budget:
         if self._file is not None:
             # Several ranks, or slots of a pool, may write it at the same time.
             partial = self._file.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"configured": self.configured, "tokens": self.tokens}))
+            partial.write_bytes(msgspec.json.encode(_Kept(self.configured, self.tokens)))
             partial.rename(self._file)
         self._on_smaller(before, self.tokens, why)
 

@@ -117,6 +117,21 @@ def test_the_smaller_number_outlives_the_process_but_not_another_setting(tmp_pat
     assert (budget.tokens, Budget(4096, file).tokens, Budget(2048, file).tokens) == (7, 7, 2048)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"configured": 4096}', '{"configured": 4096, "tokens": 0}', '{"configured": 4096, "tokens": "7"}'],
+)
+def test_a_file_that_is_not_whole_is_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "micro_batch.json"
+    file.write_text(text)
+    budget = Budget(4096, file)
+    assert budget.tokens == 4096
+    # It is learnt again, and kept.
+    budget.trying_units(4000, 4)
+    budget.halve("no memory")
+    assert Budget(4096, file).tokens == 2000
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path
