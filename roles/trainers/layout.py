@@ -93,12 +93,17 @@ class Laid(NamedTuple):
 
 
 def packing_costs(layers: Any, device: torch.device) -> Costs | None:
-    """Of a transformers model, without its output layer; None: its attention cannot have several sequences in a row.
+    """Of a transformers model, without its output layer; None: its attention cannot have several sequences in a row, or
+    the layers differ in size, which is no case for one estimate.
 
     Args:
         device: that it will be on. It is tried where it is.
     """
-    return Costs.of(layers.config, device) if takes_segments(layers) else None
+    try:
+        costs = Costs.of(layers.config, device)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return costs if takes_segments(layers) else None
 
 
 def lay_out(rows: Sequence[Row], budget: int, costs: Costs | None, *, whole_groups: bool = False) -> list[Laid]:

@@ -24,7 +24,7 @@ from relax_rt.roles.reference.model import FrozenModel  # noqa: E402
 from relax_rt.roles.sample import Sample  # noqa: E402
 from relax_rt.roles.sections import AlgorithmTable, CriticSettings, TrainerSettings  # noqa: E402
 from relax_rt.roles.trainers.attention import NAME  # noqa: E402
-from relax_rt.roles.trainers.layout import Costs, lay_out  # noqa: E402
+from relax_rt.roles.trainers.layout import Costs, lay_out, packing_costs  # noqa: E402
 from relax_rt.roles.trainers.packing import Row, collate, shared_rows  # noqa: E402
 from relax_rt.roles.trainers.torch.start import _cannot_pack  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
@@ -276,6 +276,29 @@ def test_a_model_whose_attention_cannot_is_padded_and_stays_as_it_was(tmp_path: 
     assert trainer.step(samples, 1).applied
     for name, parameter in trainer._model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name], atol=2e-6, rtol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("widths", [{"intermediate_size": [64, 128]}, {"hidden_size": None}], ids=str)
+def test_a_model_whose_layers_have_no_one_size_is_padded(model_dir: Path, widths: dict[str, Any]) -> None:
+    layers = transformers.AutoModelForCausalLM.from_pretrained(model_dir).get_decoder()
+    assert packing_costs(layers, torch.device("cpu")) is not None
+    before = layers.config._attn_implementation = "sdpa"
+    told = SimpleNamespace(**{**layers.config.to_dict(), "_attn_implementation": before, **widths})
+    layers.config = told
+    assert packing_costs(layers, torch.device("cpu")) is None and told._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("error", [KeyError("sliding_attention"), IndexError("layer 7")], ids=str)
+def test_a_model_that_stumbles_over_the_probe_is_padded(
+    model_dir: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = transformers.AutoModelForCausalLM.from_pretrained(model_dir).get_decoder()
+
+    def stumbles(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(layers, "forward", stumbles)
+    assert packing_costs(layers, torch.device("cpu")) is None
 
 
 def test_packing_that_is_required_of_such_a_model_is_refused() -> None:
