@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import xxhash
 
+from relax_rt.roles.agentic.apart import Apart, Strays
 from relax_rt.roles.agentic.interface import (
     EpisodeOver,
     Message,
@@ -42,6 +43,8 @@ FLOAT32_MAX = 3.4028234e38
 CLOSE_S = 5.0
 ROOM_S = 0.1
 """After that a router that had no room is asked again."""
+OVER_S = 0.05
+"""Who asks on although the episode is over waits so long each time: a loop without an end must not block everybody."""
 OTHERS_TURN = "waits for its turn"
 TOO_SLOW = "raise roles.env.episode_timeout_s, or have it take fewer or shorter turns"
 ENVIRONMENT, GAME = "environment", "game"
@@ -141,7 +144,7 @@ class Talk:
         self.kept: Replies | None = None
         """What was said when the episode was played before."""
         self._open: set[asyncio.Task[Any]] = set()
-        self._ended = False
+        self._ended = self._told_over = False
 
     async def say(
         self,
@@ -162,8 +165,11 @@ class Talk:
             Lost: the engines did not answer within the episode's time. NotMade: they never would.
             RouterEnded: there is no way to the engines any more.
         """
+        if self._told_over:
+            await asyncio.sleep(OVER_S)
         messages = await looked_at(messages, self.ledger)
         if self._ended:
+            self._told_over = True
             raise EpisodeOver("the episode has ended")
         if self.turns >= self._limits.max_turns:
             raise self._cut("turns")
@@ -228,13 +234,23 @@ class Talk:
             raise ValueError(f"a reward of reply {name!r:.80}, which this episode does not have")
         self.rewards[name] += checked(value)
 
-    async def end(self) -> None:
-        """Give up the calls that are still open: whoever made them waits for them no more."""
+    async def end(self) -> set[asyncio.Task[Any]]:
+        """Give up the calls that are still open: whoever made them waits for them no more.
+
+        Returns:
+            Tasks of user code that made them, and do not end for that.
+        """
+        if not (tasks := self.give_up()):
+            return set()
+        return (await asyncio.wait(tasks, timeout=CLOSE_S))[1]
+
+    def give_up(self) -> set[asyncio.Task[Any]]:
+        """The same without waiting: nothing is said any more. Returns the tasks with open calls."""
         self._ended = True
-        if tasks := self._open - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=CLOSE_S)
+        tasks = self._open - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     def _plan(self, messages: list[Message], tools: Sequence[dict[str, Any]], previous: str) -> PromptPlan:
         most = self._limits.max_new_tokens
@@ -247,7 +263,7 @@ class Talk:
             raise
 
     def _cut(self, why: str) -> EpisodeOver:
-        self.over = self.over or why
+        self.over, self._told_over = self.over or why, True
         return EpisodeOver(why)
 
     async def _sampled(self, plan: PromptPlan, turn: int) -> Outcome:
@@ -330,42 +346,58 @@ async def play(factory: Factory, environment: Any, task: Task, talk: Talk, limit
 
 
 async def play_seats(
-    factory: Factory, environment: Any, task: Task, talks: Sequence[Talk], limits: Limits
+    factory: Factory,
+    environment: Any,
+    task: Task,
+    talks: Sequence[Talk],
+    limits: Limits,
+    strays: Strays | None = None,
+    name: str = "an episode",
 ) -> list[Played]:
     """Play one game to its end, the policy in each of its seats: an episode for each.
+
+    The environment's coroutines run in a task of their own, which is given up where it does not end when it is
+    cancelled: this returns within episode_timeout_s and `apart.LEAVE_S`, whatever they do.
 
     Args:
         environment: an Environment, here or in a worker; or the function, where the factory plays.
         talks: the policy in each seat; a function has one.
+        strays: take the tasks that were given up. name: of the episode, for them.
 
     Raises:
         Stuck: the environment did not return in time. Broken: it raised an error, or returned nonsense.
         Lost: the episode ended through no fault of its own. NotMade: the engines cannot make what it asks for.
         RouterEnded: there is no way to the engines any more.
     """
-    deadline = asyncio.timeout(limits.episode_timeout_s)
-    try:
-        async with deadline:
-            try:
-                if factory.plays:
-                    info = await _play_function(environment, task, talks[0])
-                else:
-                    info = await _take_turns(environment, task, talks, limits)
-            finally:
-                for talk in talks:
-                    await talk.end()
-                await _close(environment)
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        # Each call of the environment was in time, and all of them together were not.
-        late = next((talk for talk in talks if talk.waiting), None)
-        at_work = late or next((talk for talk in talks if talk.doing != OTHERS_TURN), talks[0])
-        what, why = f"the episode {at_work.doing}", f"not over within {limits.episode_timeout_s:g} s"
-        raise (Lost if late else Stuck)(what, why=why, hint=TOO_SLOW) from None
+    apart = Apart(Strays() if strays is None else strays, name)
+
+    async def work() -> dict[str, float]:
+        if factory.plays:
+            return await _play_function(environment, task, talks[0], apart)
+        return await _take_turns(environment, task, talks, limits, apart)
+
+    async def end() -> None:
+        for talk in talks:
+            for left in await talk.end():
+                apart.stray(left, "in a task of the function")
+        await _close(environment, apart)
+
+    def give_up() -> None:
+        for talk in talks:
+            talk.give_up()
+
+    info = await apart.run(work, end, limits.episode_timeout_s, lambda: _not_over(talks, limits), give_up)
     return [
         _played(talk, f"seat {seat} of the game" if len(talks) > 1 else "", info) for seat, talk in enumerate(talks)
     ]
+
+
+def _not_over(talks: Sequence[Talk], limits: Limits) -> RelaxError:
+    """Each call of the environment was in time, and all of them together were not."""
+    late = next((talk for talk in talks if talk.waiting), None)
+    at_work = late or next((talk for talk in talks if talk.doing != OTHERS_TURN), talks[0])
+    what, why = f"the episode {at_work.doing}", f"not over within {limits.episode_timeout_s:g} s"
+    return (Lost if late else Stuck)(what, why=why, hint=TOO_SLOW)
 
 
 def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
@@ -413,12 +445,14 @@ def _check(answer: Observation | Step, where: str, *, sees: bool) -> None:
         raise Broken(where, why=f"its info has numbers that are not finite: {info!r:.80}")
 
 
-async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limits: Limits) -> dict[str, float]:
+async def _take_turns(
+    environment: Any, task: Task, talks: Sequence[Talk], limits: Limits, apart: Apart
+) -> dict[str, float]:
     """The environment's loop; returns what it reports."""
     # In a worker a call has its deadline from when it is its turn.
     timeout_s = None if isinstance(environment, RemoteEnvironment) else limits.turn_timeout_s
     _at_work(talks, 0, "is in reset")
-    begun = await _within(lambda: environment.reset(task), timeout_s, "in reset")
+    begun = await _within(lambda: environment.reset(task), timeout_s, "in reset", apart)
     seen = Observation(messages=begun) if isinstance(begun, str) else begun
     if not isinstance(seen, Observation):
         raise Broken("in reset", why=f"it returned {begun!r:.80}, which is no Observation and no text")
@@ -441,7 +475,7 @@ async def _take_turns(environment: Any, task: Task, talks: Sequence[Talk], limit
             raise Broken(f"before reply {talk.turns}", why=str(error)) from error
         where = f"in step {sum(one.turns for one in talks)}"
         talk.doing = f"is {where}"
-        step = await _within(lambda: environment.step(reply), timeout_s, where)  # noqa: B023
+        step = await _within(lambda: environment.step(reply), timeout_s, where, apart)  # noqa: B023
         if not isinstance(step, Step):
             raise Broken(where, why=f"it returned {step!r:.80}, which is no Step")
         _check(step, where, sees=sees)
@@ -490,10 +524,11 @@ def _give(step: Step, seat: int, talks: Sequence[Talk], where: str) -> None:
         raise Broken(where, why=str(error)) from error
 
 
-async def _play_function(function: Any, task: Task, talk: Talk) -> dict[str, float]:
+async def _play_function(function: Any, task: Task, talk: Talk, apart: Apart) -> dict[str, float]:
     talk.doing = "plays"
     try:
-        last = await function(task, talk)
+        with apart.at("in play"):
+            last = await function(task, talk)
         if last is not None:
             talk.reward(last)
     except Exception as error:
@@ -512,36 +547,40 @@ def _only_over(error: Exception) -> bool:
     return isinstance(error, EpisodeOver)
 
 
-async def _within(call: Callable[[], Any], seconds: float | None, where: str) -> Any:
-    """A call of an environment, within a deadline.
+async def _within(call: Callable[[], Any], seconds: float | None, where: str, apart: Apart) -> Any:
+    """A call of an environment, within a deadline. One that swallows its cancellation is seen by `apart`.
 
     Raises:
         Stuck, Broken, and what a worker raises.
     """
     deadline = asyncio.timeout(seconds)
     try:
-        async with deadline:
-            found = call()
-            if inspect.isawaitable(found):
-                found = await found
+        with apart.at(where, seconds):
+            async with deadline:
+                found = call()
+                if inspect.isawaitable(found):
+                    found = await found
     except (Stuck, Broken, Lost):
         raise
     except Exception as error:
-        if deadline.expired():
-            raise Stuck(where, why=f"it did not return within {seconds:g} s") from None
-        raise Broken(where, why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+        if not deadline.expired():
+            raise Broken(where, why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
+    if deadline.expired():
+        # Also if it has returned since: it may have been cancelled in the middle of what it did.
+        raise Stuck(where, why=f"it did not return within {seconds:g} s")
     return found
 
 
-async def _close(environment: Any) -> None:
+async def _close(environment: Any, apart: Apart) -> None:
     """Let the environment go; what it says to that changes nothing."""
     close = getattr(environment, "close", None)
     if close is None:
         return
     try:
-        async with asyncio.timeout(CLOSE_S):
-            found = close()
-            if inspect.isawaitable(found):
-                await found
+        with apart.at("in close"):
+            async with asyncio.timeout(CLOSE_S):
+                found = close()
+                if inspect.isawaitable(found):
+                    await found
     except Exception:  # noqa: BLE001 - user code may raise anything
         return

@@ -6,10 +6,11 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_rt.role import RoleContext
+from relax_rt.roles.agentic.apart import end_all
 from relax_rt.roles.agentic.episode import NotMade, Played
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.player import Player
@@ -20,6 +21,7 @@ from relax_rt.roles.evaluation import Z95, difference, wilson
 from relax_rt.roles.evaluation_branch import Branch
 from relax_rt.roles.evaluation_sampling import SEED_DOMAIN
 from relax_rt.roles.evaluation_sets import MAIN, courses
+from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 5
 """How often an episode is begun that was lost through no fault of its own."""
+SILENT_S = 180.0
+"""Beside twice an episode's time: if none ended within that, none will."""
 LOST: Literal["lost"] = "lost"
 """In the place of an episode that could not be played, which says nothing about the policy."""
+Found = Played | Literal["lost"] | None
 
 
 class HeldOut:
@@ -47,6 +52,9 @@ class HeldOut:
 
         self._ctx, self._tasks, self._player, self._seed = ctx, tasks, player, seed
         self._success = player.settings.success
+        self._silent_s = 2 * player.settings.episode_timeout_s + SILENT_S
+        self._ended = 0
+        """Attempts at episodes."""
         self._places = asyncio.Semaphore(at_a_time)
         records = (r for r in read_metrics(ctx.run_dir) if r.get("kind") == "evaluation")
         self.course: Course = courses(config, records)[MAIN]
@@ -64,15 +72,13 @@ class HeldOut:
         """Play them with the newest weights, which are these or newer ones, and record how it went.
 
         Raises:
-            Fruitless: not one of them could be played.
+            Fruitless: not one of them could be played. RelaxError: those that are left do not end.
         """
         recipe, began = self.course.recipe, time.monotonic()
         tasks = self._tasks.held_out(recipe.count(when))
         about = {"set": MAIN, "when": when, "step": record.step, "version": record.version}
         self._ctx.event("evaluation_started", **about, items=len(tasks))
-        found = await asyncio.gather(
-            *(self._episode(task, sample) for task in tasks for sample in range(recipe.samples))
-        )
+        found = await self._all([self._episode(task, sample) for task in tasks for sample in range(recipe.samples)])
         if found and all(one == LOST for one in found):
             why = f"each was lost {ATTEMPTS} times; the events episode_lost and episode_not_made say why"
             hint = "see the engines: `relax-rt why`; they are played again"
@@ -85,7 +91,25 @@ class HeldOut:
         self._ctx.log.info(f"held-out episodes, {when}", step=record.step, version=record.version, **told)
         self.course.take(result)
 
-    async def _episode(self, task: Task, sample: int) -> Played | Literal["lost"] | None:
+    async def _all(self, episodes: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
+        """Play all of them, as long as any ends now and then."""
+        tasks = [asyncio.create_task(one) for one in episodes]
+        pending = set(tasks)
+        try:
+            while pending:
+                before = self._ended
+                over, pending = await asyncio.wait(pending, timeout=self._silent_s, return_when=asyncio.FIRST_EXCEPTION)
+                for task in over:
+                    task.result()
+                if pending and not over and self._ended == before:
+                    what = f"{len(pending)} of {len(tasks)} held-out episodes"
+                    why = f"none of them ended within {self._silent_s:g} s: they are {self._player.doing()}"
+                    raise RelaxError(what, why=why, hint="see `relax-rt why`; they are played again")
+            return [task.result() for task in tasks]
+        finally:
+            await end_all(pending)
+
+    async def _episode(self, task: Task, sample: int) -> Found:
         """An episode; None: its environment failed."""
         recipe = self.course.recipe
         async with self._places:
@@ -104,12 +128,12 @@ class HeldOut:
                     kind = "environment_stuck" if stuck else "environment_failed"
                     self._ctx.event(kind, episode=name, item=task.item, why=str(error))
                     return None
+                finally:
+                    self._ended += 1
         return LOST
 
 
-def scored(
-    found: Sequence[Played | Literal["lost"] | None], samples: int, success: float, before: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def scored(found: Sequence[Found], samples: int, success: float, before: Mapping[str, Any] | None) -> dict[str, Any]:
     """Scores of held-out episodes, `samples` of each task, task by task; those that failed (None) count as reward 0,
     those that were lost not at all.
 
@@ -155,6 +179,6 @@ def scored(
     return result
 
 
-def _there(found: Sequence[Played | Literal["lost"] | None]) -> list[Played | None]:
+def _there(found: Sequence[Found]) -> list[Played | None]:
     """Without those that were lost."""
     return [one for one in found if not isinstance(one, str)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from relax_rt.roles.agentic.apart import Strays
 from relax_rt.roles.agentic.episode import Generate, Limits, Played, Sampling, Talk, play_seats, turn_seed
 from relax_rt.roles.agentic.interface import Task
 from relax_rt.roles.agentic.loading import Factory
@@ -36,6 +37,7 @@ class Player:
         routing: replies that are trained come with routing rows.
         rewards: scores an episode besides what its environment gives.
         programs: play, where environments are programs.
+        strays: coroutines of environments that go on although they were cancelled.
     """
 
     factory: Factory
@@ -50,6 +52,7 @@ class Player:
     routing: bool = False
     rewards: Callable[[Request], Awaitable[Score | Failed]] | None = None
     programs: Programs | None = None
+    strays: Strays = field(default_factory=Strays)
 
     def __post_init__(self) -> None:
         self._talks: dict[str, Talk] = {}
@@ -100,7 +103,8 @@ class Player:
             talk.kept = replies
         self._talks.update(zip(names, talks, strict=True))
         try:
-            found = await play_seats(self.factory, await self._environment(name), task, talks, self.limits)
+            environment = await self._environment(name)
+            found = await play_seats(self.factory, environment, task, talks, self.limits, self.strays, name)
             if self.rewards is None:
                 return found
             for talk in talks:

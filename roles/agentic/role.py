@@ -44,6 +44,8 @@ ASK_S = 0.5
 METRICS_EVERY_S = 2.0
 LOAD_ALLOWANCE_S = 120.0
 LAST_WORD_S = 4.0
+LEAST_STRAYS = 8
+"""A slot bears a quarter of episodes_in_flight as coroutines that go on although they were cancelled, or so many."""
 
 
 class EnvApi(Protocol):
@@ -63,6 +65,10 @@ class Group:
     left: int = 0
     failed: str = ""
     lost: str = ""
+
+
+class NotLeft(RelaxError):
+    """Episodes do not end although they were told to: the role ends instead."""
 
 
 def games(members: Sequence[int], seats: int) -> list[list[int]]:
@@ -146,12 +152,11 @@ class EnvRole(Role):
     def _load(self) -> None:
         from relax_rt.roles.agentic.kept import Store
         from relax_rt.roles.agentic.loading import load_factory
+        from relax_rt.roles.agentic.speech import load_chat, speech_of
         from relax_rt.roles.agentic.tasks import load_tasks
-        from relax_rt.roles.agentic.tokens import ChatTemplate
         from relax_rt.roles.checks import settings
         from relax_rt.roles.engines.routing import sparse_layers
         from relax_rt.roles.locations import config_dir, model_folder
-        from relax_rt.roles.media.sight import load_sight
         from relax_rt.roles.models.tokenizer import load_tokenizer
         from relax_rt.roles.sections import RolloutSettings
 
@@ -160,7 +165,7 @@ class EnvRole(Role):
         self.tokenizer = load_tokenizer(model)
         if settings(self.config, "rollout", RolloutSettings).routing:
             self.routing, _ = sparse_layers(model)
-        self.chat = ChatTemplate(self.tokenizer, sight=load_sight(model))
+        self.chat = load_chat(self.config, self.tokenizer, speech_of(self.config), self.ctx.log.warning)
         self.factory = load_factory(self.settings.environment, self.settings.options, folder)
         self.tasks = load_tasks(self.config, self.settings, self.tokenizer, self.ctx.run_dir)
         if self.settings.unfinished == "keep" and self.factory.program is None:
@@ -217,11 +222,8 @@ class EnvRole(Role):
             except Fruitless as error:
                 raise ending(self.ctx, error) from error
             finally:
-                for task in (work, stop, *jobs):
-                    task.cancel()
-                await asyncio.gather(work, stop, *jobs, return_exceptions=True)
                 # What the role ends with by itself may be because of one of them.
-                await self._leave_groups("the env role ends", losses)
+                await self._leave_groups("the env role ends", losses, (work, stop, *jobs))
                 self._measure()
 
     def _break(self, error: BaseException) -> None:
@@ -230,9 +232,11 @@ class EnvRole(Role):
             self._broken.set_exception(error)
 
     def _make_player(self, programs: Programs | None) -> None:
+        from relax_rt.roles.agentic.apart import Strays
         from relax_rt.roles.agentic.evaluation import HeldOut
         from relax_rt.roles.agentic.player import Player
 
+        most = max(LEAST_STRAYS, self.settings.episodes_in_flight // 4)
         self.player = Player(
             factory=self.factory,
             pool=self.pool,
@@ -246,6 +250,7 @@ class EnvRole(Role):
             routing=self.routing is not None,
             rewards=None if self.rewards is None else self.rewards.score_one,
             programs=programs,
+            strays=Strays(most, self._abandoned, self._break),
         )
         if self.ctx.who.slot == EVALUATES:
             places = self.settings.episodes_in_flight
@@ -259,18 +264,30 @@ class EnvRole(Role):
         if hasattr(self, "queue"):
             await self.queue.close()
 
-    async def _leave_groups(self, why: str, losses: int = 0) -> None:
-        """Whoever asks next gets what is not played to its end."""
+    def _abandoned(self, name: str, where: str, line: str) -> None:
+        """A coroutine of the environment goes on although it was cancelled."""
+        self.ctx.event("environment_abandoned", episode=name, call=where, line=line, at_once=len(self.player.strays))
+        self.ctx.log.warning("user code swallows its cancellation", episode=name, call=where, line=line)
+
+    async def _leave_groups(self, why: str, losses: int = 0, also: Sequence[asyncio.Task[Any]] = ()) -> int:
+        """Whoever asks next gets what is not played to its end.
+
+        Args:
+            also: tasks that end with the groups.
+
+        Returns:
+            Tasks that did not end.
+        """
+        from relax_rt.roles.agentic.apart import end_all
+
         groups, self.groups = list(self.groups.values()), {}
-        tasks = [task for group in groups for task in group.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        left = await end_all([*also, *(task for group in groups for task in group.tasks)])
         # The queue may be gone as well: then the tickets lapse.
         with suppress(RelaxError, TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if held := [g.ticket.group for g in groups if g.ticket.group in self.queue.groups]:
                     await self.queue.give_back(held, why, losses=losses)
+        return len(left)
 
     # --- what comes when
 
@@ -298,14 +315,15 @@ class EnvRole(Role):
             await self._news.wait()
             self._news.clear()
             record = self.record
-            if record.step >= self.config.algorithm.steps:
-                await self._leave_groups("the last step is done")
+            last = record.step >= self.config.algorithm.steps
+            if last and (left := await self._leave_groups("the last step is done")):
+                raise NotLeft(f"{left} episodes after the last step", why=f"they are {self.player.doing()}")
             if self.held_out is not None and (when := self.held_out.due(record)):
                 await self.held_out.evaluate(record, when)
             elif not self._begun:
                 await self._wait_for_the_first_slot(record)
             self._begun = True
-            if record.step < self.config.algorithm.steps:
+            if not last:
                 await self._admit_until_news()
             elif await is_final(self.ctx, record):
                 return
@@ -537,13 +555,15 @@ class EnvRole(Role):
         Episodes have deadlines of their own, so that the role need not be watched for them.
         """
         if self.player.playing:
-            engines, stands = ", ".join(self.router.waiting_on()), self._standstill.told()
+            engines = ", ".join(self.router.waiting_on())
             doing = self.player.doing() + (f" ({engines})" if engines else "")
-            self.ctx.progress.waiting(f"{doing}; {stands}" if stands else doing)
+            told = (doing, self._standstill.told(), self.player.strays.words())
+            self.ctx.progress.waiting("; ".join(one for one in told if one))
         tally = self._tally
         if tally.episodes or tally.failed or tally.lost:
             programs = self.player.programs
             workers = self.pool.killed if self.pool is not None else programs.host.lost if programs is not None else 0
             about = {"slot": self.ctx.who.slot, "version": self.record.version, "playing": self.player.playing}
-            self.ctx.metrics({"kind": KIND, **about, "workers_killed": workers, **tally.record()})
+            counts = {"workers_killed": workers, "abandoned": self.player.strays.total}
+            self.ctx.metrics({"kind": KIND, **about, **counts, **tally.record()})
             self._tally = Tally()

@@ -262,6 +262,8 @@ async def test_held_out_episodes_of_which_none_could_be_played_end_the_slot() ->
         _player=SimpleNamespace(play=play),
         _seed=lambda task, sample, attempt: 1,
         _places=asyncio.Semaphore(4),
+        _silent_s=60.0,
+        _ended=0,
         course=SimpleNamespace(recipe=recipe, before=None),
     )
     with pytest.raises(Fruitless, match="6 held-out episodes, before: each was lost 5 times"):
