@@ -303,12 +303,13 @@ class TrainerRole(Role):
 
         async def take(folder: Path, state: CheckpointState) -> None:
             await asyncio.to_thread(self.backend.restore, folder)
+            if self.critic is not None:
+                await self.critic.begin(state.step, folder)
+            # An older checkpoint may be taken after this one was refused: what it knows of prompts comes last.
             if self._sieve is not None:
                 self._sieve.restore(read_sampling(folder))
             elif self._choices is not None:
                 self._choices.ahead.restore(read_sampling(folder))
-            if self.critic is not None:
-                await self.critic.begin(state.step, folder)
 
         found, passed = await take_newest(self.ctx, self.store, take)
         self._passed_over = f" (passed over, and set aside: {', '.join(passed)})" if passed else ""

@@ -152,3 +152,6 @@ class Sieve:
         if state:
             self.refill.restore(state.get("refill", {}))
             self.history.restore(state.get("history", {}))
+        else:
+            self.refill.clear()
+            self.history.clear()

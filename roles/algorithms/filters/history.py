@@ -83,6 +83,10 @@ class PromptHistory:
         """Plain data for the checkpoint."""
         return {"decay": self.decay, "success": self.success, "items": msgspec.to_builtins(self._items)}
 
+    def clear(self) -> None:
+        """No group was scored yet."""
+        self._items = {}
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`.
 

@@ -43,6 +43,10 @@ class Refill:
         self.wanted, self._filters, self.history = wanted, filters, history
         self._options = options or RefillOptions()
         self._kept = self._scored = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """No group was judged yet."""
         self._share = 1.0
         self.dropped: dict[str, int] = {}
 
@@ -113,7 +117,7 @@ class Refill:
             Refused: it is something else.
         """
         try:
-            self._share = float(state["share"])
-            self.dropped = msgspec.convert(state["dropped"], dict[str, int])
+            share, dropped = float(state["share"]), msgspec.convert(state["dropped"], dict[str, int])
         except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
             raise Refused("dynamic sampling of a checkpoint", why=str(error)) from error
+        self._share, self.dropped = share, dropped

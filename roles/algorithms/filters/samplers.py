@@ -216,6 +216,8 @@ class Ahead:
         """
         if state:
             self.history.restore(state.get("history", {}))
+        else:
+            self.history.clear()
 
 
 def uniform(seed: int, index: int, i: int) -> float:

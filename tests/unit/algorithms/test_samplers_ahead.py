@@ -43,8 +43,12 @@ def test_a_resumed_trainer_chooses_as_the_one_before_would_have() -> None:
     assert resumed.after_step(51, 20) != ahead.after_step(51, 20)
     resumed.restore(ahead.state())
     assert resumed.after_step(51, 20) == ahead.after_step(51, 20)
-    with pytest.raises(Refused, match="prompt history of a checkpoint"):
-        resumed.restore({"history": 3})
+    for damaged in ({"history": 3}, {"choices": {}}):
+        with pytest.raises(Refused, match="prompt history of a checkpoint"):
+            resumed.restore(damaged)
+    assert len(other) == len(ITEMS)
+    resumed.restore({})
+    assert len(other) == 0
 
 
 def test_nothing_is_chosen_past_the_end_of_the_order() -> None:

@@ -16,6 +16,7 @@ from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers import step
 from relax_rt.roles.trainers.sieve import NothingKept, Sieve
 from relax_rt.roles.trainers.step import Collector
+from relax_rt.transport.errors import Refused
 
 
 class Silent:
@@ -119,10 +120,16 @@ async def test_the_state_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         assert collect.sieve is not None and batch is not None and batch.full
         resumed = collector(made, []).sieve
         assert resumed is not None
+        anew = resumed.state()
         state = collect.sieve.state()
         resumed.restore(json.loads(json.dumps(state)))
         assert resumed.state() == state
         assert resumed.history.outcomes("i").groups == 5
+        with pytest.raises(Refused, match="prompt history of a checkpoint"):
+            resumed.restore({"refill": {"share": 0.1, "dropped": {}}})
+        # The checkpoint before was of no filters.
+        resumed.restore({})
+        assert resumed.state() == anew
         assert state["refill"] == {"share": 0.8125, "dropped": {"zero_variance": 2}}
 
 

@@ -23,7 +23,7 @@ from relax_rt.roles.trainers import checkpoint  # noqa: E402
 from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
 from relax_rt.roles.trainers.sieve import NothingKept  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
-from relax_rt.transport.errors import GivenUp, RelaxError  # noqa: E402
+from relax_rt.transport.errors import GivenUp, Refused, RelaxError  # noqa: E402
 
 
 @pytest.fixture
@@ -94,6 +94,35 @@ async def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(
     assert not isinstance(caught.value, BadInput) and lives.folders() == ["step-000002", "step-000004"]
     ctx = await lives.life(model, steps=5)
     assert ctx.told("resumed")[0]["step"] == 4
+
+
+async def test_nothing_of_a_checkpoint_that_the_critic_refuses_stays(lives: Lives, model: Path) -> None:
+    filters: dict[str, Any] = {"filters": ["zero_variance"]}
+    await lives.life(model, steps=9, stop_after=4, **filters)
+    known = {name: json.loads((lives.checkpoints / name / "sampling.json").read_text()) for name in lives.folders()}
+    assert [one["history"]["items"]["i"][0] for one in known.values()] == [2 * GROUPS, 4 * GROUPS]
+    (lives.checkpoints / "step-000002" / "sampling.json").unlink()
+    seen: list[int] = []
+
+    class Critic:
+        async def begin(self, step: int, folder: Path) -> None:
+            if step == 4:
+                raise Refused(f"critic of {folder.name}", why="its file is torn")
+
+    def with_critic(role: TrainerRole) -> None:
+        role.critic, restore = Critic(), role._restore  # type: ignore[assignment]
+
+        async def restored() -> Any:
+            found = await restore()
+            assert role._sieve is not None
+            seen.append(role._sieve.history.outcomes("i").groups)
+            role.critic = None
+            return found
+
+        role._restore = restored  # type: ignore[method-assign]
+
+    ctx = await lives.life(model, steps=9, stop_after=3, harm=with_critic, **filters)
+    assert ctx.told("resumed")[0]["step"] == 2 and seen == [0]
 
 
 async def test_what_was_set_aside_is_no_reason_to_begin_at_step_0(lives: Lives, model: Path) -> None:
