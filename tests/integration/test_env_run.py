@@ -63,11 +63,18 @@ import asyncio, random, time
 from pathlib import Path
 from relax_rt.roles.agentic import Observation, Reply, Step, Task
 
+async def endure():
+    while True:
+        try:
+            await asyncio.sleep(0.5)
+        except BaseException:
+            pass
+
 class Sums:
     """Two sums, half a point for each that is right."""
 
-    def __init__(self, folder="", slow=""):
-        self.folder, self.slow, self.turn = folder, slow, 0
+    def __init__(self, folder="", slow="", stubborn=False):
+        self.folder, self.slow, self.stubborn, self.turn = folder, slow, stubborn, 0
 
     {async_}def reset(self, task: Task) -> Observation:
         self.draw, self.name = random.Random(task.seed), task.item
@@ -83,6 +90,8 @@ class Sums:
             mark = Path(self.folder) / self.name
             if not mark.exists():
                 mark.touch()
+                if self.stubborn:
+                    {await_}endure()
                 time.sleep(600)
         if self.slow and self.name.startswith(self.slow):
             {nap}(1.2)
@@ -100,9 +109,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def run(*, blocking: bool = False, steps: int = 6, **overrides: Any) -> TinyRun:
         (tmp_path / "job").mkdir()
-        kind, nap = ("", "time.sleep") if blocking else ("async ", "await asyncio.sleep")
+        kind, wait = ("", "") if blocking else ("async ", "await ")
+        nap = "time.sleep" if blocking else "await asyncio.sleep"
         (tmp_path / "job/roles.toml").write_text(CONFIG)
-        (tmp_path / "job/sums.py").write_text(GAME.format(async_=kind, nap=nap))
+        (tmp_path / "job/sums.py").write_text(GAME.format(async_=kind, await_=wait, nap=nap))
         made.append(TinyRun(tmp_path / "run", tmp_path / "job/roles.toml", **{"algorithm.steps": steps, **overrides}))
         return made[0]
 
@@ -157,6 +167,21 @@ def test_an_environment_that_hangs_is_named_killed_and_its_episodes_are_played_a
     assert all("did not return within 2 s" in e["why"] and "step 1 of" in e["why"] for e in stuck)
     assert max(record["workers_killed"] for record in run.records("env")) >= 1
     assert not [e for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"], "a role was killed"
+
+
+@pytest.mark.long
+def test_a_run_ends_although_coroutines_of_its_environment_never_do(make: Make) -> None:
+    run = make(**{"roles.env.options.stubborn": "true"})
+    run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
+    run.start()
+    assert run.wait() == 0, run.text()
+    check(run)
+    for kind in ("environment_stuck", "environment_abandoned"):
+        assert len(run.events(kind)) == 2, run.text()
+    assert all(e["call"] == "in step 1" and "sums.py:" in e["line"] for e in run.events("environment_abandoned"))
+    assert max(record["abandoned"] for record in run.records("env")) == 2
+    assert not [e for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"], "a role was killed"
+    run.gone(run.run_id())
 
 
 @pytest.mark.long
