@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,8 +195,7 @@ class Debug:
         from relax_rt.roles.agentic.pool import Broken
         from relax_rt.roles.agentic.rewards import reward_table
         from relax_rt.roles.agentic.settings import env_settings
-        from relax_rt.roles.agentic.tokens import ChatTemplate
-        from relax_rt.roles.media.sight import load_sight
+        from relax_rt.roles.agentic.speech import load_chat, speech_of
 
         table = env_settings(self.config)
         assert table is not None
@@ -209,7 +209,7 @@ class Debug:
         player = Player(
             factory=factory,
             pool=None,
-            chat=ChatTemplate(self.tokenizer, sight=load_sight(self.tokenizer.folder)),
+            chat=load_chat(self.config, self.tokenizer, speech_of(self.config), warnings.warn),
             generate=generate,
             settings=patient,
             sampling=self.config.sampling,

@@ -14,6 +14,8 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.program_checks import check_program, is_program
 from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.agentic.speech import check_speech, load_chat, speech_of
+from relax_rt.roles.agentic.tokens.parsers import AUTO
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 TEXT_ALONE = "the model, its engines and its trainer take text alone"
 NO_MORE = "the model takes texts and pictures, its engines and its trainer no more"
 HINT = "show text: gymnasium's adapter without pixels, or a description of what is there; or train a model that sees"
+UNSEEN = (
+    "set roles.env.chat_template to one that does; or describe them in the messages, and set tool_parser to how calls "
+    "are written"
+)
 ANY_NUMBER = 1 << 40
 OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
@@ -43,6 +49,7 @@ def check_environment(config: RLConfig) -> Iterator[Problem]:
     yield from _replaced(config)
     yield from check_program(config, table)
     yield from check_rewards(config)
+    yield from check_speech(config)
     yield from _tasks(config, table)
     if config.sampling.max_new_tokens >= table.max_tokens:
         reply = config.sampling.max_new_tokens
@@ -151,16 +158,18 @@ def _try_rewards(config: RLConfig, table: EnvSettings, config_dir: Path, tokeniz
 
 def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer: ChatTokenizer) -> Iterator[Problem]:
     from relax_rt.roles.agentic.interface import conversation, media
-    from relax_rt.roles.agentic.tokens import ChatTemplate
-    from relax_rt.roles.media.sight import load_sight
 
+    speech = speech_of(config)
     try:
         seen = asyncio.run(_observe(config, table, factory, tokenizer))
-        chat = ChatTemplate(tokenizer, sight=load_sight(tokenizer.folder))
+        chat = load_chat(config, tokenizer, speech)
         if kind := media(conversation(seen.messages), sees=chat.sight is not None):
             takes = TEXT_ALONE if chat.sight is None else NO_MORE
             yield Problem((*PLACE, "environment"), f"{table.environment} shows parts of type '{kind}': {takes}", HINT)
             return
+        if seen.tools and speech.tool_parser == AUTO and not chat.shows(seen.tools):
+            message = f"{table.environment} offers tools, and the model's chat template does not show them"
+            yield Problem((*PLACE, "environment"), message, UNSEEN)
         tokens = asyncio.run(_first_prompt(chat, seen, table))
     except RelaxError as error:
         yield _problem(error)

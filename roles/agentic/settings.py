@@ -59,6 +59,13 @@ class EnvSettings(RoleSettings):
     reasoning: Literal["keep_reasoning", "strip"] = "keep_reasoning"
     """Reasoning that a client leaves out of the history: keep_reasoning goes on behind the sampled tokens, strip makes
     each turn a branch."""
+    chat_template: Filled | None = None
+    """A file with a chat template in place of the model's; relative to the config file. Unset, as the two parsers: what
+    [roles.gateway] says, if there is one."""
+    tool_parser: str | None = None
+    """How tool calls are written; unset: as in [roles.gateway], else by the chat template (auto)."""
+    reasoning_parser: str | None = None
+    """How thoughts are marked; unset: as in [roles.gateway], else by the chat template (auto)."""
     success: float = 0.5
     """An episode whose reward is above this is a success, in evaluations."""
 

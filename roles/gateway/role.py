@@ -136,22 +136,15 @@ class GatewayRole(Role):
         self.ctx.serve(GatewayApi, self)
 
     def _load(self) -> None:
-        from relax_rt.roles.agentic.tokens import ChatTemplate
-        from relax_rt.roles.locations import config_dir, model_folder
-        from relax_rt.roles.media.sight import load_sight
+        from relax_rt.roles.agentic.speech import Speech, load_chat
+        from relax_rt.roles.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         table, folder = self.settings, model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
         self.context = context_of(folder)
-        own = (config_dir(self.ctx) / table.chat_template).read_text() if table.chat_template else None
-        self.template = ChatTemplate(
-            self.tokenizer,
-            template=own,
-            tool_parser=table.tool_parser,
-            reasoning_parser=table.reasoning_parser,
-            sight=load_sight(folder),
-        )
+        speech = Speech(table.chat_template, table.tool_parser, table.reasoning_parser)
+        self.template = load_chat(self.config, self.tokenizer, speech, self.ctx.log.warning)
 
     def _ledger(self, session: str, tokens: int) -> TokenLedger:
         from relax_rt.roles.agentic.tokens import TokenLedger

@@ -211,7 +211,7 @@ class Service:
                 model=call.model,
                 prompt_tokens=sum(len(one.prompt) for one in wanted[:: call.n]),
                 reused_tokens=sum(plan.reused for plan in plans),
-                ignored=ignored,
+                ignored=(*ignored, *(["tools"] if any(plan.unseen for plan in plans) else [])),
             )
             job = _Job(self, call, session, head, temperature, sink, streamed)
             choices = await self.gate.pass_through(

@@ -147,6 +147,7 @@ class TokenLedger:
             n=n,
             rows=call.rows,
             media=(*(one.moved(said.call.start) for said in path for one in said.call.media), *_moved(call)),
+            unseen=bool(offered) and keys[0] == self._chat.tools_key(()),
         )
 
     @property

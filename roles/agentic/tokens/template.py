@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MARK, OTHER = "zqxj", "jqxz"
 """Words that no template has."""
+UNSEEN = "the chat template shows no tools (chat_template of roles.env or roles.gateway): the policy does not see"
 MOST_TOOL_SETS = 256
 """So many sets of tools are remembered, with whether the template shows them."""
 
@@ -46,6 +47,7 @@ class ChatTemplate:
             is one, else by the template's text.
         reasoning_parser: one of parsers.REASONING_PARSERS, or auto: by the template's text.
         sight: of a model that sees.
+        unseen: is told, once, that tools were offered which the template does not show.
 
     Raises:
         Refused: no such parser, or the template does not write a place for a picture.
@@ -60,9 +62,11 @@ class ChatTemplate:
         tool_parser: str = parsers.AUTO,
         reasoning_parser: str = parsers.AUTO,
         sight: Sight | None = None,
+        unseen: Callable[[str], object] = lambda why: None,
     ) -> None:
         parsers.check_parsers(tool_parser, reasoning_parser)
         self.tokenizer, self.sight = tokenizer, sight
+        self._unseen: Callable[[str], object] | None = unseen
         self._shown: dict[Key, bool] = {}
         self._given: dict[str, Any] = {**(variables or {}), **({"chat_template": template} if template else {})}
         source = template or str(tokenizer.raw.chat_template)
@@ -221,8 +225,13 @@ class ChatTemplate:
     def tools_key(self, tools: Sequence[Tool]) -> Key:
         """Equal for tools that are rendered alike; a template that knows no tools has but one."""
         key = key_of_tools(tools)
-        if not tools:
-            return key
+        return key if not tools or self._shows(key, tools) else key_of_tools(())
+
+    def shows(self, tools: Sequence[Tool]) -> bool:
+        """Whether it writes these tools into a prompt."""
+        return self._shows(key_of_tools(tools), tools)
+
+    def _shows(self, key: Key, tools: Sequence[Tool]) -> bool:
         if key not in self._shown:
             if len(self._shown) >= MOST_TOOL_SETS:
                 self._shown.clear()
@@ -230,7 +239,10 @@ class ChatTemplate:
                 self._shown[key] = self.text(PROBE, tools) != self.text(PROBE)
             except Refused:
                 self._shown[key] = True
-        return key if self._shown[key] else key_of_tools(())
+            if not self._shown[key] and self._unseen is not None:
+                told, self._unseen = self._unseen, None
+                told(f"{UNSEEN} {', '.join(_name(tool) for tool in tools)}"[:400])
+        return self._shown[key]
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
@@ -266,6 +278,11 @@ class ChatTemplate:
             str(reasoning),
             tuple(Call(call["name"], parsers.written(parsed_arguments(call.get("arguments")))) for call in calls),
         )
+
+
+def _name(tool: Tool) -> str:
+    function = tool.get("function", tool)
+    return str(function.get("name") if isinstance(function, dict) else function)
 
 
 def _other(message: Message) -> str:

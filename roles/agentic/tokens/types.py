@@ -58,6 +58,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         n: completions that may come.
         rows: positions at the beginning of `tokens` whose routing rows are there from completions before it.
         media: the pictures among `tokens`.
+        unseen: tools were offered, and the template does not show them.
     """
 
     node: int
@@ -68,6 +69,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     n: int = 1
     rows: int = 0
     media: tuple[Shown, ...] = ()
+    unseen: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -123,6 +123,16 @@ async def test_an_episode_stops_at_breakpoints_of_environment_and_reward(
     assert "[user] <|user|>count to 2" in str(shown) and "reward 1.25 (episode 1.25" in str(shown)
 
 
+async def test_an_episode_has_the_chat_template_of_the_config(home: Path, stops: list[dict[str, Any]]) -> None:
+    own = str(character_tokenizer().chat_template).replace("'<|end|>'", "'<|end|> '")
+    (home / "own.jinja").write_text(own)
+    for table in ("env", "gateway"):
+        override = f"roles.{table}.chat_template=own.jinja"
+        async with relax_rt.Runtime.from_toml(home / "episodes.toml", [override], debug=True) as debug:
+            shown: Shown = await debug.play(words=["1", "no"])
+        assert shown.turns[0] == ("user", "<|user|>count to 2<|end|> <|assistant|>")
+
+
 async def test_a_prompt_and_its_rewards(home: Path, stops: list[dict[str, Any]]) -> None:
     def add(prompt: str) -> str:
         a, _, b = prompt.removeprefix("<|user|>").split()[:3]

@@ -75,6 +75,10 @@ def test_other_runs_still_need_them(tmp_path: Path) -> None:
         (["roles.rollout.count=0"], "must be at least 1, not 0"),
         (["roles.env.max_turn=3"], "unknown key 'max_turn'"),
         (["roles.env.drift=fork_"], "is not one of"),
+        (["roles.env.tool_parser=hermess"], "tool_parser = 'hermess': no such parser"),
+        (["roles.env.chat_template=nowhere.jinja"], "there is no file"),
+        (["roles.gateway.reasoning_parser=thinks"], "reasoning_parser = 'thinks': no such parser"),
+        (["roles.gateway.chat_template=nowhere.jinja"], "there is no file"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -124,6 +128,39 @@ def test_a_task_that_cannot_be_begun_is_told(tmp_path: Path, body: str, why: str
     text = GAME.replace('return "go " * 20', body)
     monkeypatch.setattr(f"{__name__}.GAME", text)
     assert why in looked_at(tmp_path, "roles.env.turn_timeout_s=0.2")[0]
+
+
+OFFERS = (
+    "from relax_rt.roles.agentic import Observation as O; "
+    "return O(messages=[{'role': 'user', 'content': 'go'}], tools=[{'type': 'function', 'function': {'name': 'add'}}])"
+)
+SHOWS = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], True),
+        (["roles.env.chat_template=tools.jinja"], False),
+        (["roles.gateway.chat_template=tools.jinja"], False),
+        (["roles.gateway.chat_template=tools.jinja", "roles.env.chat_template=none.jinja"], True),
+        (["roles.env.tool_parser=hermes"], False),
+    ],
+)
+def test_tools_that_the_policy_would_not_see_are_told_before_a_run(
+    tmp_path: Path, overrides: list[str], told: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(f"{__name__}.GAME", GAME.replace('return "go " * 20', OFFERS))
+    (tmp_path / "tools.jinja").write_text(SHOWS)
+    (tmp_path / "none.jinja").write_text(SHOWS[SHOWS.index("{% for m in") :])
+    found = looked_at(tmp_path, *overrides)
+    assert len(found) == told and all(
+        "offers tools, and the model's chat template does not show" in one for one in found
+    )
 
 
 PROGRAM = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_world import TOKEN, Running, running, tokenizer, until
+from gateway_world import TEMPLATE, TOKEN, Running, running, tokenizer, until
 from openai import AsyncOpenAI
 
 from relax_rt.roles.agentic.tokens import ChatTemplate
@@ -331,6 +331,24 @@ async def test_what_cannot_be_done_is_left_out_where_that_is_set_and_said() -> N
         async with client(world) as free:
             await free.chat.completions.create(model="any", messages=ask("x"), temperature=0.2)
         assert world.engine.orders[1].temperature == 0.2, "what is not trained on has the temperature it asks for"
+
+
+async def test_tools_that_the_template_does_not_show_are_said_to_be_ignored() -> None:
+    told: list[str] = []
+    blind = TEMPLATE[TEMPLATE.index("{% for m in messages %}") :]
+    chat = ChatTemplate(tokenizer(), template=blind, tool_parser="hermes", reasoning_parser="think", unseen=told.append)
+    request: Any = {"model": "policy", "messages": ask("2 and 3?"), "tools": [TOOL]}
+    async with running(echo, chat=chat) as world, client(world, world.episode()) as api:
+        for _ in range(2):
+            raw = await api.chat.completions.with_raw_response.create(**request)
+            assert raw.headers["x-relax-ignored"] == "tools"
+        plain = await api.chat.completions.with_raw_response.create(model="policy", messages=ask("hi"))
+        assert "x-relax-ignored" not in plain.headers
+    (once,) = told
+    assert "the policy does not see add" in once
+    async with running(echo) as world, client(world) as api:
+        raw = await api.chat.completions.with_raw_response.create(**request)
+        assert "x-relax-ignored" not in raw.headers and "tools: add" in tokenizer().spell(world.engine.orders[0].prompt)
 
 
 async def test_keys_are_those_of_their_session_and_models_are_known_by_name() -> None:
