@@ -71,7 +71,6 @@ class Chat:
     def parse(self, body: bytes) -> Call:
         """See Dialect."""
         asked = decode(body, ChatRequest)
-        sampling.no_top_logprobs(asked.top_logprobs)
         if asked.functions or asked.function_call:
             raise bad("functions are no longer a part of the API: use tools", "functions", "unsupported_parameter")
         if asked.modalities and set(asked.modalities) != {"text"}:
@@ -195,4 +194,5 @@ def _unsupported(asked: ChatRequest) -> list[Unsupported]:
         *sampling.forced_tool(asked.tool_choice),
         *sampling.one_call_at_a_time(asked.parallel_tool_calls, bool(asked.tools)),
         *sampling.formatted(asked.response_format, "response_format"),
+        *sampling.top_logprobs(asked.top_logprobs),
     ]

@@ -51,7 +51,6 @@ class Completions:
     def parse(self, body: bytes) -> Call:
         """See Dialect."""
         asked = decode(body, CompletionRequest)
-        sampling.no_top_logprobs(asked.logprobs, "logprobs")
         n = sampling.choices(asked.n)
         if asked.best_of not in (None, n):
             raise bad("best_of chooses among answers by their likelihood: ask for n and choose", "best_of")
@@ -73,7 +72,7 @@ class Completions:
             stream=bool(asked.stream),
             usage_chunk=bool(asked.stream_options and asked.stream_options.include_usage),
             echo=bool(asked.echo),
-            unsupported=tuple(sampling.unneutral(options)),
+            unsupported=(*sampling.unneutral(options), *sampling.top_logprobs(asked.logprobs, "logprobs")),
         )
 
     def render(self, call: Call, answer: Answer) -> dict[str, Any]:

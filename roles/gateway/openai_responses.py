@@ -50,7 +50,6 @@ class Responses:
     def parse(self, body: bytes) -> Call:
         """See Dialect."""
         asked = decode(body, ResponsesRequest)
-        sampling.no_top_logprobs(asked.top_logprobs)
         for name in ("background", "conversation", "prompt"):
             if getattr(asked, name):
                 raise bad(f"{name} is kept on OpenAI's servers, there is none here", name, "unsupported_parameter")
@@ -228,6 +227,7 @@ def _unsupported(asked: ResponsesRequest) -> list[Unsupported]:
         *sampling.forced_tool(asked.tool_choice),
         *sampling.one_call_at_a_time(asked.parallel_tool_calls, bool(asked.tools)),
         *sampling.formatted(asked.text.get("format") if isinstance(asked.text, Mapping) else None, "text.format"),
+        *sampling.top_logprobs(asked.top_logprobs),
     ]
 
 

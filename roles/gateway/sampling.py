@@ -82,8 +82,7 @@ def temperature(given: float | None) -> float | None:
     return given
 
 
-def no_top_logprobs(given: int | None, name: str = "top_logprobs") -> None:
-    """Raises: CallError: log-probabilities of tokens that were not sampled are wanted."""
+def top_logprobs(given: int | None, name: str = "top_logprobs") -> Iterator[Unsupported]:
+    """Log-probabilities of tokens that were not sampled."""
     if given:
-        message = f"{name} = {given}: the log-probability of the sampled token is kept, no others"
-        raise bad(f"{message}; ask for logprobs alone", name, "unsupported_value")
+        yield Unsupported(name, "the log-probability of the sampled token is kept, no others")

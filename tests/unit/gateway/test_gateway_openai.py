@@ -333,6 +333,32 @@ async def test_what_cannot_be_done_is_left_out_where_that_is_set_and_said() -> N
         assert world.engine.orders[1].temperature == 0.2, "what is not trained on has the temperature it asks for"
 
 
+async def test_log_probabilities_of_others_are_left_out_where_that_is_set() -> None:
+    terms = Terms(models=("policy",), new_tokens=50, context=512, unsupported="ignore")
+    async with running(echo, terms=terms) as world, client(world) as api:
+        chat = await api.chat.completions.with_raw_response.create(
+            model="policy", messages=ask("x"), logprobs=True, top_logprobs=5
+        )
+        assert chat.headers["x-relax-ignored"] == "top_logprobs"
+        told = chat.parse().choices[0].logprobs
+        assert told is not None and told.content is not None
+        assert told.content[0].logprob == -0.5 and told.content[0].top_logprobs == []
+        plain = await api.completions.with_raw_response.create(model="policy", prompt="x", logprobs=1)
+        assert plain.headers["x-relax-ignored"] == "logprobs"
+        some = plain.parse().choices[0].logprobs
+        assert some is not None and some.token_logprobs is not None and some.token_logprobs[0] == -0.5
+        answer = await api.responses.with_raw_response.create(
+            model="policy", input="x", top_logprobs=2, include=["message.output_text.logprobs"]
+        )
+        assert answer.headers["x-relax-ignored"] == "top_logprobs"
+    async with running(echo) as world, client(world) as api:
+        with pytest.raises(openai.BadRequestError, match="the log-probability of the sampled token is kept") as caught:
+            await api.completions.create(model="policy", prompt="x", logprobs=1)
+        assert caught.value.param == "logprobs"
+        plain = await api.completions.with_raw_response.create(model="policy", prompt="x", logprobs=0)
+        assert "x-relax-ignored" not in plain.headers and plain.parse().choices[0].logprobs is not None
+
+
 async def test_tools_that_the_template_does_not_show_are_said_to_be_ignored() -> None:
     told: list[str] = []
     blind = TEMPLATE[TEMPLATE.index("{% for m in messages %}") :]
