@@ -25,8 +25,8 @@ class GatewaySettings(RoleSettings):
     """An episode's call with another temperature than sampling.temperature: refuse it, or sample with the run's. Calls
     with the run's token, which are not trained on, have the one they ask for."""
     unsupported: Literal["refuse", "ignore"] = "refuse"
-    """What cannot be done here (top_p, penalties, a forced tool or format: they would change what is trained on; log-
-    probabilities of other tokens): refuse the call, or leave it out and say so in the answer's head `x-relax-ignored`."""
+    """What cannot be done here (top_p, penalties, a forced tool or format: they would change what is trained on; and
+    top_logprobs): refuse the call, or leave it out and say so in the answer's head `x-relax-ignored`."""
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] | None = None
     """Tokens of one answer; unset: sampling.max_new_tokens."""
     lag: Annotated[int, Field(ge=0, le=1024)] | None = None
