@@ -201,6 +201,7 @@ class EnvRole(Role):
             self.ctx.event("sandbox", level=boxes.level, what=str(boxes))
 
     async def run(self) -> None:
+        from relax_rt.roles.agentic.blocking import LoopWatch
         from relax_rt.roles.agentic.program_role import open_programs
         from relax_rt.roles.router import Router
 
@@ -215,7 +216,8 @@ class EnvRole(Role):
             losses = 1
             try:
                 waited: list[asyncio.Future[Any]] = [work, stop, self._broken, *jobs]
-                finished, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                with LoopWatch(asyncio.get_running_loop(), self._blocked, self._unblocked):
+                    finished, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     task.result()
                 losses = 0
@@ -268,6 +270,17 @@ class EnvRole(Role):
         """A coroutine of the environment goes on although it was cancelled."""
         self.ctx.event("environment_abandoned", episode=name, call=where, line=line, at_once=len(self.player.strays))
         self.ctx.log.warning("user code swallows its cancellation", episode=name, call=where, line=line)
+
+    def _blocked(self, task: asyncio.Task[Any] | None, line: str) -> None:
+        """The loop does not answer; called in another thread. A hang's diagnosis ends with what is waited for."""
+        what = "no task" if task is None else task.get_name()
+        self.ctx.event("loop_blocked", what=what, line=line)
+        self.ctx.log.warning("the event loop is blocked: nothing else is played meanwhile", what=what, line=line)
+        self.ctx.progress.waiting(f"{what} blocks the event loop at {line}")
+
+    def _unblocked(self, seconds: float) -> None:
+        self.ctx.event("loop_answers", seconds=seconds)
+        self.ctx.progress.waiting(f"what there is to play: the event loop was blocked for {seconds:g} s")
 
     async def _leave_groups(self, why: str, losses: int = 0, also: Sequence[asyncio.Task[Any]] = ()) -> int:
         """Whoever asks next gets what is not played to its end.
@@ -373,7 +386,7 @@ class EnvRole(Role):
         members = ticket.wanted()
         group.left = len(members)
         for game in games(members, self.factory.seats):
-            task = asyncio.create_task(self._game(group, game))
+            task = asyncio.create_task(self._game(group, game), name=f"group {ticket.group}")
             task.add_done_callback(self._look_at)
             group.tasks.append(task)
 

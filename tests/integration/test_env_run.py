@@ -185,6 +185,19 @@ def test_a_run_ends_although_coroutines_of_its_environment_never_do(make: Make) 
 
 
 @pytest.mark.long
+def test_an_async_environment_that_blocks_is_named_in_the_diagnosis_of_the_hang(make: Make) -> None:
+    run = make(**{"roles.env.hang_after_s": 8})
+    run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
+    run.start()
+    assert run.wait() == 0, run.text()
+    check(run)
+    blocked = run.events("loop_blocked")
+    assert blocked and all(e["what"].startswith("episode ") and "sums.py:" in e["line"] for e in blocked)
+    hangs = [e["diagnosis"] for e in run.events("slot_exited") if e["diagnosis"]["kind"] == "hang"]
+    assert len(hangs) == len(blocked) and all("blocks the event loop at" in str(one) for one in hangs)
+
+
+@pytest.mark.long
 def test_two_slots_play_and_the_second_one_waits_for_the_first_evaluation(make: Make) -> None:
     run = make(**{"roles.env.count": 2}).start()
     assert run.wait() == 0, run.text()
