@@ -261,16 +261,17 @@ class Objective:
         Returns:
             A scalar, and sums over trained tokens (largest values under names ending in `_max`): `tokens`; between the
             trained and the behaviour policy `ratio`, `ratio_deviation_max`, `kl` (k3 of KL(behaviour || trained),
-            nats), `difference` and `difference_max` (of log-probabilities, absolute); `sampled_entropy`, minus the
-            behaviour log-probabilities; `entropy` and `kl_reference` where they are computed; with corrections
+            nats), `difference` and `difference_max` (of log-probabilities, absolute); `drift` and `drift_max`, the
+            same between the trained and the proximal policy, where that was computed before; `sampled_entropy`, minus
+            the behaviour log-probabilities; `entropy` and `kl_reference` where they are computed; with corrections
             `weight`, with corrections or a loss that leaves tokens out `rejected`; and the loss's own, as `clipped`.
         """
         if "proximal" not in self.needs and tokens.proximal is not None:
             # Whoever computed it, it is not of the weights that this step begins with.
             tokens = dataclasses.replace(tokens, proximal=None)
-        elif "proximal" in self.needs and tokens.proximal is None:
-            tokens = dataclasses.replace(tokens, proximal=tokens.logprobs.detach())
         metrics = _mismatch(tokens)
+        if "proximal" in self.needs and tokens.proximal is None:
+            tokens = dataclasses.replace(tokens, proximal=tokens.logprobs.detach())
         each, own = self.parts.loss(tokens)
         merge(metrics, own)
         left_out = self.parts.loss.extra("left_out", tokens) if "left_out" in self.parts.loss.part.extras else None
@@ -318,14 +319,15 @@ class Objective:
 
 
 def _mismatch(tokens: TokenTensors) -> Metrics:
-    """How far the trained policy is from the one that was sampled from; sums over the trained tokens."""
+    """How far the trained policy is from the one that was sampled from, and from the proximal one where that is there;
+    sums over the trained tokens."""
     import torch
 
     gap = (tokens.logprobs - tokens.behaviour).detach()
     held = log_ratio(gap, torch.zeros_like(gap))
     ratio = held.exp()
     counted = tokens.mask.to(gap.dtype)
-    largest = [x.max() if x.numel() else x.sum() for x in ((ratio - 1.0).abs(), gap.abs())]
+    largest = [_largest(x) for x in ((ratio - 1.0).abs(), gap.abs())]
     sums = {
         "tokens": counted.sum(),
         "ratio": (ratio * counted).sum(),
@@ -335,5 +337,12 @@ def _mismatch(tokens: TokenTensors) -> Metrics:
         "difference_max": largest[1],
         "sampled_entropy": -tokens.behaviour.sum(),
     }
-    # One copy from the device instead of seven.
+    if tokens.proximal is not None:
+        moved = (tokens.logprobs - tokens.proximal).detach().abs()
+        sums |= {"drift": moved.sum(), "drift_max": _largest(moved)}
+    # One copy from the device for all of them.
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return values.max() if values.numel() else values.sum()

@@ -40,11 +40,15 @@ class StepResult(msgspec.Struct, frozen=True):
         tokens: trained tokens of the batch. loss: the aggregated one; of several updates their mean.
         grad_norm: before clipping; of several updates the mean of those that changed the weights, `grad_norm_max` of
             `others` being the largest. learning_rate: that of the step.
-        ratio_mean, ratio_max_deviation: of the trainer's to the behaviour probability; the largest |ratio - 1|.
+        ratio_mean, ratio_max_deviation: of the trainer's to the behaviour probability; the largest |ratio - 1|. Of
+            several updates with proximal log-probabilities these, and what else compares the two, are of the weights
+            before the first.
         clip_fraction: share of tokens whose ratio was clipped. kl_behaviour: k3 estimate, nats a token.
         computed_tokens: tokens that went through the model, padding included; prompts that samples share once where
             they are computed once.
         difference_mean, difference_max: |log p of the trainer - log p recorded at sampling|, nats.
+        drift_mean: |log p of the weights at an update - log p of those before the first|, nats, where the latter is
+            computed, else None.
         measured_tokens: trained tokens that all these means and largest values are over.
         sampled_entropy: of the behaviour policy, estimated by the tokens it sampled, nats a token.
         entropy: of the trained policy, where the objective needs it, else None.
@@ -69,6 +73,7 @@ class StepResult(msgspec.Struct, frozen=True):
     computed_tokens: int
     difference_mean: float = 0.0
     difference_max: float = 0.0
+    drift_mean: float | None = None
     sampled_entropy: float = 0.0
     entropy: float | None = None
     kl_reference: float | None = None
@@ -90,6 +95,7 @@ REPORTED = frozenset(
         "kl",
         "difference",
         "difference_max",
+        "drift",
         "sampled_entropy",
         "entropy",
         "kl_reference",
@@ -127,6 +133,7 @@ def step_result(sums: Mapping[str, float], *, count: float, grad_norm: float, le
         computed_tokens=int(sums.get("computed", 0)),
         difference_mean=mean("difference"),
         difference_max=sums.get("difference_max", 0.0),
+        drift_mean=mean("drift") if "drift" in sums else None,
         sampled_entropy=mean("sampled_entropy"),
         entropy=mean("entropy") if "entropy" in sums else None,
         kl_reference=mean("kl_reference") if "kl_reference" in sums else None,

@@ -90,6 +90,19 @@ def completed(result: StepResult, rest: Mapping[str, float]) -> StepResult:
     return msgspec.structs.replace(result, measured_tokens=int(every), **means, **largest)
 
 
+def before_updates(result: StepResult, samples: Sequence[Sample]) -> StepResult:
+    """The result with what it says of the two policies by the proximal log-probabilities of these samples, which are of
+    the weights before the step's first update: without what its updates have moved."""
+    found = sums(samples, [one.proximal_logprobs for one in samples if one.proximal_logprobs is not None])
+    every = found["tokens"]
+    if not every:
+        return result
+    means = {field: found[name] / every for field, name in MEANS.items() if name in found}
+    largest = {field: found[name] for field, name in LARGEST.items()}
+    clipped = result.clip_fraction * result.measured_tokens / every
+    return msgspec.structs.replace(result, measured_tokens=int(every), clip_fraction=clipped, **means, **largest)
+
+
 def sampled_entropy(samples: Sequence[Sample]) -> float:
     """Of the behaviour policy, estimated by all trained tokens that it sampled: minus their mean log-probability, nats
     a token; 0 without any."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from relax_rt.roles.algorithms.tensors import Metrics, merge
 from relax_rt.roles.trainers.base import StepResult
-from relax_rt.roles.trainers.mismatch import beside_gradients
+from relax_rt.roles.trainers.mismatch import before_updates, beside_gradients
 from relax_rt.roles.trainers.step import set_proximal
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 OVER_MEASURED = ("ratio_mean", "clip_fraction", "kl_behaviour", "difference_mean", "sampled_entropy")
 """Fields of a StepResult that are means over its measured tokens; so are those that may be None."""
-PERHAPS = ("entropy", "kl_reference")
+PERHAPS = ("drift_mean", "entropy", "kl_reference")
 ADDED = ("tokens", "measured_tokens", "tokens_rejected", "updates")
 LARGEST = ("ratio_max_deviation", "difference_max")
 
@@ -61,24 +61,30 @@ def take_updates(
     """The updates of a step whose groups are all there. Blocks.
 
     Advantages are of the whole batch, and so are the proximal log-probabilities, where they are needed: both are
-    computed before the first update. Each update is divided by the count of its own mini-batch. One that is not finite
-    is thrown away, and the others are taken.
+    computed before the first update, and what the latter say of trainer and engine stands in the result. Each update
+    is divided by the count of its own mini-batch. One that is not finite is thrown away, and the others are taken.
 
     Args:
         version: the published one that the step begins with. number: of the step; all its updates have its rate.
         over: see `beside_gradients`. before_update: called, and may block, before each update.
     """
-    if "proximal" in objective.needs:
+    proximal = "proximal" in objective.needs
+    if proximal:
         set_proximal(batch.samples, backend, version)
     objective.advantages(batch.samples)
-    batch.beside = beside_gradients(batch.samples, backend, objective, over)
-    results = []
-    for part in _parts(batch.samples, updates):
+    if not proximal:
+        batch.beside = beside_gradients(batch.samples, backend, objective, over)
+    parts, results = list(_parts(batch.samples, updates)), []
+    for part in parts:
         count = backend.accumulate(part).count
         results.append(backend.apply(count, number, before_update))
         batch.parts += 1
     batch.accumulated = len(batch.samples)
-    return together(results)
+    result = together(results)
+    if not proximal:
+        return result
+    counted = [part for part, one in zip(parts, results, strict=True) if one.applied or not result.applied]
+    return before_updates(result, [sample for part in counted for sample in part])
 
 
 def _parts(samples: Sequence[Sample], updates: int) -> Iterator[list[Sample]]:

@@ -129,6 +129,34 @@ def test_clips_act_from_the_second_update_on(model_dir: Path) -> None:
     assert free.clip_fraction == 0 and free.updates == 3
 
 
+def test_the_report_is_of_the_weights_before_the_first_update(model_dir: Path) -> None:
+    backend, by_hand, batch = opened(model_dir), opened(model_dir), samples()
+    result = taken(backend, 3)
+    before = TorchBackend.log_probabilities(by_hand, batch)
+    for sample, values in zip(batch, before, strict=True):
+        sample.proximal_logprobs = values
+    by_hand.objective.advantages(batch)
+    drift: list[Any] = []
+    for group in range(3):
+        part = [sample for sample in batch if sample.meta.group == group]
+        for sample, values in zip(part, TorchBackend.log_probabilities(by_hand, part), strict=True):
+            drift += list(np.abs(values - sample.proximal_logprobs)[sample.loss_mask != 0])
+        by_hand.apply(by_hand.accumulate(part).count, 1)
+    pairs = zip(before, batch, strict=True)
+    gap = np.concatenate([(values - one.behaviour_logprobs)[one.loss_mask != 0] for values, one in pairs])
+    assert result.difference_mean == pytest.approx(np.abs(gap).mean(), rel=1e-5)
+    assert result.difference_max == pytest.approx(np.abs(gap).max(), rel=1e-5)
+    assert result.ratio_mean == pytest.approx(np.exp(gap).mean(), rel=1e-5)
+    assert result.ratio_max_deviation == pytest.approx(np.abs(np.exp(gap) - 1).max(), rel=1e-5)
+    assert result.kl_behaviour == pytest.approx((np.exp(gap) - 1 - gap).mean(), rel=1e-5)
+    assert result.drift_mean == pytest.approx(np.mean(drift), rel=1e-3) and result.drift_mean > 0.01
+    assert result.others["drift_max"] == pytest.approx(np.max(drift), rel=1e-3)
+    assert taken(opened(model_dir), 1).drift_mean == pytest.approx(0, abs=1e-6)
+    # A loss that looks at the behaviour policy alone has no pass before the updates.
+    free = taken(opened(model_dir, loss="ppo_clip"), 3)
+    assert free.drift_mean is None and free.difference_mean != pytest.approx(result.difference_mean, rel=1e-3)
+
+
 def test_one_update_of_several_is_a_step_of_one(model_dir: Path) -> None:
     backend, plain = opened(model_dir), opened(model_dir)
     result, batch = taken(backend, 1), Batch(samples=samples())
@@ -153,10 +181,9 @@ def test_a_mini_batch_without_advantages_is_no_update(model_dir: Path) -> None:
         sample.reward = 1.0 if sample.meta.group == 1 else sample.reward
     result = taken(opened(model_dir), 3, batch)
     assert (result.updates, result.updates_skipped, result.changed) == (2, 0, True) and result.why == ""
-    moved = sum(int(s.loss_mask.sum()) for s in batch.samples if s.meta.group != 1)
-    assert result.measured_tokens == moved
     # They were compared beforehand, by the proximal log-probabilities.
-    assert completed(result, batch.beside).measured_tokens == result.tokens > moved
+    assert completed(result, batch.beside).measured_tokens == result.measured_tokens == result.tokens
+    assert result.others["tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples if s.meta.group != 1)
     for sample in batch.samples:
         sample.reward = 1.0
     before = weights(backend := opened(model_dir))
