@@ -36,7 +36,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
         media: what is among the tokens besides text: kind, digest, and the tokens [start, end) that stand for it.
         engine: slot and epoch of the engine that finished it, or of who played it.
         branches: tokens [start, end) of each branch of an episode, a causal sequence of its own; empty: there is one.
-        turn_order: with branches the numbers of the assistant's turns in `turns`, as they were sampled, first to last.
+        turn_order: with branches the numbers of the assistant's turns in `turns`, in the order of calls.
     """
 
     group: int

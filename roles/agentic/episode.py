@@ -80,7 +80,8 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         episode: what was sampled.
-        rewards: of each reply, by its id. states: what the policy saw before each, if the environment says.
+        rewards: of each reply, by its id, in the order of `episode.replies`.
+        states: what the policy saw before each, if the environment says.
         truncated: why it was cut, or empty: it used up its turns or tokens; its environment cut it (environment);
             another seat of the game used up its own (game).
         turns: replies. cut: how many of them had their length cut.
@@ -408,7 +409,7 @@ def _played(talk: Talk, seat: str, info: dict[str, float]) -> Played:
         raise Broken(seat or "the episode", why=why)
     return Played(
         episode=episode,
-        rewards=talk.rewards,
+        rewards={reply: talk.rewards[reply] for reply in episode.replies},
         states=talk.states,
         truncated=talk.over,
         turns=talk.turns,
@@ -530,7 +531,7 @@ async def _play_function(function: Any, task: Task, talk: Talk, apart: Apart) ->
         with apart.at("in play"):
             last = await function(task, talk)
         if last is not None:
-            talk.reward(last)
+            talk.reward(last, next(reversed(talk.ledger.replies), ""))
     except Exception as error:
         if talk.trouble is None and not (talk.over and _only_over(error)):
             raise Broken("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error

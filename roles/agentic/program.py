@@ -13,7 +13,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,17 +108,21 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
 
+Rewards = tuple[float, ...] | dict[str, float | tuple[float, ...]]
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an episode, as its program says.
 
     Attributes:
         reward: of all of it; it goes to the last answer.
-        rewards: of each answer, in the order in which they were made; empty: `reward` alone.
+        rewards: of each answer, in the order of the calls and of their choices; or by the id of the response that it
+            came in, a number for each choice if there are several. Empty: `reward` alone.
         info: numbers that are reported.
     """
 
     reward: float = 0.0
-    rewards: tuple[float, ...] = ()
+    rewards: Rewards = ()
     info: dict[str, float] = {}
 
 
@@ -142,10 +146,15 @@ def result_of(stdout: str) -> Result | None:
             result = msgspec.convert(known, Result)
         except msgspec.ValidationError as error:
             raise ValueError(f"{line:.200}: {error}") from None
-        if not all(map(math.isfinite, (result.reward, *result.rewards, *result.info.values()))):
+        if not all(map(math.isfinite, (result.reward, *_numbers(result.rewards), *result.info.values()))):
             raise ValueError(f"{line:.200}: not finite")
         return result
     return None
+
+
+def _numbers(rewards: Rewards) -> Iterator[float]:
+    for one in rewards.values() if isinstance(rewards, dict) else rewards:
+        yield from one if isinstance(one, tuple) else (one,)
 
 
 OVER = {

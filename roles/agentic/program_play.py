@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ from relax_rt.roles.agentic.pool import Broken, Lost, OverLimit, Stuck
 from relax_rt.roles.agentic.program import Program, Result, passed_limit, result_of
 from relax_rt.roles.agentic.program_host import Ended, ProgramHost
 from relax_rt.roles.agentic.program_link import NotStarted
-from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
+from relax_rt.roles.gateway.api import Access, Closed, Said, SessionLimits
 from relax_rt.roles.gateway.remote import Lent, Lessee
 from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
 
@@ -147,19 +147,12 @@ class Programs:
             )
         if ended.code and not closed.used_up:
             raise Broken("the program", why=f"it ended with {how(ended)}")
-        if not closed.said:
+        if not closed.episode.branches:
             raise Broken("the program", why="it ended before the policy had said anything")
         result = self._result(ended, closed)
         self.told(sum(sum(branch.loss_mask) for branch in closed.episode.branches))
-        rewards = {said.id: 0.0 for said in closed.said}
-        if result.rewards:
-            if len(result.rewards) != len(rewards):
-                why = f"it gave rewards to {len(result.rewards)} answers, and it had {len(rewards)}"
-                raise Broken("the program", why=why)
-            rewards = dict(zip(rewards, result.rewards, strict=True))
-        rewards[closed.said[-1].id] += result.reward
         try:
-            rewards = {name: checked(value) for name, value in rewards.items()}
+            rewards = rewards_of(result, closed.said)
         except ValueError as error:
             raise Broken("the program", why=str(error)) from error
         return Played(
@@ -186,6 +179,33 @@ class Programs:
             why = f'it printed no line of JSON with "reward"; its last words: {ended.stdout[-200:]!r}'
             raise Broken("the program", why=f"{why}; roles.env.rewards is empty, too")
         return result or Result()
+
+
+def rewards_of(result: Result, said: Sequence[Said]) -> dict[str, float]:
+    """The reward of each answer by its id in the episode, as a program says.
+
+    Args:
+        said: all answers that it was given, in order.
+
+    Raises:
+        ValueError: it has rewards for others than these, or one does not fit into 32 bits.
+    """
+    given = result.rewards
+    rewards = {one.id: 0.0 for one in said}
+    if isinstance(given, dict):
+        for response, values in given.items():
+            numbers = values if isinstance(values, tuple) else (values,)
+            choices = [one.id for one in said if one.response == response]
+            if len(numbers) != len(choices):
+                why = f"it gave {len(numbers)} rewards to response {response!r:.80}, which has {len(choices)} answers"
+                raise ValueError(why)
+            rewards |= zip(choices, numbers, strict=True)
+    elif given:
+        if len(given) != len(said):
+            raise ValueError(f"it gave rewards to {len(given)} answers, and it had {len(said)}")
+        rewards = dict(zip(rewards, given, strict=True))
+    rewards[said[-1].id] += result.reward
+    return {name: checked(value) for name, value in rewards.items()}
 
 
 def url_from(access: Access, node: str) -> str:

@@ -62,6 +62,7 @@ def make_sample(
         for one in branch.media
     ]
     rewards = _turn_rewards(played, {turn.response for turn in said})
+    order = {reply: place for place, reply in enumerate(played.episode.replies)}
     info: dict[str, Any] = {TURN_REWARDS: [rewards[turn.response] for turn in said]}
     if all(turn.response in played.states for turn in said):
         info[TURN_STATES] = [played.states[turn.response] for turn in said]
@@ -87,7 +88,7 @@ def make_sample(
         info=info,
         branches=list(itertools.pairwise(starts)) if len(branches) > 1 else [],
         media=[{"kind": IMAGE, "digest": one.digest, "start": one.start, "end": one.end} for one in placed],
-        turn_order=sorted(range(len(said)), key=lambda n: said[n].number) if len(branches) > 1 else [],
+        turn_order=sorted(range(len(said)), key=lambda n: order[said[n].response]) if len(branches) > 1 else [],
     )
     return Sample(
         meta=meta,

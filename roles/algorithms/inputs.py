@@ -27,7 +27,7 @@ class Trajectory:
         mask: bool [T], the trained tokens.
         behaviour: float64 [T]. proximal, reference, values: float64 [T], or None.
         penalty: float64 [T], what each token costs besides the reward (KL placed in the reward); zeros if nothing.
-        turns: (start, end) of each turn of the assistant, in the order in which they were sampled; in an episode with
+        turns: (start, end) of each turn of the assistant, in the order in which they were asked for; in an episode with
             branches they need not lie so.
         turn_rewards: one for each turn; turn_states: what the policy saw before each turn, equal where it saw the same.
         steps: int [n], places of the trained tokens in the order in which they were sampled.

@@ -61,11 +61,17 @@ class Access(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """An answer that is trained: its id in the episode, the message as the caller was told it, and how it ended."""
+    """An answer, trained or not: its id in the episode, the message as the caller was told it, and how it ended.
+
+    Attributes:
+        response: id of what it came in, as the caller knows it. choice: its index there.
+    """
 
     id: str
     message: dict[str, Any]
     finish_reason: str
+    response: str = ""
+    choice: int = 0
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +79,8 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         episode: what is trained of it.
-        said: the answers that are trained, in the order in which they were made.
+        said: all answers that callers were given, in the order of their calls, then of their choices. One that a change
+            of history has dropped is among them, and not trained.
         used_up: what a call was refused for: the session's turns or tokens; empty if none was.
         waiting: calls that were at work when it was closed.
         trouble: the error of the runtime's own that the last call ended with; empty if it was answered.

@@ -484,11 +484,11 @@ class _Job:
             reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
         else:
             async with session.ledger() as ledger:
-                reply = session.sampled(ledger, one.plan, what)
+                reply = session.sampled(ledger, one.plan, what, one.index)
         message = _told(reply, reader)
         if one.plan is not None:
-            known_as = self._head.id if one.index == 0 else reply.id
-            session.remember(known_as, reply, message, instructed=bool(self._call.instructions))
+            instructed = bool(self._call.instructions)
+            session.remember(self._head.id, reply, message, choice=one.index, instructed=instructed)
         calls = reply.finish_reason == "tool_calls"
         return Choice(
             index=one.index,

@@ -118,26 +118,29 @@ class Session:
         self.used_up = self.used_up or "tokens"
         return CallError(status, message, param="messages", code=code)
 
-    def sampled(self, ledger: TokenLedger, plan: PromptPlan, what: Sampled) -> Reply:
+    def sampled(self, ledger: TokenLedger, plan: PromptPlan, what: Sampled, choice: int = 0) -> Reply:
         """Record a completion; a call that ends after its session is not recorded."""
         self.check_open()
-        reply = ledger.sampled(plan, what)
+        reply = ledger.sampled(plan, what, choice)
         if what.versions:
             oldest = min(span.kv_version for span in what.versions)
             self.oldest = min(self.oldest or oldest, oldest)
         return reply
 
-    def remember(self, response: str, reply: Reply, told: Message, *, instructed: bool = False) -> None:
-        """An answer as its caller knows it: by this id, and with these words.
+    def remember(
+        self, response: str, reply: Reply, told: Message, *, choice: int = 0, instructed: bool = False
+    ) -> None:
+        """An answer as its caller knows it: a choice of this id, with these words.
 
         Args:
             instructed: its conversation begins with instructions that belong to its call alone.
         """
-        self._replies[response] = reply.id
+        if not choice:
+            self._replies[response] = reply.id
         if instructed:
             self._instructed.add(reply.id)
         if self.trained:
-            self._said[reply.id] = Said(reply.id, dict(told), reply.finish_reason)
+            self._said[reply.id] = Said(reply.id, dict(told), reply.finish_reason, response, choice)
         if told.get("content") != reply.message.get("content"):
             # Cut before a stop string, or as it was streamed: coming back it is to be known again.
             self._cut[_key(told)] = reply.message
@@ -186,10 +189,9 @@ class Session:
         """What it was, once it has ended; the same each time."""
         if self.closed is None:
             episode = self._ledger.episode()
-            trained = {turn.response for branch in episode.branches for turn in branch.turns if turn.trained}
             self.closed = Closed(
                 episode=episode,
-                said=tuple(said for name, said in self._said.items() if name in trained),
+                said=tuple(self._said[reply] for reply in episode.replies if reply in self._said),
                 used_up=self.used_up,
                 waiting=self._waiting,
                 trouble=self.trouble,

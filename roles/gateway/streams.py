@@ -120,7 +120,7 @@ def _take(session: Session, ledger: TokenLedger, one: Streamed, words: str, spel
     one.settled = True
     ledger.abandon(one.plan)
     try:
-        plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count)
+        plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count, instead=one.plan)
     except Refused:
         return False
     if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:

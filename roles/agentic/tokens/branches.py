@@ -45,7 +45,7 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         trained = said.number in owned
         if sampled:
             role = ASSISTANT if trained else CONTEXT
-            turns.append(BranchTurn(start, start + len(sampled), role, said.id, trained, said.number))
+            turns.append(BranchTurn(start, start + len(sampled), role, said.id, trained))
         tokens += [*rendered, *sampled]
         mask += [0] * len(rendered) + [int(trained)] * len(sampled)
         logprobs += [0.0] * len(rendered) + (list(said.what.logprobs) if trained else [0.0] * len(sampled))

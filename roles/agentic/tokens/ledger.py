@@ -79,6 +79,8 @@ class TokenLedger:
         self._pictures = Pictures(max_media_bytes)
         self._counts = Counts()
         self._calls = self._replies = self._tool_calls = 0
+        self._given: dict[int, list[tuple[tuple[int, int], str]]] = {}
+        """By number of the call: the place of each reply, and its id."""
 
     def prompt(
         self,
@@ -89,6 +91,7 @@ class TokenLedger:
         previous: str | None = None,
         n: int = 1,
         max_new_tokens: int | None = None,
+        instead: PromptPlan | None = None,
     ) -> PromptPlan:
         """The tokens that the next completion is sampled on. The call is open until its completions came, or `abandon`.
 
@@ -100,6 +103,7 @@ class TokenLedger:
             n: completions wanted.
             max_new_tokens: of each; so many tokens of the budget, or what is left, are held until they come. None:
                 holds none, so that calls beside it may use them up.
+            instead: of a call that was abandoned, whose place in the order of replies this one takes.
 
         Raises:
             Refused: a budget is used up, `previous` is not known, or the template takes no such conversation. Nothing
@@ -117,6 +121,7 @@ class TokenLedger:
         tokens, media = self._chat.with_pictures(tokens, self._pictures.of(new if extends else messages))
         call = Call(
             number=self._calls,
+            order=self._calls if instead is None else instead.node,
             above=place.above,
             keys=tuple(keys[place.known :]),
             messages=tuple(dict(message) for message in new),
@@ -218,8 +223,11 @@ class TokenLedger:
                 self._counts.dropped_tokens += len(said.what.tokens)
         self._tree.prune(list(calls_under(old)))
 
-    def sampled(self, plan: PromptPlan, what: Sampled) -> Reply:
+    def sampled(self, plan: PromptPlan, what: Sampled, choice: int | None = None) -> Reply:
         """Record a completion; `plan.n` times at most (more than once: siblings).
+
+        Args:
+            choice: which of the call's it is, from 0; None: they come in their order.
 
         Raises:
             Refused: it does not fit (lengths, versions, finish reason, room), or as many as wanted are there.
@@ -249,8 +257,10 @@ class TokenLedger:
         self._replies += 1
         name = f"{self._session}-{self._replies}"
         kept, rows = with_new_rows(call, what)
-        said = Said(name, self._replies, call, kept, {message_key(message)}, dict(message), spelled, rows=rows)
+        choice = len(call.said) if choice is None else choice
+        said = Said(name, self._replies, call, kept, {message_key(message)}, dict(message), spelled, choice, rows=rows)
         self._tree.answer(said)
+        self._given.setdefault(call.number, []).append((said.order, name))
         called = parsed.calls and what.finish_reason == "stop"
         return Reply(said.id, message, "tool_calls" if called else what.finish_reason, text)
 
@@ -283,6 +293,7 @@ class TokenLedger:
 
         Where a later call goes on from it already, it stays there as context.
         """
+        self._given.pop(plan.node, None)
         call = self._tree.calls.get(plan.node)
         if call is None or call.abandoned:
             return
@@ -302,12 +313,16 @@ class TokenLedger:
         path = chain(self._named(response))
         return [dict(message) for said in path for message in (*said.call.messages, said.message)]
 
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """See Episode."""
+        return tuple(name for _, name in sorted(one for given in self._given.values() for one in given))
+
     def episode(self) -> Episode:
         """What is to be trained, as it stands now; open calls are not part of it."""
-        said = sorted(self._tree.said.values(), key=lambda one: one.number)
-        branches = tuple(branches_of(said))
+        branches = tuple(branches_of(sorted(self._tree.said.values(), key=lambda one: one.order)))
         pictures = self._pictures.data({one.digest for branch in branches for one in branch.media})
-        return Episode(branches, msgspec.structs.replace(self._counts), pictures)
+        return Episode(branches, msgspec.structs.replace(self._counts), pictures, self.replies)
 
 
 def _moved(call: Call) -> Iterator[Shown]:

@@ -22,6 +22,7 @@ class Said:
 
     Attributes:
         id, number: its name, and how many came before it in the session.
+        choice: which of its call's it is.
         keys: of its message as the caller was told, and as callers who named it sent it back. message: as told.
         text: its tokens spelled, stop token and all.
         trained: its tokens count.
@@ -36,6 +37,7 @@ class Said:
     keys: set[Key]
     message: Message
     text: str
+    choice: int = 0
     trained: bool = True
     rows: int = 0
     calls: list[Call] = field(default_factory=list)
@@ -45,6 +47,11 @@ class Said:
     def end(self) -> int:
         """Tokens up to its last."""
         return self.call.end + len(self.what.tokens)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among the replies of the session: by the call, then the choice."""
+        return self.call.order, self.choice
 
     @property
     def depth(self) -> int:
@@ -57,6 +64,7 @@ class Call:
     """A call: what was new in it, and what came of it.
 
     Attributes:
+        order: its place among the calls; its number, unless it takes the place of another.
         above: the completion that its conversation goes on from. extends: its tokens do, too; else they begin anew.
         keys, messages: what is new.
         tokens, text: what was rendered for it, behind that of `above` or alone. media: the pictures among `tokens`.
@@ -68,6 +76,7 @@ class Call:
     """
 
     number: int
+    order: int
     above: Said | None
     keys: tuple[Key, ...]
     messages: tuple[Message, ...]

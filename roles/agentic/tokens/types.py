@@ -97,7 +97,6 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
             the last message that was rendered there.
         response: the completion's id; empty for what was rendered.
         trained: the completion's tokens count in this branch. Of the branches that share a completion, one trains it.
-        number: of the completion among those of the session, as they came, from 1; 0 for what was rendered.
     """
 
     start: int
@@ -105,7 +104,6 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
     role: str
     response: str = ""
     trained: bool = False
-    number: int = 0
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -163,14 +161,17 @@ class Episode(msgspec.Struct, frozen=True):
     """All that is trained of a session: each sampled token once.
 
     Attributes:
-        branches: in the order in which their last completions came; empty if nothing was sampled.
+        branches: in the order of their last replies; empty if nothing is trained.
         counts: see there.
         pictures: those of the branches, encoded, by digest.
+        replies: ids of all completions that callers were given, also of those that are not trained: in the order of
+            their calls, and of the choices of a call, whichever came first.
     """
 
     branches: tuple[Branch, ...]
     counts: Counts
     pictures: dict[str, bytes] = {}
+    replies: tuple[str, ...] = ()
 
     @property
     def trained(self) -> list[BranchTurn]:

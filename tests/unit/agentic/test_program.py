@@ -123,7 +123,7 @@ def test_the_last_line_of_json_with_a_reward_counts() -> None:
     assert result_of("no\n{}\n") is None
     found = result_of('{"reward": 1}\n{"reward": 0.5, "info": {"tools": 2}, "answer": 7}\nthat was it\n{"a": 1}')
     assert found is not None and (found.reward, found.info) == (0.5, {"tools": 2.0})
-    for wrong in ('{"reward": "much"}', '{"reward": NaN}', '{"rewards": 1}'):
+    for wrong in ('{"reward": "much"}', '{"reward": NaN}', '{"rewards": 1}', '{"rewards": {"r": [1, NaN]}}'):
         with pytest.raises(ValueError, match="reward"):
             result_of(wrong)
 
@@ -199,7 +199,7 @@ def said(*ids: str, **changes: Any) -> Closed:
     turns = tuple(BranchTurn(n, n + 1, "assistant", name, True) for n, name in enumerate(ids))
     tokens = tuple(range(len(ids)))
     branch = Branch(tokens, (1,) * len(ids), (-1.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), turns, "stop")
-    answers = tuple(Said(name, {"role": "assistant", "content": name}, "stop") for name in ids)
+    answers = tuple(Said(name, {"role": "assistant", "content": name}, "stop", f"r-{name}") for name in ids)
     episode = Episode((branch,) if ids else (), Counts())
     return Closed(episode=episode, said=answers, **changes)
 
@@ -225,6 +225,14 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
     assert played.episode.branches == said("a", "b").episode.branches and not played.truncated
     limits = SessionLimits(tokens=100, new_tokens=8, calls=4, group="7", seed=11, temperature=0.5, weights="episode")
     assert lender.asked == {"7.1": limits}
+    named = await play(tmp_path, Lender(said("a", "b")), """echo '{"rewards": {"r-b": 0.5}, "reward": 1}'""")
+    assert named.rewards == {"a": 0.0, "b": 1.5}
+    three = said("a", "b", "c")
+    three = msgspec.structs.replace(
+        three, said=[msgspec.structs.replace(one, response="r", choice=n) for n, one in enumerate(three.said)]
+    )
+    several = await play(tmp_path, Lender(three), """echo '{"rewards": {"r": [1, 2, 3]}}'""")
+    assert several.rewards == {"a": 1.0, "b": 2.0, "c": 3.0}
     judged = await play(tmp_path, Lender(said("a")), "echo 42", judged=True)
     assert judged.rewards == {"a": 0.0} and judged.output == "42\n"
     quoted = await play(tmp_path, Lender(said("a")), """echo '{"reward": 1000}'""", judged=True)
@@ -246,6 +254,13 @@ async def test_an_episode_has_the_session_s_tokens_and_the_program_s_reward(tmp_
         ("echo '{\"reward\": 1}'", said(), Broken, "before the policy had said anything"),
         ("echo '{\"reward\": 1e39}'", said("a"), Broken, "must be finite"),
         ("echo '{\"rewards\": [1]}'", said("a", "b"), Broken, "rewards to 1 answers, and it had 2"),
+        (
+            'echo \'{"rewards": {"r-c": 1}}\'',
+            said("a", "b"),
+            Broken,
+            "1 rewards to response 'r-c', which has 0 answers",
+        ),
+        ('echo \'{"rewards": {"r-a": [1, 2]}}\'', said("a", "b"), Broken, "2 rewards to response 'r-a', which has 1"),
         ("echo '{\"reward\": 1}'", None, Lost, "none of this name"),
         ("exit 1", said("a", trouble="no engine"), Lost, "no engine"),
         ("exit 1", said("a", trouble="too long", never=True), NotMade, "too long"),

@@ -183,6 +183,21 @@ def test_siblings_share_their_prompt_and_go_on_apart() -> None:
     assert trained(book) == [["c", "f"], ["b", "h"]]
 
 
+def test_replies_are_in_the_order_of_calls_and_choices_whichever_came_first() -> None:
+    book = ledger()
+    pair, other = book.prompt(history("a"), n=2), book.prompt(history("z"))
+    alone = book.prompt(history("y"))
+    for plan, words, choice in ((other, "d", None), (pair, "c", 1), (alone, "e", None), (pair, "b", 0)):
+        book.sampled(plan, says(CHAT, words), choice)
+    assert book.episode().replies == ("s-4", "s-2", "s-1", "s-3") and trained(book) == [["b"], ["c"], ["d"], ["e"]]
+    # What is abandoned its caller does not have; what takes its place is where it was.
+    book.abandon(other)
+    assert book.episode().replies == ("s-4", "s-2", "s-3")
+    again = book.prompt(history("z"), instead=other)
+    book.sampled(again, says(CHAT, "d"))
+    assert book.episode().replies == ("s-4", "s-2", "s-5", "s-3")
+
+
 def test_each_sampled_token_is_trained_in_one_branch() -> None:
     book = ledger()
     ask(book, history("a"), "b")
@@ -191,8 +206,8 @@ def test_each_sampled_token_is_trained_in_one_branch() -> None:
     book.sampled(other, says(CHAT, "e"))
     book.sampled(one, says(CHAT, "f"))
     branches = book.episode().branches
-    assert trained(book) == [["b", "e"], ["f"]]
-    for branch, asked, said in zip(branches, "dc", "ef", strict=True):
+    assert trained(book) == [["b", "f"], ["e"]]
+    for branch, asked, said in zip(branches, "cd", "fe", strict=True):
         assert spelled(branch).endswith(f"b<|end|><|user|>{asked}<|end|><|assistant|>{said}<|end|>")
     shared = branches[1].turns[1]
     assert (shared.role, shared.response, shared.trained) == ("context", "s-1", False)
@@ -247,6 +262,7 @@ def test_drift(policy: str, want: list[list[str]], dropped: int) -> None:
     assert trained(book) == want
     counts = book.episode().counts
     assert (counts.drift, counts.dropped_tokens) == (1, dropped)
+    assert book.episode().replies == ("s-1", "s-2", "s-3", "s-4", "s-5"), "it was given them, whatever is trained"
     # What was dropped counts in no budget any more; the new history goes on as if nothing had been.
     assert ask(book, history("a", "b", "short", "d", "e", "F", "g", "i", "j"), "k")[0].kind == "continuation"
 

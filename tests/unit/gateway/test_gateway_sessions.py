@@ -13,6 +13,12 @@ import pytest
 from gateway_world import ledger, running, tokenizer, until
 from test_gateway_openai import RESPONSES_TOOL, TOOL, ask, client, echo
 
+from relax_rt.roles.agentic import Task
+from relax_rt.roles.agentic.episode import Played
+from relax_rt.roles.agentic.program import Result
+from relax_rt.roles.agentic.program_play import rewards_of
+from relax_rt.roles.agentic.samples import make_sample
+from relax_rt.roles.algorithms.inputs import trajectory
 from relax_rt.roles.gateway import service
 from relax_rt.roles.gateway.api import LEASE_S, Access, Closed, SessionLimits
 from relax_rt.roles.gateway.errors import CallError
@@ -23,6 +29,7 @@ from relax_rt.roles.gateway.sessions import PAUSE_S, Sessions
 from relax_rt.roles.router.requests import Wanted
 from relax_rt.transport.errors import Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import Ticket
 
 NONE = SessionLimits()
 OLD, NEW, OTHER = Incarnation("env/0", 3), Incarnation("env/0", 4), Incarnation("env/1", 3)
@@ -133,6 +140,57 @@ async def test_what_an_episode_was_refused_for_and_what_was_said_is_known_at_its
             await api.chat.completions.create(model="policy", messages=ask("y" * 60))
         closed = world.sessions.close("episode-1")
     assert closed.used_up == "tokens" and len(closed.said) == 1
+
+
+async def test_answers_are_in_the_order_of_calls_and_choices_whichever_was_made_first() -> None:
+    # The longer a text, the more pieces it takes.
+    texts = ["x" * 90, "x" * 60, "x" * 30, "x", "y" * 90, "z"]
+    async with (
+        running(lambda p, w: texts[len(world.engine.orders) - 1]) as world,
+        client(world, world.episode()) as api,
+    ):
+        create: Any = api.chat.completions.create
+        four = await create(model="policy", messages=ask("four"), n=4, stop="#")
+        world.engine.gate.clear()
+        both = []
+        for text in ("slow", "quick"):
+            both.append(asyncio.create_task(create(model="policy", messages=ask(text), stop="#")))
+            await until(lambda: len(world.engine.orders) == 4 + len(both))
+        world.engine.gate.set()
+        slow, quick = await asyncio.gather(*both)
+        closed = world.sessions.close("episode-1")
+    assert [len(outcome.tokens) - 1 for outcome in world.engine.made] == [1, 30, 60, 90, 1, 90]
+    answers = [(four.id, n, choice.message.content) for n, choice in enumerate(four.choices)]
+    answers += [(one.id, 0, one.choices[0].message.content) for one in (slow, quick)]
+    assert [(said.response, said.choice, said.message["content"]) for said in closed.said] == answers
+    assert [text for *_, text in answers] == texts
+    assert tuple(said.id for said in closed.said) == closed.episode.replies
+
+
+@pytest.mark.parametrize("drift", ["fork", "realign", "drop"])
+async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_given(drift: Any) -> None:
+    said = iter("1234")
+    async with running(lambda p, w: next(said)) as world, client(world, world.episode()) as api:
+        world.sessions.find("episode-1", "")._ledger._drift = drift
+        talk = ask("a")
+        for text in "bc":
+            answer = await api.chat.completions.create(model="policy", messages=talk)
+            talk += [{"role": "assistant", "content": answer.choices[0].message.content}, *ask(text)]
+        # It puts its second answer in other words.
+        talk[3] = {"role": "assistant", "content": "In short: 2"}
+        await api.chat.completions.create(model="policy", messages=talk)
+        closed = world.sessions.close("episode-1")
+    assert [one.message["content"] for one in closed.said] == ["1", "2", "3"] and closed.episode.counts.drift
+    assert len(closed.episode.trained) == (3 if drift == "fork" else 2)
+    rewards = rewards_of(Result(rewards=(0.25, 0.5, 1.0), reward=2.0), closed.said)
+    played = Played(
+        episode=closed.episode, rewards=rewards, states={}, truncated="", turns=3, cut=0, info={}
+    )  # fmt: skip
+    ticket = Ticket(group=4, prompt=9, attempt=1, size=2, version=1, lease_s=60.0)
+    task = Task(index=0, item="train-0", split="train", seed=7)
+    sample = make_sample(ticket, 0, task, played, tokenizer=tokenizer(), sampling={}, player="env/0#1")
+    credit = trajectory(sample, played.reward).turn_rewards
+    assert credit == ([0.25, 0.5, 3.0] if drift == "fork" else [0.75, 3.0])
 
 
 async def test_the_runtime_s_own_trouble_is_known_until_a_call_is_answered() -> None:

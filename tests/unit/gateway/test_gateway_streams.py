@@ -151,6 +151,7 @@ async def test_a_later_answer_is_left_and_the_next_but_one_goes_on_with_it() -> 
             assert await say(world, key, after(begun, text)) == "fine"
         closed = world.sessions.close("episode-1")
     assert sorted(trained(closed)) == sorted(["fine<|end|>", text, "fine<|end|>", "fine<|end|>", "fine<|end|>"])
+    assert [said.message["content"] for said in closed.said] == ["fine", text, "fine", "fine", "fine"]
     assert closed.episode.counts.drift == 0
 
 
