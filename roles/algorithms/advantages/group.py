@@ -105,7 +105,8 @@ def rloo(batch: AdvantageInputs, options: object) -> list[NDArray[np.float32]]:
     """A_i = r_i - mean of the other members' rewards (REINFORCE leave-one-out).
 
     Ahmadian et al. (arXiv 2402.14740, section 2.3), after Kool et al. 2019. With KL placed in the reward, r is the
-    reward less the sequence's KL penalty, as there. A group of one has no baseline: its advantage is 0.
+    reward less the sequence's KL penalty, as there. A group of one has no baseline, and one of equal rewards nothing to
+    tell: their advantages are 0.
 
     Returns:
         float32 [T] for each trajectory.
@@ -113,8 +114,8 @@ def rloo(batch: AdvantageInputs, options: object) -> list[NDArray[np.float32]]:
     found: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch.trajectories)
     for members in batch.groups():
         rewards = np.array([batch.trajectories[i].score for i in members], np.float64)
-        n = len(rewards)
-        others = (rewards.sum() - rewards) / (n - 1) if n > 1 else rewards
-        for index, advantage in zip(members, rewards - others, strict=True):
+        # r - mean of the others = (r - mean of all) n / (n - 1)
+        scale = len(rewards) / max(1, len(rewards) - 1)
+        for index, advantage in zip(members, scale * group_advantages(rewards, normalise_std=False), strict=True):
             found[index] = batch.trajectories[index].spread(advantage)
     return found

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_rt.config.schema import Table
+from relax_rt.roles.algorithms.advantages.group import group_advantages
 from relax_rt.roles.algorithms.inputs import AdvantageInputs, Floats
 from relax_rt.roles.algorithms.registry import part
 
@@ -22,7 +23,8 @@ class WhitenOptions(Table):
 def whitened(values: list[Floats]) -> list[Floats]:
     """(x - mean) / (std + 1e-8) over all entries of all arrays together; zeros if there are none that differ."""
     whole = np.concatenate(values) if values else np.zeros(0)
-    if len(whole) < 2:
+    # Of equal ones the mean may be off by a rounding, which the standard deviation would not take out.
+    if len(whole) < 2 or not float(np.ptp(whole)):
         return [np.zeros(len(v)) for v in values]
     mean, std = float(whole.mean()), float(whole.std())
     return [(v - mean) / (std + EPS) for v in values]
@@ -58,7 +60,7 @@ def reinforce_pp(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray
 
 @part("advantage", "reinforce_pp_baseline", options=WhitenOptions, needs=_needs, traits={"groups"})
 def reinforce_pp_baseline(batch: AdvantageInputs, options: WhitenOptions) -> list[NDArray[np.float32]]:
-    """A = r - mean of the group, then normalised over all tokens of the batch.
+    """A = r - mean of the group, 0 in one of equal rewards; then normalised over all tokens of the batch.
 
     REINFORCE++ with baseline (arXiv 2501.03262, section 3; there with k2 as the KL loss).
 
@@ -67,8 +69,7 @@ def reinforce_pp_baseline(batch: AdvantageInputs, options: WhitenOptions) -> lis
     """
     values: list[Floats] = [np.zeros(0)] * len(batch.trajectories)
     for members in batch.groups():
-        mean = np.mean([batch.trajectories[i].score for i in members])
-        for index in members:
-            one = batch.trajectories[index]
-            values[index] = np.full(int(one.mask.sum()), one.score - mean)
+        scores = np.array([batch.trajectories[i].score for i in members], np.float64)
+        for index, advantage in zip(members, group_advantages(scores, normalise_std=False), strict=True):
+            values[index] = np.full(int(batch.trajectories[index].mask.sum()), advantage)
     return _spread(batch, values, options.whiten)

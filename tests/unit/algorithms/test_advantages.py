@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,18 @@ def test_grpo_with_the_standard_deviation_of_the_batch() -> None:
 def test_rloo_leaves_one_out() -> None:
     assert firsts(bound("advantage", "rloo")(trajectories(*FOUR))) == pytest.approx([1, -1, 3, -1.5, -1.5])
     assert firsts(bound("advantage", "rloo")(trajectories((0, 7.0, 2)))) == [0.0]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize(
+    "part",
+    ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", {"name": "reinforce_pp_baseline", "whiten": False}],
+    ids=str,
+)
+def test_equal_rewards_leave_no_rounding_behind(part: Any, reward: float) -> None:
+    """An advantage of 1e-17 would be a whole pass, and a step by the optimizer's momentum alone."""
+    batch = trajectories(*((group, reward, 2) for group in (0, 1) for _ in range(3)))
+    assert firsts(bound("advantage", part)(batch)) == [0.0] * 6
 
 
 def test_a_cost_in_the_reward_counts_for_the_group() -> None:
