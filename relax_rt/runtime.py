@@ -39,6 +39,7 @@ from relax_rt.transport.errors import RelaxError
 
 T = TypeVar("T")
 ROUTER, DEBUG = "relax_rt.roles.router", "relax_rt.roles.debugging"
+GATEWAY = "relax_rt.roles.gateway.endpoint"
 POLL_S = 0.1
 STOP_S = 60.0
 """For a run to end in order, beside what supervision.drain_timeout_s gives its roles; then it is ended at once."""
@@ -68,6 +69,26 @@ class Debugged(Protocol):
 
     async def play(self, index: int = 0, *, split: Any = "train", words: Any = None, member: int = 0) -> Any:
         """Answer a prompt, or play an episode, and reward it."""
+
+
+class Served(Protocol):
+    """What `Runtime.gateway` gives: see relax_rt.roles.gateway.endpoint.Endpoint."""
+
+    @property
+    def base_url(self) -> str:
+        """For clients of OpenAI's API."""
+
+    @property
+    def anthropic_url(self) -> str:
+        """For clients of Anthropic's API."""
+
+    @property
+    def api_key(self) -> str:
+        """For both."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that the policy is called by."""
 
 
 class Runtime:
@@ -222,6 +243,17 @@ class Runtime:
         # By its name: the runtime knows nothing of RL until somebody asks for it.
         router: AbstractAsyncContextManager[Any] = importlib.import_module(ROUTER).Router(self.discovery, role)
         return router
+
+    def gateway(self, slot: str = "gateway/0") -> Served:
+        """Where the policy speaks OpenAI's and Anthropic's API, for a run with [roles.gateway]; see docs/gateway.md. A
+        gateway that was started again may have another address: ask again.
+
+        Raises:
+            RelaxError: none serves now.
+        """
+        # By its name: the runtime knows nothing of RL until somebody asks for it.
+        served: Served = importlib.import_module(GATEWAY).endpoint(self.run_dir, slot)
+        return served
 
     async def close(self) -> None:
         """End the run, if it has not ended, and wait for it: in order, or, once that is cancelled, at once."""

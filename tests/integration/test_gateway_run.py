@@ -13,6 +13,7 @@ from tiny_run import TinyRun, steps_that_count
 
 from relax_rt import discovery
 from relax_rt.roles.gateway.api import GatewayApi, SessionLimits
+from relax_rt.roles.gateway.endpoint import endpoint
 from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")
@@ -61,7 +62,8 @@ async def test_a_program_talks_to_the_policy_while_it_learns(run: TinyRun) -> No
     where = run.run_dir / "gateway-0.json"
     await asyncio.to_thread(run.until, "the gateway", where.exists)
     found = json.loads(where.read_text())
-    token = token_of(Path(found["token_file"]))
+    served = endpoint(run.run_dir)
+    assert (served.base_url, served.api_key) == (found["url"], token_of(Path(found["token_file"])))
     assert [event["url"] for event in run.events("gateway_listening")] == [found["url"]]
 
     def shown() -> bool:
@@ -74,7 +76,7 @@ async def test_a_program_talks_to_the_policy_while_it_learns(run: TinyRun) -> No
         assert access.base_url == found["url"] == await gateway.where()
         async with (
             openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0, timeout=60) as episode,
-            openai.AsyncOpenAI(base_url=found["url"], api_key=token, max_retries=0) as free,
+            openai.AsyncOpenAI(base_url=served.base_url, api_key=served.api_key, max_retries=0) as free,
         ):
             versions = await talk(episode, 4)
             with pytest.raises(openai.BadRequestError, match="temperature"):
