@@ -12,6 +12,8 @@ waits (from the write to the answer's last byte) less the time in which the call
 load, in which nobody waits for a slot. All episodes begin at once, so that first calls wait for each other: "later" are
 calls after an episode's first. Busy is the part of the slots' time in which they had a call, from the first call until
 fewer episodes are left than slots. CPU is that of the process in between, without its start.
+
+It exits with 1 if its goal is missed: in the tight load the gateway keeps at least 95% of the slots busy.
 """
 
 from __future__ import annotations
@@ -351,7 +353,7 @@ def main() -> int:
             print(f"{each['name']}: {each['ours']:.1%}, goal {each['goal']}: {'yes' if each['holds'] else 'NO'}")
     if asked.json:
         print(json.dumps(table, ensure_ascii=False))
-    return 0
+    return int(any(each["holds"] is False for each in table))
 
 
 if __name__ == "__main__":

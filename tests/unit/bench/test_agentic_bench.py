@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools" / "bench"))
 
+import agentic
 from agentic import DIRECT, OURS, PROXY, busy_share, enough_until, quantile, rows
 from peers.slots import Slots, name_of
 
@@ -54,6 +55,17 @@ def test_rows_have_the_goal_of_the_tight_load_alone(busy: float, holds: bool) ->
     tight = table["slots busy, 5 slots for 10 episodes"]
     assert (tight["ours"], tight["peers"], tight["holds"]) == (busy, {PROXY: 1.0}, holds)
     assert [row["name"] for row in table.values() if row["goal"]] == [tight["name"]]
+
+
+@pytest.mark.parametrize(("busy", "code"), [(0.951, 0), (0.949, 1), (math.nan, 1)])
+def test_a_missed_goal_is_an_exit_code(busy: float, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(way: str, slots: int, *_: object) -> dict[str, Any]:
+        rest = {"counted": {}, "client": 0.5, "client_lag_s": 0.001, "others": 0.0, "again": 0, "seconds": 1.0}
+        return {**measured(way, busy, slots, 4.0), **rest}
+
+    monkeypatch.setattr(agentic, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["agentic.py", "--quick", "--ours"])
+    assert agentic.main() == code
 
 
 async def test_slots_are_had_by_as_many_as_there_are_and_logged() -> None:
