@@ -81,6 +81,13 @@ class RLJob:
         ),
     )
 
+    def past(self, run_dir: Path) -> dict[str, str]:
+        """See Job: the rate of a cold start that is over."""
+        from relax_rt.roles.cold_start.kept import finished
+
+        folder = finished(run_dir)
+        return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
+
     def assumed(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """See Job: where environments are played there need be neither prompts nor a reward function."""
         roles = data.get("roles")

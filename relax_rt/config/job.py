@@ -116,9 +116,10 @@ class Job(Protocol):
     """What the live screen shows of the metrics."""
 
     # A job may also name `one_node`, roles that cannot run but on the head's node: they share memory and files there.
-    # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed. And `assumed(data)`, tables that
-    # need not be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each
-    # other and by the run's rules.
+    # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed, and `past(run_dir)`, those of
+    # them that can change nothing any more in this run, each with the reason. And `assumed(data)`, tables that need not
+    # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
+    # by the run's rules.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.config.job import load_job
+from relax_rt.config.job import Job, load_job
 from relax_rt.config.loader import config_digest, load_config, write_resolved
 from relax_rt.config.schema import RunConfig
 from relax_rt.nodes.checks import check_nodes
@@ -202,8 +202,10 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
         return
     if run.get("config_digest", digest) != digest:
         changed = _changed(run_dir / RESOLVED_CONFIG, config)
-        may_change: frozenset[str] = getattr(load_job(config.run.job), "changeable", frozenset())
+        job = load_job(config.run.job)
+        may_change: frozenset[str] = getattr(job, "changeable", frozenset())
         if changed and all(key in may_change for key, _, _ in changed):
+            _check_not_past(job, run_dir, changed)
             return
         other = differences(run_dir / RESOLVED_CONFIG, config)
         more = f", and {len(other) - MOST_TOLD} more" if len(other) > MOST_TOLD else ""
@@ -213,6 +215,18 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
             why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
             hint="choose another run.name or run.dir, or move the old directory away",
         )
+
+
+def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
+    """Refuse a change that would be accepted and have no effect."""
+    reasons: dict[str, str] = job.past(run_dir) if hasattr(job, "past") else {}
+    for key, was, have in changed:
+        if key in reasons:
+            raise RelaxError(
+                f"{key} was {_told(was)}, is {_told(have)}: it has no effect in this run any more",
+                why=reasons[key],
+                hint=f"set {key} back to {_told(was)}, or choose another run.name",
+            )
 
 
 def differences(path: Path, config: RunConfig) -> list[str]:

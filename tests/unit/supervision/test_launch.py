@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from relax_rt.config.loader import config_digest, write_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.roles.cold_start.kept import Mark, write_mark
 from relax_rt.roles.sections import RLConfig, TrainerSettings
 from relax_rt.supervision import launch
 from relax_rt.supervision.rundir import RESOLVED_CONFIG, update_run
@@ -75,6 +77,35 @@ def test_a_training_goes_on_to_more_steps_at_another_rate_and_with_another_backe
     other = rl("torch", steps=30, group_size=4)
     with pytest.raises(RelaxError, match=r"algorithm\.group_size was 8, is 4; algorithm\.steps was 20, is 30"):
         launch._check_same_config(tmp_path, config_digest(other), other)
+
+
+def test_the_rate_of_a_cold_start_may_change_until_it_is_over(tmp_path: Path) -> None:
+    def rl(rate: float, **algorithm: object) -> RunConfig:
+        return RLConfig.model_validate(
+            {
+                "run": {"name": "x", "dir": str(tmp_path), "job": "rl"},
+                "model": {"path": "m"},
+                "data": {"task": "t"},
+                "reward": {"function": "f.py:f"},
+                "cold_start": {"answers": True, "learning_rate": rate},
+                "algorithm": algorithm,
+            }
+        )
+
+    before = rl(1e-5)
+    write_resolved(before, tmp_path / RESOLVED_CONFIG)
+    update_run(tmp_path, run_id="ab", config="roles.toml", config_digest=config_digest(before))
+    other, further = rl(2e-5), rl(1e-5, learning_rate=1e-7)
+    mark = Mark(step=4, total=8, done=False, digest="d")
+    folder = tmp_path / "cold_start" / "step-000004"
+    folder.mkdir(parents=True)
+    write_mark(folder, mark)
+    launch._check_same_config(tmp_path, config_digest(other), other)
+    write_mark(folder, replace(mark, done=True))
+    with pytest.raises(RelaxError, match=r"cold_start.learning_rate was 1e-05, is 2e-05: it has no effect") as caught:
+        launch._check_same_config(tmp_path, config_digest(other), other)
+    assert "step-000004" in caught.value.why and "back to 1e-05" in caught.value.hint
+    launch._check_same_config(tmp_path, config_digest(further), further)
 
 
 def test_five_keys_are_told_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
