@@ -229,7 +229,7 @@ class _Endpoint:
     async def _stream(
         self, box: Outbox, work: asyncio.Future[Made], gone: asyncio.Future[None], out: _Sender, session: Session
     ) -> None:
-        """Send what is made until all of it is; an error ends the stream, or is the answer if nothing was sent."""
+        """Send what is made until all of it is, or it has failed."""
         while not work.done():
             news = asyncio.ensure_future(box.news.wait())
             any_of: list[asyncio.Future[Any]] = [news, work, gone]
@@ -242,24 +242,24 @@ class _Endpoint:
             if box.news.is_set() and not work.done():
                 await self._start(out, session, box)
                 await out.more(box.take())
-        try:
-            await work
-        except CallError as error:
-            if not out.started or box.writer is None:
-                raise
-            await out.more(box.take() + box.writer.failed(error), last=True)
-            raise Gone from error
-        await self._start(out, session, box)
+        if not work.cancelled() and work.exception() is None:
+            await self._start(out, session, box)
+        elif out.started:
+            await out.more(box.take())
 
     async def _start(self, out: _Sender, session: Session, box: Outbox) -> None:
         if not out.started:
             assert box.head is not None
             kind = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
             await out.start(200, [*kind, *_headers(session, box.head, (box.head.version,) * 2)])
+            assert box.writer is not None
+            out.failed = box.writer.failed
 
     async def _fail(self, error: CallError, receive: Receive, out: _Sender, request: str) -> None:
+        """Tell the caller of an error: in an event, where his answer has begun."""
         if out.started:
-            await out.more(b"", last=True)
+            if not out.ended:
+                await out.more(out.failed(error), last=True)
             return
         body = msgspec.json.encode(error.body(self._dialect.family, request))
         early = error.status in (401, 408, 413, 503)
@@ -277,7 +277,9 @@ class _Sender:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.started = False
+        self.started = self.ended = False
+        self.failed: Callable[[CallError], bytes] = lambda error: b""
+        """What a stream that has begun ends with."""
 
     async def start(self, status: int, headers: Headers) -> None:
         """The head."""
@@ -286,6 +288,7 @@ class _Sender:
 
     async def more(self, body: bytes, *, last: bool = False) -> None:
         """More of the body. It returns at once when the caller is gone."""
+        self.ended = self.ended or last
         for at in range(0, max(len(body), last), SLICE):
             end = last and at + SLICE >= len(body)
             await self._send({"type": "http.response.body", "body": body[at : at + SLICE], "more_body": not end})

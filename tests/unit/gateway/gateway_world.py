@@ -77,6 +77,8 @@ class Scripted:
         self.version = 3
         self.fails = False
         """Sequences end in the middle, without being done."""
+        self.breaks = False
+        """Sequences end in the middle, by an error that nobody has foreseen."""
 
     async def generate(self, wanted: Wanted) -> Outcome:
         outcome = self._outcome(wanted)
@@ -99,6 +101,8 @@ class Scripted:
                 yield Deliver(1, at, outcome.tokens[at:end], outcome.logprobs[at:end], spans, rows, prompt)
                 at = end
                 await self.gate.wait()
+                if self.breaks:
+                    raise LookupError("a bug")
                 if self.fails:
                     error = NotGenerated("a sequence is late", why="the engine is gone")
                     error.outcome = Outcome(kind="late")

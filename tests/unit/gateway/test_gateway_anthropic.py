@@ -97,6 +97,22 @@ async def test_a_stop_sequence_is_told() -> None:
         assert answer.content[0].type == "text" and answer.content[0].text == "one two "
 
 
+@pytest.mark.parametrize(("breaks", "why"), [(False, "the engine is gone"), (True, "the gateway failed")])
+async def test_an_error_in_mid_stream_is_told(breaks: bool, why: str) -> None:
+    async with running(lambda p, w: "word " * 20) as world, client(world) as api:
+        world.engine.breaks, world.engine.fails = breaks, not breaks
+        world.engine.gate.clear()
+        texts = []
+        with pytest.raises(anthropic.APIStatusError, match=why):
+            async with api.messages.stream(
+                model="policy", max_tokens=150, messages=[{"role": "user", "content": "x"}]
+            ) as stream:
+                async for text in stream.text_stream:
+                    texts.append(text)
+                    world.engine.gate.set()
+        assert "".join(texts) == "word wor"
+
+
 async def test_errors_have_this_api_s_form() -> None:
     async with running(echo) as world:
         messages: Any = [{"role": "user", "content": "x"}]

@@ -455,6 +455,37 @@ async def test_a_stream_that_cannot_be_gone_on_with_says_so_and_is_not_trained_o
         assert not episode.branches and episode.counts.abandoned == 2
 
 
+@pytest.mark.parametrize("api_of", ["chat", "completions"])
+async def test_an_error_in_mid_stream_that_nobody_has_foreseen_is_no_end(api_of: str) -> None:
+    texts: list[str] = []
+    request: Any = {"model": "policy", "stream": True}
+    async with running(lambda p, w: "word " * 20) as world, client(world) as api:
+        world.engine.breaks = True
+        world.engine.gate.clear()
+
+        def seen(text: str | None) -> None:
+            texts.append(text or "")
+            if text:
+                world.engine.gate.set()
+
+        with pytest.raises(openai.APIError, match="the gateway failed; its log has more"):
+            if api_of == "chat":
+                async for chunk in await api.chat.completions.create(messages=ask("x"), **request):
+                    seen(chunk.choices[0].delta.content)
+            else:
+                async for part in await api.completions.create(prompt="x", max_tokens=50, **request):
+                    seen(part.choices[0].text)
+        assert "".join(texts) == "word wor"
+
+
+async def test_a_stream_of_responses_has_it_as_its_last_event() -> None:
+    async with running(lambda p, w: "word " * 20) as world, client(world) as api:
+        world.engine.breaks = True
+        events = [event async for event in await api.responses.create(model="policy", input="x", stream=True)]
+    assert events[-2].type == "response.output_text.delta" and events[-1].type == "error"
+    assert events[-1].message == "the gateway failed; its log has more" and events[-1].code == "internal_error"
+
+
 async def test_the_end_of_a_session_ends_its_calls_and_says_so() -> None:
     async with running(echo) as world, client(world, world.episode()) as api:
         world.engine.gate.clear()
