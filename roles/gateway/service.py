@@ -324,9 +324,8 @@ class Service:
         try:
             before = session.before(ledger, previous) if previous else []
             system: list[Message] = [{"role": "system", "content": call.instructions}] if call.instructions else []
-            messages += [*system, *before, *session.restore(call.messages)]
-            while go_on(session, ledger, messages, self._tokenizer.spell):
-                messages[:] = [*system, *before, *session.restore(call.messages)]
+            messages += [*system, *before, *call.messages]
+            go_on(session, ledger, messages, self._tokenizer.spell)
             # With other instructions it is another conversation, however it goes on.
             named = None if system or session.instructed(previous) else previous
             return ledger.prompt(
@@ -482,13 +481,13 @@ class _Job:
         session, finish = self._session, what.finish_reason
         if one.plan is None:
             reply = Reply(f"{self._head.id}-{one.index}", {"role": "assistant", "content": reader.visible}, finish, "")
+            message = _told(reply, reader)
         else:
+            instructed = bool(self._call.instructions)
             async with session.ledger() as ledger:
                 reply = session.sampled(ledger, one.plan, what, one.index)
-        message = _told(reply, reader)
-        if one.plan is not None:
-            instructed = bool(self._call.instructions)
-            session.remember(self._head.id, reply, message, choice=one.index, instructed=instructed)
+                message = _told(reply, reader)
+                session.remember(ledger, self._head.id, reply, message, choice=one.index, instructed=instructed)
         calls = reply.finish_reason == "tool_calls"
         return Choice(
             index=one.index,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,6 @@ class Session:
         self._said: dict[str, Said] = {}
         self._replies: dict[str, str] = {}
         self._instructed: set[str] = set()
-        self._cut: dict[tuple[str, str], Message] = {}
 
     @asynccontextmanager
     async def ledger(self) -> AsyncIterator[TokenLedger]:
@@ -128,7 +127,14 @@ class Session:
         return reply
 
     def remember(
-        self, response: str, reply: Reply, told: Message, *, choice: int = 0, instructed: bool = False
+        self,
+        ledger: TokenLedger,
+        response: str,
+        reply: Reply,
+        told: Message,
+        *,
+        choice: int = 0,
+        instructed: bool = False,
     ) -> None:
         """An answer as its caller knows it: a choice of this id, with these words.
 
@@ -142,14 +148,8 @@ class Session:
         if self.trained:
             self._said[reply.id] = Said(reply.id, dict(told), reply.finish_reason, response, choice)
         if told.get("content") != reply.message.get("content"):
-            # Cut before a stop string, or as it was streamed: coming back it is to be known again.
-            self._cut[_key(told)] = reply.message
-
-    def restore(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with answers as they were sampled, where callers were told less."""
-        if not self._cut:
-            return list(messages)
-        return [self._cut.get(_key(m), m) if m.get("role") == "assistant" else m for m in messages]
+            # Cut before a stop string, or as it was streamed.
+            ledger.told(reply.id, told)
 
     def reply(self, response: str) -> str:
         """The ledger's id of an answer.
@@ -199,10 +199,6 @@ class Session:
                 left=self.left,
             )
         return self.closed
-
-
-def _key(message: Message) -> tuple[str, str]:
-    return str(message.get("content") or "").strip(), str(message.get("tool_calls") or "")
 
 
 class Sessions:

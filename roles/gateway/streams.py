@@ -90,10 +90,9 @@ class Streamed:
         return self.taken
 
 
-def go_on(session: Session, ledger: TokenLedger, messages: Sequence[Message], spell: Spell) -> bool:
-    """Record what was sampled of an answer that its caller left in the middle, if these messages go on with a beginning
-    of it: up to the token that completes that text. What was sampled behind it is not trained. Says whether it was so.
-    """
+def go_on(session: Session, ledger: TokenLedger, messages: Sequence[Message], spell: Spell) -> None:
+    """Record what was sampled of answers that their caller left in the middle, if these messages go on with a beginning
+    of them: up to the token that completes that text. What was sampled behind it is not trained."""
     for one in list(session.streams):
         said = messages[len(one.messages)] if len(messages) > len(one.messages) else {}
         if said.get("role") != "assistant" or list(messages[: len(one.messages)]) != one.messages:
@@ -102,36 +101,29 @@ def go_on(session: Session, ledger: TokenLedger, messages: Sequence[Message], sp
         if one.counted and words == one.text.strip():
             # It was taken as a whole.
             session.streams.remove(one)
-        elif (
-            words
-            and not said.get("tool_calls")
-            and (one.left or one.gone())
-            and _take(session, ledger, one, words, spell)
-        ):
-            return True
-    return False
+        elif words and not said.get("tool_calls") and (one.left or one.gone()):
+            _take(session, ledger, one, words, spell)
 
 
-def _take(session: Session, ledger: TokenLedger, one: Streamed, words: str, spell: Spell) -> bool:
+def _take(session: Session, ledger: TokenLedger, one: Streamed, words: str, spell: Spell) -> None:
     count = tokens_until(one.taken.tokens, one.text.strip(), words, spell)
     if not count:
-        return False
+        return
     session.streams.remove(one)
     one.settled = True
     ledger.abandon(one.plan)
     try:
         plan = ledger.prompt(one.messages, one.tools, may_call=one.may_call, max_new_tokens=count, instead=one.plan)
     except Refused:
-        return False
+        return
     if plan.tokens != one.plan.tokens or plan.rows < one.plan.rows:
         # Something else is in its place by now, or what it stood behind is not there any more.
         ledger.abandon(plan)
-        return False
+        return
     reply = session.sampled(ledger, plan, one.taken.until(count, "stop"))
-    session.remember(one.request, reply, {"role": "assistant", "content": words})
+    session.remember(ledger, one.request, reply, {"role": "assistant", "content": words})
     session.answered += not one.counted
     session.left -= one.left
-    return True
 
 
 def tokens_until(tokens: Sequence[int], text: str, words: str, spell: Spell) -> int:

@@ -112,6 +112,7 @@ class TokenLedger:
         check_messages(messages)
         keys = [self._chat.tools_key(tools), *(message_key(message) for message in messages)]
         place = self._tree.place(keys, self._named(previous) if previous is not None else None)
+        messages = _as_sampled(messages, keys, place)
         tokens, text, extends = self._rendered(place, messages, tools)
         new = messages[max(place.known - 1, 0) :]
         offered = tuple(tools)
@@ -264,6 +265,17 @@ class TokenLedger:
         called = parsed.calls and what.finish_reason == "stop"
         return Reply(said.id, message, "tool_calls" if called else what.finish_reason, text)
 
+    def told(self, response: str, message: Message) -> None:
+        """The caller was told a reply in these words, which are not all that was sampled: it was cut before a stop
+        string, say. With them it is known again, where it was said; what was sampled stays.
+
+        Raises:
+            Refused: there is no such reply.
+        """
+        said = self._named(response)
+        said.told = message_key(message)
+        said.keys.add(said.told)
+
     def _open(self, plan: PromptPlan) -> Call:
         call = self._tree.calls.get(plan.node)
         what = f"a completion of call {plan.node} of session {self._session}"
@@ -323,6 +335,17 @@ class TokenLedger:
         branches = tuple(branches_of(sorted(self._tree.said.values(), key=lambda one: one.order)))
         pictures = self._pictures.data({one.digest for branch in branches for one in branch.media})
         return Episode(branches, msgspec.structs.replace(self._counts), pictures, self.replies)
+
+
+def _as_sampled(messages: Sequence[Message], keys: Sequence[Key], place: Place) -> Sequence[Message]:
+    """A conversation with the replies that it goes on from in the words that were sampled, where callers were told
+    less."""
+    found = list(messages)
+    for said in chain(place.above):
+        # The first key is that of the tools.
+        if said.told is not None and keys[said.depth - 1] == said.told:
+            found[said.depth - 2] = {**found[said.depth - 2], "content": said.message["content"]}
+    return found
 
 
 def _moved(call: Call) -> Iterator[Shown]:

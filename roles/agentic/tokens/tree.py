@@ -23,7 +23,8 @@ class Said:
     Attributes:
         id, number: its name, and how many came before it in the session.
         choice: which of its call's it is.
-        keys: of its message as the caller was told, and as callers who named it sent it back. message: as told.
+        keys: of its message as it was sampled, as the caller was told, and as callers who named it sent it back.
+        message: as it was sampled. told: key of what the caller was told, if that is less.
         text: its tokens spelled, stop token and all.
         trained: its tokens count.
         rows: positions, from the first on, whose routing rows were recorded with it and with those it stands behind.
@@ -40,6 +41,7 @@ class Said:
     choice: int = 0
     trained: bool = True
     rows: int = 0
+    told: Key | None = None
     calls: list[Call] = field(default_factory=list)
     extended: int = 0
 

@@ -167,6 +167,37 @@ async def test_answers_are_in_the_order_of_calls_and_choices_whichever_was_made_
     assert tuple(said.id for said in closed.said) == closed.episode.replies
 
 
+@pytest.mark.parametrize("drift", ["fork", "drop"])
+@pytest.mark.parametrize("strip", [False, True])
+@pytest.mark.parametrize("cut", [(1, 2), (1,), (2,), (2, 3)])
+async def test_an_answer_that_was_cut_is_known_again_where_it_was_said_and_nowhere_else(
+    cut: tuple[int, ...], strip: bool, drift: Any
+) -> None:
+    """An agent that stops before what it observes, and does the same again."""
+    said = [f"Action: look{chr(10) + 'Observation: made up' if turn in cut else ''}" for turn in (1, 2, 3)]
+    async with running(lambda p, w: said[len(world.engine.orders) - 1]) as world, client(world, world.episode()) as api:
+        book = world.sessions.find("episode-1", "")._ledger
+        book._drift, book._reasoning = drift, "strip" if strip else "keep_reasoning"
+        talk = ask("go")
+        for turn in (1, 2, 3):
+            answer = await api.chat.completions.create(model="policy", messages=talk, stop=["\nObservation:"])
+            assert answer.choices[0].message.content == "Action: look"
+            talk += [{"role": "assistant", "content": "Action: look"}, *ask(f"Observation: {turn}")]
+        closed = world.sessions.close("episode-1")
+    counts = closed.episode.counts
+    assert (counts.first, counts.continuation, counts.drift, counts.dropped_tokens) == (1, 2, 0, 0)
+    (branch,) = closed.episode.branches
+    told = [f"Action: look{chr(10) + 'Observation:' if turn in cut else '<|end|>'}" for turn in (1, 2, 3)]
+    trained = [tokenizer().spell(branch.tokens[turn.start : turn.end]) for turn in closed.episode.trained]
+    assert trained == told
+    # What is between them is the user's words and nothing else: nobody said what was cut off.
+    text = "".join(
+        f"<|user|>{words}<|end|><|assistant|>{one}{'' if one.endswith('<|end|>') else '<|end|>'}"
+        for words, one in zip(("go", "Observation: 1", "Observation: 2"), told, strict=True)
+    )
+    assert tokenizer().spell(branch.tokens) == text.removesuffix("<|end|>" if 3 in cut else "")
+
+
 @pytest.mark.parametrize("drift", ["fork", "realign", "drop"])
 async def test_answers_that_a_change_of_history_drops_are_among_those_that_were_given(drift: Any) -> None:
     said = iter("1234")
