@@ -481,7 +481,11 @@ async def test_an_error_in_mid_stream_that_nobody_has_foreseen_is_no_end(api_of:
 async def test_a_stream_of_responses_has_it_as_its_last_event() -> None:
     async with running(lambda p, w: "word " * 20) as world, client(world) as api:
         world.engine.breaks = True
-        events = [event async for event in await api.responses.create(model="policy", input="x", stream=True)]
+        world.engine.gate.clear()
+        events = []
+        async for event in await api.responses.create(model="policy", input="x", stream=True):
+            events.append(event)
+            world.engine.gate.set()
     assert events[-2].type == "response.output_text.delta" and events[-1].type == "error"
     assert events[-1].message == "the gateway failed; its log has more" and events[-1].code == "internal_error"
 
