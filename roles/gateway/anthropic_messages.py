@@ -23,6 +23,8 @@ from relax_rt.roles.gateway.calls import (
 from relax_rt.roles.gateway.errors import CallError, Family, bad
 from relax_rt.roles.gateway.messages import bounded_tools, content, function_tool, of_user
 
+ERROR = "Error: "
+"""Before the result of a tool that failed: chat templates know no such mark."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -239,6 +241,7 @@ def _others(role: str, parts: Sequence[Mapping[str, Any]], at: str) -> list[Mess
     for i, part in enumerate(parts):
         if part.get("type") == "tool_result":
             told = content(part.get("content"), f"{at}.content[{i}].content") or ""
+            told = f"{ERROR}{told}" if part.get("is_error") is True else told
             results.append({"role": "tool", "tool_call_id": str(part.get("tool_use_id") or ""), "content": told})
         else:
             rest.append(part)

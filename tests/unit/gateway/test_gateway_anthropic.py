@@ -7,7 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from gateway_world import TOKEN, Running, running
+from gateway_world import TOKEN, Running, running, tokenizer
 from test_gateway_openai import calculator, echo
 
 from relax_rt.roles.router.requests import Wanted
@@ -43,6 +43,20 @@ async def test_a_tool_is_called_and_its_result_is_gone_on_with() -> None:
         assert second.usage.cache_read_input_tokens == len(world.engine.made[0].tokens)
         episode = world.sessions.close("episode-1").episode
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
+
+
+async def test_a_tool_that_failed_is_said_to_have() -> None:
+    async with running(calculator) as world, client(world, world.episode()) as api:
+        messages: Any = [{"role": "user", "content": "2 and 3?"}]
+        for failed in (True, False):
+            answer = await api.messages.create(model="policy", max_tokens=150, messages=messages, tools=[TOOL])
+            use = answer.content[-1].id if answer.content[-1].type == "tool_use" else ""
+            result = {"type": "tool_result", "tool_use_id": use, "content": "no such file", "is_error": failed}
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        await api.messages.create(model="policy", max_tokens=150, messages=messages, tools=[TOOL])
+        prompt = tokenizer().spell(world.engine.orders[-1].prompt)
+        assert prompt.count("<|user|>Error: no such file<|end|>") == prompt.count("<|user|>no such file<|end|>") == 1
+        assert world.sessions.close("episode-1").episode.counts.continuation == 2
 
 
 async def test_a_call_without_the_choice_of_tools_is_in_the_same_conversation() -> None:
