@@ -114,6 +114,10 @@ class OptimizerFiles:
         """Whether any tensor has state of this kind."""
         return any(found == kind for _, found in self._found)
 
+    def holds(self, kind: str, name: str) -> bool:
+        """Whether a tensor has state of this kind under this very name."""
+        return (name, kind) in self._found
+
     def tensor(self, name: str, kind: str) -> torch.Tensor | None:
         """What was written whole under this name and kind, if anything."""
         found = self._found.get((name, kind))

@@ -21,6 +21,7 @@ import msgspec
 
 from relax_rt.roles.engines.sglang.hashing import content_hash
 from relax_rt.roles.engines.sglang.options import Device
+from relax_rt.roles.models.experts import Stack
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused
 from relax_rt.transport.weights.manifest import ALIGNMENT, Layout, TensorEntry
 from relax_rt.transport.weights.source import WeightSource
@@ -36,7 +37,6 @@ JOINED = (
     (re.compile(r"(.*\.)gate_up_proj\.(weight|bias)"), ("gate_proj", "up_proj")),
 )
 EXPERTS = re.compile(r"(.*\.experts\.)(w13|w2)_weight")
-STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
 
 
 class Recipe(msgspec.Struct, frozen=True):
@@ -56,16 +56,12 @@ def by_expert(layout: Layout) -> Layout:
     `gate_proj` before those of `up_proj`."""
     entries: list[TensorEntry] = []
     for entry in layout.entries:
-        match = STACKED.fullmatch(entry.name)
-        if match is None or len(entry.shape) != 3:
+        stack = Stack.of(entry.name, entry.shape)
+        if stack is None:
             entries.append(entry)
             continue
-        pieces = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-        experts, rows, columns = entry.shape
-        each, shape = entry.nbytes // (experts * len(pieces)), (rows // len(pieces), columns)
-        for number in range(experts * len(pieces)):
-            expert, piece = divmod(number, len(pieces))
-            name = f"{match[1]}{expert}.{pieces[piece]}.weight"
+        each, shape = entry.nbytes // (stack.experts * len(stack.pieces)), (stack.rows, stack.columns)
+        for number, name in enumerate(stack.names()):
             entries.append(TensorEntry(name, entry.dtype, shape, entry.offset + number * each, each))
     return Layout(tuple(entries), layout.nbytes)
 

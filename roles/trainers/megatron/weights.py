@@ -83,8 +83,9 @@ class Files(TensorFiles):
             size = self.shape(target.name)
             if size != target.shape:
                 what = "is missing" if size is None else f"has the shape {list(size)}, not {list(target.shape)}"
-                raise Refused(
-                    f"weights in {self.folder}",
-                    why=f"{target.name} {what}",
-                    hint="config.json and weights must be of one model",
-                )
+                hint = "config.json and weights must be of one model"
+                layer, experts, _ = target.name.partition(".mlp.experts.")
+                if size is None and experts and self.shape(f"{layer}{experts}down_proj") is not None:
+                    what += ": the layer's experts are in one tensor, as transformers has them in memory"
+                    hint = "have the torch backend write another checkpoint of it, or transformers (save_pretrained)"
+                raise Refused(f"weights in {self.folder}", why=f"{target.name} {what}", hint=hint)

@@ -8,8 +8,10 @@ draws from them, a loss of the user's may.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -18,21 +20,26 @@ from relax_rt.roles.models.device import CPU, generator_states, on_host, set_gen
 from relax_rt.roles.trainers.blocks import (
     MASTER,
     MOMENTS,
+    Block,
     OptimizerFiles,
     Read,
     TensorFiles,
     await_files,
     file_of,
     key_of,
+    whole,
     write,
 )
 from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
 from relax_rt.roles.trainers.memory import give_back
 from relax_rt.roles.trainers.torch import adapters
+from relax_rt.roles.trainers.torch.experts import Experts
 from relax_rt.roles.trainers.torch.pieces import Piece
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch.weights import Weights
 from relax_rt.transport.errors import Refused, RelaxError
+
+K = TypeVar("K")
 
 GENERATOR = "generator_"
 """Before the kind of a device, in the name of a random generator's state."""
@@ -52,11 +59,12 @@ class Snapshots:
         self._model, self._weights, self._source, self._lora = model, weights, source, lora
         self._rank, self._world = (0, 1) if weights.ranks is None else (weights.ranks.rank, weights.ranks.world)
         self._device = weights.published[0].parameter.device
+        self._experts = Experts(model.config, weights.published)
         self.forget()
 
     def forget(self) -> None:
         """There is no snapshot, and no memory is kept for one."""
-        self._moments: dict[str, torch.Tensor] = {}
+        self._moments: dict[tuple[str, Block], torch.Tensor] = {}
         self._generators: dict[str, torch.Tensor] = {}
         self._adapters: dict[str, torch.Tensor] = {}
         self._merged = bytearray()
@@ -71,7 +79,7 @@ class Snapshots:
             for kind in MOMENTS:
                 if kind in state:
                     block = piece.block
-                    _keep(self._moments, key_of(kind, block), state[kind].view(block.rows, block.columns))
+                    _keep(self._moments, (kind, block), state[kind].view(block.rows, block.columns))
         for adapter in self._weights.adapters.values():
             for piece in (adapter.a, adapter.b):
                 _keep(self._adapters, adapters.PREFIX + piece.name, self._weights.whole(piece))
@@ -92,13 +100,15 @@ class Snapshots:
         """
         if self._steps < 0:
             raise Refused(f"write checkpoint {folder}", why="no snapshot was taken")
-        write(file_of(folder, self._rank, self._world), {**self._moments, **self._generators}, self._steps)
+        moments = {
+            key_of(kind, part): values
+            for (kind, block), found in self._moments.items()
+            for part, values in self._experts.apart(block, found)
+        }
+        write(file_of(folder, self._rank, self._world), {**moments, **self._generators}, self._steps)
         if self._rank != 0:
             return
-        flat = torch.frombuffer(self._merged, dtype=torch.uint8)
-        entries = self._weights.layout(DTYPE).entries
-        tensors = {e.name: flat[e.offset : e.offset + e.nbytes].view(torch.float32).view(e.shape) for e in entries}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(self._tensors(), folder / "model.safetensors", metadata={"format": "pt"})
         self._model.config.save_pretrained(folder)
         if self._model.generation_config is not None:
             self._model.generation_config.save_pretrained(folder)
@@ -112,6 +122,16 @@ class Snapshots:
             adapters.write_config(inner, self._lora, self._source)
         await_files(folder, self._world)
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The model of the last snapshot, under a checkpoint's names; views."""
+        flat, found = torch.frombuffer(self._merged, dtype=torch.uint8), {}
+        for entry, piece in zip(self._weights.layout(DTYPE).entries, self._weights.published, strict=True):
+            values = flat[entry.offset : entry.offset + entry.nbytes].view(torch.float32)
+            shapes = self._experts.shapes(piece)
+            for part, own in self._experts.apart(whole(piece.name, piece.shape), values):
+                found[part.name] = own.view(shapes[part.name])
+        return found
+
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Take weights and moments from a checkpoint, however many ranks wrote it. Nothing is changed before all of it
         was found good.
@@ -121,8 +141,9 @@ class Snapshots:
             RelaxError: it is good, and of a training with other adapters; to pass over it would lose that.
         """
         weights, state = self._weights, OptimizerFiles(folder)
-        model = _checked(TensorFiles(folder), weights.published, "")
-        read: Read = model
+        files, experts = TensorFiles(folder), self._experts
+        _check(files, [_there(files, experts, piece) for piece in weights.published])
+        read: Read = experts.reader(files, lambda name: files.shape(name) is not None)
         pieces, prefix = list(weights.published), ""
         if self._lora is not None:
             pieces, prefix = weights.trained, adapters.PREFIX
@@ -130,7 +151,7 @@ class Snapshots:
         elif (folder / adapters.FOLDER).is_dir():
             raise _other_training(folder, "it is of a training of adapters")
         elif state.has(MASTER):
-            read = state.reader(MASTER)
+            read = experts.reader(state.reader(MASTER), partial(state.holds, MASTER))
         moments = self._moments_of(state)
         with torch.no_grad():
             for piece in pieces:
@@ -157,17 +178,19 @@ class Snapshots:
             raise _other_training(folder, "it is of a training of all weights")
         files = TensorFiles(inner, adapters.WEIGHTS_FILE)
         try:
-            return _checked(files, self._weights.trained, adapters.PREFIX)
+            _check(files, [{adapters.PREFIX + piece.name: piece.shape} for piece in self._weights.trained])
         except Refused as error:
             raise _other_training(folder, error.why) from error
+        return files
 
     def _moments_of(self, files: OptimizerFiles) -> dict[str, dict[str, torch.Tensor]]:
         """Of this rank's rows, by the name of the tensor; none where no step was taken yet."""
         if not all(files.has(kind) for kind in MOMENTS):
             return {}
+        reads = {kind: self._experts.reader(files.reader(kind), partial(files.holds, kind)) for kind in MOMENTS}
         return {
             piece.name: {
-                kind: files.reader(kind)(piece.block).view(piece.values.shape).to(self._device) for kind in MOMENTS
+                kind: read(piece.block).view(piece.values.shape).to(self._device) for kind, read in reads.items()
             }
             for piece in self._weights.trained
             if piece.rows
@@ -179,20 +202,25 @@ def _other_training(folder: Path, why: str) -> RelaxError:
     return RelaxError(f"checkpoint {folder}", why=why, hint=hint)
 
 
-def _keep(kept: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+def _keep(kept: dict[K, torch.Tensor], name: K, values: torch.Tensor) -> None:
     """Copied into the buffers of the last snapshot: fresh pages cost more than the copy."""
     kept[name] = on_host(values.contiguous(), kept.get(name))
 
 
-def _checked(files: TensorFiles, pieces: list[Piece], prefix: str) -> TensorFiles:
-    """Files that hold every one of these tensors.
+def _there(files: TensorFiles, experts: Experts, piece: Piece) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that files should have of a tensor: as the model has it where they do, for a stack of experts
+    was written so before."""
+    return {piece.name: piece.shape} if files.shape(piece.name) is not None else experts.shapes(piece)
+
+
+def _check(files: TensorFiles, wanted: Iterable[Mapping[str, tuple[int, ...]]]) -> None:
+    """See that files hold every one of these tensors.
 
     Raises:
         Refused: one is missing or of another shape; it is named.
     """
-    for piece in pieces:
-        found = files.shape(prefix + piece.name)
-        if found != piece.shape:
-            what = "is missing" if found is None else f"has the shape {list(found)}, not {list(piece.shape)}"
-            raise Refused(f"checkpoint {files.folder}", why=f"{prefix}{piece.name} {what}")
-    return files
+    for name, shape in (one for tensors in wanted for one in tensors.items()):
+        found = files.shape(name)
+        if found != shape:
+            what = "is missing" if found is None else f"has the shape {list(found)}, not {list(shape)}"
+            raise Refused(f"checkpoint {files.folder}", why=f"{name} {what}")
