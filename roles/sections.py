@@ -413,8 +413,8 @@ class TrainerSettings(TrainedSettings):
     """Train adapters and leave the model's own weights as they are: { rank = 16, alpha = 32 } (torch). The weights that
     are published have the adapters merged."""
     packing: Literal["auto", "required"] = "auto"
-    """Sequences one behind the other in a row, where that costs less than padding them. required: end, rather than pad,
-    where the model's attention cannot have several in a row (torch; megatron always packs)."""
+    """Sequences one behind the other in a row, where that costs less than padding them. required: a model whose
+    attention cannot have several in a row is refused, and not padded (torch; megatron always packs)."""
     mismatch: Literal["trained", "all"] = "trained"
     """What a step's comparison of the trained policy with the sampled one is over: tokens whose gradients are computed,
     or all of the batch, for a forward pass over samples without advantages (docs/metrics.md)."""
