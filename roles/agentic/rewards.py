@@ -10,11 +10,14 @@ import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.agentic.tokens.messages import ASSISTANT, for_template, words
+from relax_rt.roles.agentic.tokens.types import CONTEXT, Message
 from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
     from relax_rt.roles.agentic.episode import Played
     from relax_rt.roles.agentic.interface import Task
+    from relax_rt.roles.agentic.tokens import Episode
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
     from relax_rt.roles.sections import RLConfig
@@ -58,15 +61,11 @@ def check_rewards(config: RLConfig) -> Iterator[Problem]:
 
 def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
     """What a reward function gets of an episode: its last reply, or what its program printed, as the completion; and
-    all turns, branch after branch. Each reply is a turn of the assistant once, where it is trained."""
+    all turns."""
     from relax_rt.roles.rewards.dry_run import offered
     from relax_rt.roles.rewards.scoring import Request
 
-    turns = [
-        {"role": turn.role, "text": tokenizer.decode(branch.tokens[turn.start : turn.end])}
-        for branch in played.episode.branches
-        for turn in branch.turns
-    ]
+    turns = turns_of(played.episode, tokenizer)
     info = offered(
         task.question,
         task.metadata,
@@ -82,6 +81,31 @@ def request_of(task: Task, played: Played, tokenizer: ChatTokenizer) -> Request:
     # The last branch ends with the last reply.
     last = turns[-1]["text"] if turns else ""
     return Request(last if played.output is None else played.output, task.answer, info)
+
+
+def turns_of(episode: Episode, tokenizer: ChatTokenizer) -> list[dict[str, str]]:
+    """The conversations of an episode, branch after branch: each message that the policy was given, and what it said,
+    thoughts and tool calls as it wrote them. A reply is a turn of the assistant once, where it is trained."""
+    found: list[dict[str, str]] = []
+    for branch in episode.branches:
+        for turn in branch.turns:
+            if turn.response:
+                found.append({"role": turn.role, "text": tokenizer.decode(branch.tokens[turn.start : turn.end])})
+            for message in turn.messages:
+                role = CONTEXT if message["role"] == ASSISTANT else message["role"]
+                found.append({"role": role, "text": _text(message)})
+    return found
+
+
+def _text(message: Message) -> str:
+    """Of a message: its words and, each in a line, its calls of tools as JSON. Pictures are none."""
+    content = words(message.get("content"))
+    parts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
+    lines = ["".join(parts)] if any(parts) else []
+    for call in for_template(message).get("tool_calls") or []:
+        function = {name: call["function"].get(name) for name in ("name", "arguments")}
+        lines.append(msgspec.json.encode(function).decode())
+    return "\n".join(lines)
 
 
 def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from relax_rt.roles.agentic.tokens.messages import ASSISTANT
-from relax_rt.roles.agentic.tokens.tree import Call, Said, token_chain
-from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Sampled
+from relax_rt.roles.agentic.tokens.tree import Call, Said, chain, token_chain
+from relax_rt.roles.agentic.tokens.types import CONTEXT, Branch, BranchTurn, Message, Sampled
 from relax_rt.roles.engines.base import extend_spans
 from relax_rt.roles.media.pictures import Placed, digest_of
 from relax_rt.transport.queue.api import VersionSpan
@@ -38,9 +38,9 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         begun = len(tokens)
         media += (Placed(one.start + begun, one.end + begun, digest_of(one.data)) for one in said.call.media)
         if rendered:
-            role = said.call.messages[-1]["role"] if said.call.messages else ASSISTANT
-            role = CONTEXT if role == ASSISTANT else role
-            turns.append(BranchTurn(len(tokens), len(tokens) + len(rendered), role))
+            messages = (*_before(said.call), *said.call.messages)
+            role = CONTEXT if messages[-1]["role"] == ASSISTANT else messages[-1]["role"]
+            turns.append(BranchTurn(len(tokens), len(tokens) + len(rendered), role, messages=messages))
         start = len(tokens) + len(rendered)
         trained = said.number in owned
         if sampled:
@@ -61,6 +61,13 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         routing=_routing(path),
         media=tuple(media),
     )
+
+
+def _before(call: Call) -> Iterator[Message]:
+    """The messages before those of a call that were rendered with it: the whole conversation, where it does not go on
+    behind the tokens of what it answers."""
+    for said in chain(call.above if call.base is None else None):
+        yield from (*said.call.messages, said.message)
 
 
 def with_new_rows(call: Call, what: Sampled) -> tuple[Sampled, int]:

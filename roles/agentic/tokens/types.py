@@ -97,6 +97,7 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
             the last message that was rendered there.
         response: the completion's id; empty for what was rendered.
         trained: the completion's tokens count in this branch. Of the branches that share a completion, one trains it.
+        messages: that were rendered there.
     """
 
     start: int
@@ -104,6 +105,7 @@ class BranchTurn(msgspec.Struct, frozen=True, array_like=True):
     role: str
     response: str = ""
     trained: bool = False
+    messages: tuple[Message, ...] = ()
 
 
 class Branch(msgspec.Struct, frozen=True):

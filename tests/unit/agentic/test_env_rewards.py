@@ -23,8 +23,10 @@ from relax_rt.roles.agentic.role import games
 from relax_rt.roles.agentic.samples import make_sample
 from relax_rt.roles.agentic.settings import EnvSettings
 from relax_rt.roles.agentic.tally import Tally
+from relax_rt.roles.agentic.tokens import ChatTemplate
 from relax_rt.roles.algorithms.inputs import trajectory
 from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.scoring import Score
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.sections import RLConfig, SamplingTable
 from relax_rt.transport.queue.api import Ticket
@@ -195,6 +197,46 @@ async def test_turn_rewards_go_to_the_turns_they_are_of_whatever_branches_there_
     words = [tokenizer().decode(sample.tokens[start:end]) for start, end in credited.turns]
     assert words == [number for number, value in expected.items() if value]
     assert credited.turn_rewards == [float(one) + 300 * (one == "3") for one in words]
+
+
+class Talkative:
+    """Begins with an example, and says several things at a time."""
+
+    async def reset(self, task: Task) -> Observation:
+        shown = [("system", "be brief"), ("user", "1 + 1"), ("assistant", "2"), ("user", "1 + 2")]
+        return Observation(messages=[{"role": role, "content": text} for role, text in shown])
+
+    async def step(self, reply: Reply) -> Step:
+        parts = [{"type": "text", "text": "r"}, {"type": "text", "text": "ight"}]
+        more = [{"role": "tool", "content": parts}, {"role": "user", "content": "and 2 + 2"}]
+        return Step(messages=more, done=reply.text == "4")
+
+
+THOUGHT = "<think>hm</think>3"
+
+
+@pytest.mark.parametrize("reasoning", ["keep_reasoning", "strip"])
+async def test_turns_are_the_messages_and_replies_of_the_conversation(reasoning: Any) -> None:
+    asked: list[Any] = []
+
+    async def score(request: Any) -> Score:
+        asked.append(request)
+        return Score(0.0, {})
+
+    said = iter([THOUGHT, "4"])
+    one = player(factory(Talkative), lambda prompt: next(said), {"function": "game.py:style"}, scores=score)
+    one.settings = one.settings.model_copy(update={"reasoning": reasoning})
+    one.limits = msgspec.structs.replace(one.limits, max_new_tokens=40)
+    one.chat = ChatTemplate(tokenizer(), reasoning_parser="think")
+    found = await one.play("e", TASK, 3)
+    begin = [("system", "be brief"), ("user", "1 + 1"), ("context", "2"), ("user", "1 + 2")]
+    more = [("tool", "right"), ("user", "and 2 + 2"), ("assistant", "4")]
+    # Without its thoughts the first reply is another branch's context, as it was sent.
+    again = [*begin, ("context", "3")] if reasoning == "strip" else []
+    (request,) = asked
+    turns = [(turn["role"], turn["text"]) for turn in request.info["turns"]]
+    assert turns == [*begin, ("assistant", THOUGHT), *again, *more] and request.completion == "4"
+    assert len(found.episode.branches) == (2 if reasoning == "strip" else 1)
 
 
 # --- seats

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_world import Running, running
+from gateway_world import Running, running, tokenizer
 
 from relax_rt.roles.agentic import Task
 from relax_rt.roles.agentic.episode import Limits, Played
@@ -15,6 +15,7 @@ from relax_rt.roles.agentic.pool import Lost
 from relax_rt.roles.agentic.program import load_program
 from relax_rt.roles.agentic.program_host import ProgramHost
 from relax_rt.roles.agentic.program_play import Programs
+from relax_rt.roles.agentic.rewards import turns_of
 from relax_rt.roles.gateway.api import Access, Closed, SessionLimits
 from relax_rt.roles.gateway.remote import Lessee
 from relax_rt.roles.router.requests import Wanted
@@ -85,6 +86,18 @@ async def test_the_example_s_agent_uses_its_calculator_and_its_tokens_are_the_ep
         assert sampled == [token for outcome in world.engine.made for token in outcome.tokens]
         assert played.episode.counts.continuation == 1 and played.episode.counts.drift == 0
         assert not len(world.sessions), "its session was not forgotten"
+        call = '<tool_call>{"name": "calculator", "arguments": {"expression": "23 * 37"}}</tool_call>'
+        assert turns_of(played.episode, tokenizer()) == [
+            {"role": "system", "text": "Use the calculator, then answer with the number alone."},
+            {"role": "user", "text": "Calculate 21 * 4."},
+            {"role": "context", "text": '{"name":"calculator","arguments":{"expression":"21 * 4"}}'},
+            {"role": "tool", "text": "84"},
+            {"role": "context", "text": "84"},
+            {"role": "user", "text": "Calculate 23 * 37."},
+            {"role": "assistant", "text": call},
+            {"role": "tool", "text": "851"},
+            {"role": "assistant", "text": "851"},
+        ]
         # One call is all it may have: it fails, and the episode is cut.
         cut = await play(world, here, host, "7.1", "Calculate 2 * 3.", turns=1)
         assert cut.truncated == "turns" and cut.turns == 1 and cut.output == ""
