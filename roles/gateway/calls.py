@@ -98,7 +98,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         message: as the assistant's message of Chat Completions.
         text: of a completion without messages.
         stop: the stop string that ended it.
-        tokens: sampled ones.
+        tokens: sampled ones. thought: those up to the end of its thoughts.
         logprobs: of the tokens, if they were asked for.
     """
 
@@ -109,6 +109,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     stop: str | None = None
     tokens: int = 0
+    thought: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -144,6 +145,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return sum(choice.tokens for choice in self.choices)
 
     @property
+    def thought_tokens(self) -> int:
+        """Of all choices."""
+        return sum(choice.thought for choice in self.choices)
+
+    @property
     def usage(self) -> dict[str, Any]:
         """Numbers of tokens in the form of Chat Completions."""
         prompt, completion = self.head.prompt_tokens, self.completion_tokens
@@ -152,6 +158,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.head.reused_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.thought_tokens},
         }
 
 

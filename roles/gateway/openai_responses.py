@@ -160,7 +160,7 @@ def usage(answer: Answer) -> dict[str, Any]:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": answer.head.reused_tokens, "cache_write_tokens": 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
         "total_tokens": prompt + completion,
     }
 

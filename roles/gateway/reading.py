@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 
 from relax_rt.roles.gateway.calls import TokenLogprob
@@ -10,6 +11,8 @@ Spell = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens written out."""
 UNFINISHED = "�"
 """What a decoder writes for bytes that are no whole character yet."""
+PIECE = 1024
+"""Tokens that are spelled together where a place in a long text is looked for."""
 MARKS = (
     "<think>",
     "</think>",
@@ -153,6 +156,18 @@ class Reader:
         elif self.stop is None:
             text = text[: len(text) - _begun(text, (*self._stops, *MARKS))]
         return max(self._shown, len(text.rstrip()))
+
+
+def tokens_before(tokens: Sequence[int], end: int, spell: Spell) -> int:
+    """How many tokens it takes to say the first `end` characters, about: a character that is cut by a piece of
+    PIECE tokens is taken for those that its halves are spelled as."""
+    at = 0
+    for begin in range(0, len(tokens), PIECE):
+        piece = tokens[begin : begin + PIECE]
+        if at + len(spell(piece)) >= end:
+            return begin + bisect_left(range(len(piece)), end - at, key=lambda n: len(spell(piece[:n])))
+        at += len(spell(piece))
+    return len(tokens)
 
 
 def _begun(text: str, words: Sequence[str]) -> int:

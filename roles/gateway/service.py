@@ -20,7 +20,7 @@ from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.messages import not_seen
-from relax_rt.roles.gateway.reading import Reader
+from relax_rt.roles.gateway.reading import Reader, tokens_before
 from relax_rt.roles.gateway.sessions import Session
 from relax_rt.roles.gateway.streams import Streamed, Taken, go_on
 from relax_rt.roles.media.sight import Looked, Sight
@@ -359,6 +359,12 @@ class Service:
             return secrets.randbits(63)
         return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "big") >> 1
 
+    def thought(self, reply: Reply, tokens: Sequence[int]) -> int:
+        """How many of an answer's tokens are thoughts, the marks before them included."""
+        thoughts = str(reply.message.get("reasoning_content") or "")
+        begin = reply.text.find(thoughts) if thoughts else -1
+        return tokens_before(tokens, begin + len(thoughts), self._tokenizer.spell) if begin >= 0 else 0
+
     def read(self, call: Call, prompt: Sequence[int]) -> Reader:
         """A reader for an answer to this prompt."""
         end = self._tokenizer.spell(prompt[-16:])[-MAY_OPEN_A_THOUGHT:] if call.stream else ""
@@ -497,6 +503,7 @@ class _Job:
             finish_reason="tool_calls" if calls else "stop" if finish == "stop" else "length",
             stop=reader.stop,
             tokens=len(what.tokens),
+            thought=self._service.thought(reply, what.tokens),
             logprobs=tuple(reader.tokens),
         )
 

@@ -279,6 +279,25 @@ async def test_responses_as_items_and_as_a_stream() -> None:
         assert (episode.counts.continuation, episode.counts.drift) == (1, 0)
 
 
+async def test_tokens_of_thoughts_are_counted() -> None:
+    said = "<think>hm, hm</think>I know."
+    count = len(tokenizer().encode("<think>hm, hm"))
+    async with running(lambda p, w: said) as world, client(world) as api:
+        chat = await api.chat.completions.create(model="policy", messages=ask("?"), n=2)
+        assert chat.usage is not None and chat.usage.completion_tokens_details is not None
+        assert chat.usage.completion_tokens_details.reasoning_tokens == 2 * count
+        answer = await api.responses.create(model="policy", input="?")
+        assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens == count
+        assert answer.usage.output_tokens == len(world.engine.made[-1].tokens)
+        async with api.responses.stream(model="policy", input="?") as stream:
+            final = await stream.get_final_response()
+        assert final.usage is not None and final.usage.output_tokens_details.reasoning_tokens == count
+    async with running(echo) as world, client(world) as api:
+        chat = await api.chat.completions.create(model="policy", messages=ask("?"))
+        assert chat.usage is not None and chat.usage.completion_tokens_details is not None
+        assert chat.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 async def test_models_and_health() -> None:
     async with running(echo) as world, client(world) as api:
         assert [model.id async for model in api.models.list()] == ["policy"]

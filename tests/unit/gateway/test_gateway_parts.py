@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_rt.roles.gateway import reading
 from relax_rt.roles.gateway.calls import event
 from relax_rt.roles.gateway.errors import CallError
 from relax_rt.roles.gateway.keys import Caller, Keys, run_token
@@ -72,6 +73,14 @@ def test_a_decoder_that_takes_a_character_back_changes_nothing_that_was_read() -
     for token in "ab😀😀!".encode():
         reader.take([token], [0.0])
     assert reader.text == "ab😀😀!" and reader.stop == "!" and reader.visible == "ab😀😀"
+
+
+@given(st.text("ab", max_size=40), st.integers(0, 40), st.integers(1, 7))
+def test_a_place_in_a_text_is_found_in_its_tokens(text: str, end: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "PIECE", piece)
+        count = reading.tokens_before(list(text.encode()), end, spell)
+    assert count == min(end, len(text))
 
 
 @given(TEXT, SIZES, st.lists(st.text("abß€ ", min_size=1, max_size=3), min_size=1, max_size=3))
