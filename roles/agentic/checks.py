@@ -123,9 +123,6 @@ def preflight_environment(
     if table.workers == 0 and factory.blocking:
         message = f"the methods of {table.environment} are not async, so that they would stop the role: workers = 0"
         yield Problem((*PLACE, "workers"), message, "leave it out, or make reset and step async")
-    if table.workers and not factory.blocking:
-        message = f"{table.environment} is async, so that it is played in the role's own process"
-        yield Problem((*PLACE, "workers"), message, "leave it out, or raise count for more processes")
     if config.algorithm.group_size % factory.seats:
         message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
         yield Problem(("algorithm", "group_size"), f"{message}{config.algorithm.group_size}", "a multiple of the seats")
@@ -195,17 +192,15 @@ async def _observe(config: RLConfig, table: EnvSettings, factory: Factory, token
     Raises:
         RelaxError: what the environment raised, or that it did not return in time.
     """
-    from relax_rt.roles.agentic.frames import Spec
     from relax_rt.roles.agentic.interface import Observation
-    from relax_rt.roles.agentic.pool import Pool, limits_of
     from relax_rt.roles.agentic.tasks import first_task
+    from relax_rt.roles.agentic.workers import open_pool
     from relax_rt.roles.rewards.loader import user_line
 
     task = first_task(config, table, tokenizer)
     environment: Any
-    if factory.blocking:
-        spec = Spec(table.environment, table.options, config.config_dir)
-        async with Pool(spec, 1, table.turn_timeout_s, limits_of(table)) as pool:
+    if (workers := open_pool(table, factory, config.config_dir, size=1)) is not None:
+        async with workers as pool:
             environment = await pool.environment("the first held-out task")
             found = await environment.reset(task)
             await environment.close()

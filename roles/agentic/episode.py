@@ -22,7 +22,9 @@ from relax_rt.roles.agentic.interface import (
     Task,
     conversation,
     media,
+    only_over,
 )
+from relax_rt.roles.agentic.interface import checked as checked
 from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
 from relax_rt.roles.engines.routing import PART_TOKENS
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Generate = Callable[[Wanted], Awaitable[Outcome]]
-FLOAT32_MAX = 3.4028234e38
 CLOSE_S = 5.0
 ROOM_S = 0.1
 """After that a router that had no room is asked again."""
@@ -325,21 +326,6 @@ def turn_seed(seed: int, turn: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed} {turn}".encode()) >> 1
 
 
-def checked(value: Any) -> float:
-    """A reward.
-
-    Raises:
-        ValueError: it is no finite number that fits into 32 bits.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"a reward of {value!r:.80}; a number is wanted") from None
-    if not abs(number) <= FLOAT32_MAX:
-        raise ValueError(f"a reward of {value!r:.80}; it must be finite, as a 32-bit float")
-    return number
-
-
 async def play(factory: Factory, environment: Any, task: Task, talk: Talk, limits: Limits) -> Played:
     """Play an episode to its end; see `play_seats`."""
     (played,) = await play_seats(factory, environment, task, [talk], limits)
@@ -532,20 +518,17 @@ async def _play_function(function: Any, task: Task, talk: Talk, apart: Apart) ->
             last = await function(task, talk)
         if last is not None:
             talk.reward(last, next(reversed(talk.ledger.replies), ""))
+    except (Stuck, Broken, Lost):
+        # It is in a worker.
+        if talk.trouble is None:
+            raise
     except Exception as error:
-        if talk.trouble is None and not (talk.over and _only_over(error)):
+        if talk.trouble is None and not (talk.over and only_over(error)):
             raise Broken("in play", why=f"{type(error).__name__}: {error} at {user_line(error)}") from error
     if talk.trouble is not None:
         # Also where the function went on without the reply: its environment is not to blame, nor to be believed.
         raise talk.trouble
     return {}
-
-
-def _only_over(error: Exception) -> bool:
-    """Whether it is EpisodeOver, or a group of nothing else."""
-    if isinstance(error, BaseExceptionGroup):
-        return error.split(EpisodeOver)[1] is None
-    return isinstance(error, EpisodeOver)
 
 
 async def _within(call: Callable[[], Any], seconds: float | None, where: str, apart: Apart) -> Any:

@@ -11,6 +11,7 @@ from relax_rt.roles.media.pictures import IMAGES
 
 TEXTS = ("text", "input_text", "output_text")
 """Types of parts of a message that are text."""
+FLOAT32_MAX = 3.4028234e38
 Message = dict[str, Any]
 """An OpenAI chat message: role, content, and what else its role has."""
 
@@ -107,7 +108,8 @@ class Environment:
                 return Step(reward=float(reply.text == "hello"), done=True)
 
     The class is made anew for each episode, with `roles.env.options` as its arguments. Methods that are not async run
-    in worker processes, which are killed when a call is late. A subclass is not needed, the methods are.
+    in worker processes, which are killed when a call is late. Async ones must not block: they share an event loop, the
+    slot's own or a worker's. A subclass is not needed, the methods are.
 
     Attributes:
         seats: how many players the policy is in one game, each with a conversation, rewards and a sample of its own.
@@ -181,3 +183,25 @@ def media(messages: list[Message], *, sees: bool = False) -> str:
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     kinds = (str(part.get("type", "")) if isinstance(part, dict) else type(part).__name__ for part in parts)
     return next((kind for kind in kinds if kind not in known), "")
+
+
+def checked(value: Any) -> float:
+    """A reward.
+
+    Raises:
+        ValueError: it is no finite number that fits into 32 bits.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"a reward of {value!r:.80}; a number is wanted") from None
+    if not abs(number) <= FLOAT32_MAX:
+        raise ValueError(f"a reward of {value!r:.80}; it must be finite, as a 32-bit float")
+    return number
+
+
+def only_over(error: BaseException) -> bool:
+    """Whether it is EpisodeOver, or a group of nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(EpisodeOver)[1] is None
+    return isinstance(error, EpisodeOver)

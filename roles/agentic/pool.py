@@ -12,7 +12,9 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -25,7 +27,6 @@ from relax_rt.transport.errors import RelaxError
 START_S = 120.0
 """A worker that has not loaded the environment by then is given up."""
 CLOSE_S = 5.0
-MODULE = "relax_rt.roles.agentic.worker"
 OVER = {
     "processes": "it had more than {processes} processes (roles.env.worker_processes)",
     "memory": "it took more than {total_mib} MiB (roles.env.worker_memory_mib)",
@@ -61,6 +62,8 @@ class Lost(RelaxError):
 
 class Worker:
     """One process, with calls done one after the other."""
+
+    module: ClassVar[str] = "relax_rt.roles.agentic.worker"
 
     def __init__(self, spec: Spec, limits: WorkerLimits, level: Level) -> None:
         self._spec, self._limits, self._level = spec, limits, level
@@ -111,7 +114,7 @@ class Worker:
             "kind": "worker",
             "level": self._level,
             # Without the current folder on its path: nothing there may shadow a module.
-            "argv": [sys.executable, "-P", "-m", MODULE, str(fd), msgspec.json.encode(self._spec).decode()],
+            "argv": [sys.executable, "-P", "-m", self.module, str(fd), msgspec.json.encode(self._spec).decode()],
             "env": dict(os.environ),
             "folder": os.getcwd(),  # noqa: PTH109 the plain text is wanted
             "fds": [fd],
@@ -155,11 +158,13 @@ class Worker:
             return answer.data
 
     async def _answer(self) -> Answer | None:
+        body = await self._body()
+        return None if body is None else msgspec.msgpack.decode(body, type=Answer)
+
+    async def _body(self) -> bytes | None:
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            if length > MOST_BYTES:
-                return None
-            return msgspec.msgpack.decode(await self._reader.readexactly(length), type=Answer)
+            return None if length > MOST_BYTES else await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
@@ -217,14 +222,23 @@ class Pool:
 
     Args:
         timeout_s: of each call.
+        kind: makes a worker, if it is another than for methods that block.
     """
 
-    def __init__(self, spec: Spec, size: int, timeout_s: float, limits: WorkerLimits | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        size: int,
+        timeout_s: float,
+        limits: WorkerLimits | None = None,
+        kind: Callable[[Spec, WorkerLimits, Level], Worker] | None = None,
+    ) -> None:
         self._spec, self._size, self._timeout_s = spec, size, timeout_s
         self._limits = limits or WorkerLimits()
         self.level: Level = "namespaces"
         """How workers are guarded: where namespaces are not permitted, with limits only."""
         self._workers: list[Worker] = []
+        self._kind = kind or Worker
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
         self.killed = 0
@@ -237,16 +251,19 @@ class Pool:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.gather(*(worker.kill("the slot ends") for worker in self._workers), return_exceptions=True)
 
-    async def environment(self, name: str) -> RemoteEnvironment:
-        """An environment in the worker that has the fewest.
+    async def environment(self, name: str) -> Any:
+        """An environment in the worker that has the fewest: a RemoteEnvironment.
 
         Raises:
             RelaxError: a worker that ended cannot be replaced.
         """
+        return RemoteEnvironment(await self.worker(), next(self._numbers), self._timeout_s, name)
+
+    async def worker(self) -> Worker:
+        """The one that has the fewest episodes; raises as `environment`."""
         if any(worker.ended for worker in self._workers):
             await self._fill()
-        worker = min(self._workers, key=lambda one: len(one.episodes))
-        return RemoteEnvironment(worker, next(self._numbers), self._timeout_s, name)
+        return min(self._workers, key=lambda one: len(one.episodes))
 
     async def _fill(self) -> None:
         """Start what is missing."""
@@ -264,7 +281,7 @@ class Pool:
 
     async def _started(self) -> Worker:
         level = self.level
-        worker = Worker(self._spec, self._limits, level)
+        worker = self._kind(self._spec, self._limits, level)
         try:
             await worker.start()
         except NotGuarded:

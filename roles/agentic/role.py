@@ -173,13 +173,10 @@ class EnvRole(Role):
             self.store = Store(self.ctx.run_dir, self.factory.seats, lasts_s, self._too_old)
 
     async def _open_pool(self) -> None:
-        from relax_rt.roles.agentic.frames import Spec
-        from relax_rt.roles.agentic.pool import Pool, limits_of
+        from relax_rt.roles.agentic.workers import open_pool
 
-        workers = self.settings.workers
-        if workers or (workers is None and self.factory.blocking):
-            spec = Spec(self.settings.environment, self.settings.options, self.config.config_dir)
-            self.pool = Pool(spec, workers or 1, self.settings.turn_timeout_s, limits_of(self.settings))
+        self.pool = open_pool(self.settings, self.factory, self.config.config_dir)
+        if self.pool is not None:
             await self.pool.__aenter__()
 
     async def _start_rewards(self) -> None:

@@ -43,8 +43,8 @@ class EnvSettings(RoleSettings):
     episodes_in_flight: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Episodes that one slot plays at a time."""
     workers: Annotated[int, Field(ge=0, le=256)] | None = None
-    """Processes for the environments of a slot. Unset: 1 where the methods are not async, else 0: they run in the
-    slot's own process."""
+    """Processes for the environments of a slot, those of async ones with an event loop each. Unset: 1 where the methods
+    are not async, else 0: they run in the slot's own process."""
     worker_processes: Annotated[int, Field(ge=1, le=100_000)] = 1024
     """Processes that a worker may have with all that it starts; one that has more is killed."""
     worker_memory_mib: Annotated[int, Field(ge=64)] | None = None

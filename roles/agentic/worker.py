@@ -43,17 +43,19 @@ class Episodes:
         if call.op == "reset":
             environment = self._at_work[call.episode] = self._factory.make()
             found = environment.reset(msgspec.msgpack.decode(call.data, type=Task))
-            return _encoded(found if isinstance(found, str | Observation) else _wrong("reset", found))
+            return encoded(found if isinstance(found, str | Observation) else wrong("reset", found))
         found = self._at_work[call.episode].step(msgspec.msgpack.decode(call.data, type=Reply))
-        return _encoded(found if isinstance(found, Step) else _wrong("step", found))
+        return encoded(found if isinstance(found, Step) else wrong("step", found))
 
 
-def _wrong(method: str, found: Any) -> Any:
+def wrong(method: str, found: Any) -> Any:
+    """Raises: TypeError, because a method returned something else than it should."""
     wanted = "an Observation or a text" if method == "reset" else "a Step"
     raise TypeError(f"{method} returned {found!r:.80}, which is not {wanted}")
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
+    """What is told to the owner."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 

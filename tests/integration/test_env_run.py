@@ -156,15 +156,19 @@ def test_an_env_role_that_is_killed_costs_only_time(make: Make) -> None:
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_is_named_killed_and_its_episodes_are_played_again(make: Make) -> None:
-    run = make(blocking=True)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_environment_that_hangs_is_named_killed_and_its_episodes_are_played_again(
+    make: Make, blocking: bool
+) -> None:
+    run = make(blocking=blocking, **{"roles.env.workers": 1})
     run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
     run.start()
     assert run.wait() == 0, run.text()
     check(run)
     stuck = run.events("environment_stuck")
     assert {e["item"] for e in stuck} == {"train-3", "train-5"}
-    assert all("did not return within 2 s" in e["why"] and "step 1 of" in e["why"] for e in stuck)
+    how = "did not return within 2 s" if blocking else "it blocks the event loop of its process at "
+    assert all(how in e["why"] and "step 1 of" in e["why"] for e in stuck)
     assert max(record["workers_killed"] for record in run.records("env")) >= 1
     assert not [e for e in run.events("slot_exited") if e["diagnosis"]["signal"] == "SIGKILL"], "a role was killed"
 
