@@ -45,14 +45,21 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     top_k: int | None = None
 
 
+class CountRequest(MessagesRequest, kw_only=True):
+    """What is to be counted has no answer."""
+
+    max_tokens: int = 1
+
+
 class Messages:
     """See Dialect."""
 
     family: Family = "anthropic"
+    request: type[MessagesRequest] = MessagesRequest
 
     def parse(self, body: bytes) -> Call:
         """See Dialect."""
-        asked = decode(body, MessagesRequest)
+        asked = decode(body, self.request)
         choice = asked.tool_choice or {}
         kind = choice.get("type", "auto")
         found: list[Message] = []
@@ -81,6 +88,12 @@ class Messages:
     def writer(self, call: Call, head: Head) -> MessagesWriter:
         """See Dialect."""
         return MessagesWriter(head)
+
+
+class Counted(Messages):
+    """What a call of `Messages` would be, to count the tokens of its prompt."""
+
+    request = CountRequest
 
 
 class MessagesWriter:

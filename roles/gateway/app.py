@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from relax_rt.roles.gateway.anthropic_messages import Messages
+from relax_rt.roles.gateway.anthropic_messages import Counted, Messages
 from relax_rt.roles.gateway.body import Gone, Memory, Receive, Scope, Send, header, linger, read_body
 from relax_rt.roles.gateway.bounds import LARGE_BYTES, PARSED_TIMES, parsed_bytes
 from relax_rt.roles.gateway.calls import Call, Dialect, Head
@@ -44,6 +44,7 @@ ROUTES: Mapping[str, tuple[str, Dialect]] = {
     "/v1/responses": ("resp_", Responses()),
     "/v1/messages": ("msg_", Messages()),
 }
+COUNT = "/v1/messages/count_tokens"
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +89,7 @@ class Gateway:
         return Starlette(
             routes=[
                 *calls,
+                Route(COUNT, _Count(self, "msg_", Counted()), methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
@@ -272,6 +274,19 @@ class _Endpoint:
         await out.more(b"", last=True)
 
 
+class _Count(_Endpoint):
+    """Counts tokens, of a call that would begin a conversation: an episode has no call by it."""
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, out: _Sender, request: str, hold: Callable[[int], None]
+    ) -> None:
+        gateway, bounds = self._gateway, self._gateway.bounds
+        call = await self._parsed(await read_body(scope, receive, bounds.body_bytes, bounds.body_s, hold), hold)
+        count = await gateway.service.count(call, gateway.sessions.of_run("", ""))
+        headers = [(b"x-request-id", request.encode()), (b"request-id", request.encode())]
+        await out.whole(200, msgspec.json.encode({"input_tokens": count}), headers)
+
+
 class _Sender:
     """Sends an answer, in slices, so that a caller who does not take them holds no more than a few in memory."""
 
@@ -358,5 +373,5 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _no_such_thing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    message = f"{request.method} {path}: there is {', '.join([*ROUTES, '/v1/models', '/health'])}"
+    message = f"{request.method} {path}: there is {', '.join([*ROUTES, COUNT, '/v1/models', '/health'])}"
     return await _refused(request, CallError(error.status_code, message, code="no_such_endpoint"))

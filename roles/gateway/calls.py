@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -179,6 +180,22 @@ class Writer(Protocol):
 
     def failed(self, error: CallError) -> bytes:
         """It cannot be gone on with."""
+
+
+class Sink(Protocol):
+    """Who looks on while an answer is made."""
+
+    gone: Callable[[], bool]
+    """Whether he is there no more."""
+
+    def begin(self, head: Head) -> None:
+        """The first token is there."""
+
+    def text(self, index: int, text: str) -> None:
+        """More of a choice."""
+
+    def choice(self, choice: Choice) -> None:
+        """A choice has ended."""
 
 
 class Dialect(Protocol):

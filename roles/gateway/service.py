@@ -16,7 +16,7 @@ from relax_rt.roles.agentic.episode import used_up
 from relax_rt.roles.agentic.tokens import PromptPlan, Reply, Sampled, TokenLedger
 from relax_rt.roles.engines.routing import PART_TOKENS
 from relax_rt.roles.gateway.bounds import CHARACTERS_A_TOKEN, LONG_BYTES, characters
-from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message
+from relax_rt.roles.gateway.calls import Answer, Call, Choice, Head, Message, Sink
 from relax_rt.roles.gateway.errors import CallError, bad
 from relax_rt.roles.gateway.gate import Gate
 from relax_rt.roles.gateway.messages import not_seen
@@ -84,22 +84,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     lag: int = 1
     seed: int = 0
-
-
-class Sink(Protocol):
-    """Who looks on while an answer is made."""
-
-    gone: Callable[[], bool]
-    """Whether he is there no more."""
-
-    def begin(self, head: Head) -> None:
-        """The first token is there."""
-
-    def text(self, index: int, text: str) -> None:
-        """More of a choice."""
-
-    def choice(self, choice: Choice) -> None:
-        """A choice has ended."""
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +235,17 @@ class Service:
         if isinstance(told, CallError) and (told.status == 429 or told.status >= 500) and not settled:
             session.trouble, session.never = told.message, _never(error)
         return told
+
+    async def count(self, call: Call, session: Session) -> int:
+        """Tokens of the prompt that a call would have, which is not answered.
+
+        Raises:
+            CallError: it could not be.
+        """
+        self.check(call, session)
+        plans: list[PromptPlan] = []
+        await self._prepare(call, session, 0, plans)
+        return len(plans[0].tokens)
 
     def undelivered(self, made: Made, session: Session) -> None:
         """The caller was gone before he had it: nothing of it is trained on, unless the session goes on with what he

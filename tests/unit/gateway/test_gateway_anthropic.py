@@ -72,6 +72,24 @@ async def test_a_call_without_the_choice_of_tools_is_in_the_same_conversation() 
         assert (episode.counts.first, episode.counts.continuation, episode.counts.drift) == (1, 1, 0)
 
 
+async def test_tokens_are_counted_without_an_answer() -> None:
+    async with running(calculator) as world, client(world, world.episode(calls=1)) as api:
+        request: Any = {"model": "policy", "messages": [{"role": "user", "content": "2 and 3?"}], "system": "Add."}
+        bare = await api.messages.count_tokens(**request)
+        counted = await api.messages.count_tokens(**request, tools=[TOOL])
+        assert counted.input_tokens > bare.input_tokens and not world.engine.orders
+        answer = await api.messages.create(**request, max_tokens=150, tools=[TOOL])
+        assert answer.usage.input_tokens == counted.input_tokens == len(world.engine.orders[0].prompt)
+        assert world.sessions.close("episode-1").episode.counts.first == 1
+    async with running(calculator) as world:
+        async with client(world) as api:
+            with pytest.raises(anthropic.NotFoundError, match="no model 'claude'"):
+                await api.messages.count_tokens(**{**request, "model": "claude"})
+        async with client(world, "wrong") as api:
+            with pytest.raises(anthropic.AuthenticationError):
+                await api.messages.count_tokens(**request)
+
+
 async def test_a_stream_adds_up_to_the_same_message() -> None:
     async with running(calculator) as world, client(world) as api:
         async with api.messages.stream(
