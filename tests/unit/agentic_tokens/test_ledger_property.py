@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_rt.roles.agentic.tokens import ChatTemplate, Drift, PromptPlan, Reply, Sampled, TokenLedger
+from relax_rt.roles.agentic.tokens.messages import message_key
 from relax_rt.roles.agentic.tokens.tree import Load
 from relax_rt.transport.queue.api import VersionSpan
 
 WORDS = st.sampled_from(["yes", "No, it is not.", "a\nb", "1 + 1 = 2", "<b>", '{"a": 1}', "<tool", "x" * 30])
+STOP = "\nObservation:"
 THOUGHTS = st.sampled_from(["hm", "first\n\nthen", "1 + 1"])
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "note"]), st.one_of(st.integers(0, 9), WORDS), max_size=2)
 
@@ -45,6 +47,8 @@ class Session:
     book: TokenLedger = field(init=False)
     said: int = 0
     views: list[View] = field(default_factory=list)
+    given: list[View] = field(default_factory=list)
+    """All that there ever was, also what was abandoned."""
     record: dict[str, tuple[PromptPlan, Sampled]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     """Of each completion: the number that is in its routing rows."""
@@ -64,9 +68,18 @@ class Session:
     def open(self) -> tuple[PromptPlan, View]:
         view = self.following()
         tools = TOOLS if "calls" in self.ways else ()
+        meant = {self.oracle.text(one, tools) for one in self.meanings(view)}
         plan = self.book.prompt(view.sent, tools, n=self.draw(st.integers(1, 2)))
-        assert prompt_text(self.chat, plan) == self.oracle.text(view.meant, tools)
+        assert prompt_text(self.chat, plan) in meant and ("repeats" in self.ways or len(meant) == 1)
         return plan, view
+
+    def meanings(self, view: View) -> list[list[dict[str, Any]]]:
+        """What a conversation may mean: where several completions say the same, the last one in it may be any."""
+        keys = [message_key(message) for message in view.sent]
+        ends = [one for one in self.given if keys[: len(one.sent)] == [message_key(m) for m in one.sent]]
+        longest = max((len(one.sent) for one in ends), default=0)
+        found = [[*one.meant, *view.meant[longest:]] for one in ends if len(one.sent) == longest]
+        return found or [view.meant]
 
     def following(self) -> View:
         """What the client sends next: it begins, goes on from anywhere, puts its last words otherwise, or repeats."""
@@ -108,12 +121,24 @@ class Session:
         reply = self.book.sampled(plan, what)
         self.record[reply.id] = (plan, what)
         self.rows[reply.id] = self.said
-        sent, meant = [*view.sent, self.sent_back(reply)], [*view.meant, copy.deepcopy(reply.message)]
+        sent, meant = [*view.sent, self.sent_back(self.told(reply))], [*view.meant, copy.deepcopy(reply.message)]
         self.views.append(View(sent, meant, plan))
+        self.given.append(self.views[-1])
+
+    def told(self, reply: Reply) -> Reply:
+        """What the client hears of a reply: that up to the stop string, if it has one."""
+        content = reply.message["content"] or ""
+        if "stops" not in self.ways or STOP not in content:
+            return reply
+        message = {**reply.message, "content": content.partition(STOP)[0]}
+        self.book.told(reply.id, message)
+        return msgspec.structs.replace(reply, message=message)
 
     def sample(self) -> Sampled:
-        # No two completions say the same: else a client that names none could mean either.
-        words = f"{chr(ord('A') + self.said)} {self.draw(WORDS)}"
+        # Where no two completions say the same it is known which one a client means that names none.
+        words = self.draw(st.sampled_from(["yes", "no"]))
+        words = words if "repeats" in self.ways else f"{chr(ord('A') + self.said)} {self.draw(WORDS)}"
+        words += STOP if "stops" in self.ways and self.draw(st.booleans()) else ""
         self.said += 1
         if "calls" in self.ways and self.draw(st.booleans()):
             call = json.dumps({"name": "add", "arguments": self.draw(ARGUMENTS)}, ensure_ascii=False)
@@ -221,14 +246,26 @@ def chats() -> dict[str, tuple[ChatTemplate, ChatTemplate, set[str]]]:
         "llama": (big, big, set()),
         "qwen3 with tools": (thinking, kept, {"calls"}),
         "qwen3 that thinks": (thinking, kept, {"calls", "thinks"}),
+        "tiny that repeats itself": (small, small, {"is cut", "repeats", "stops"}),
+        "qwen3 that repeats itself": (thinking, kept, {"calls", "thinks", "repeats", "stops"}),
     }
 
 
-@pytest.mark.parametrize("name", ["smollm2", "tiny", "llama", "qwen3 with tools", "qwen3 that thinks"])
-def test_what_is_trained_is_what_was_sampled(name: str) -> None:
+NAMES = [
+    "smollm2",
+    "tiny",
+    "llama",
+    *(f"qwen3 {what}" for what in ("with tools", "that thinks", "that repeats itself")),
+]
+NAMES.append("tiny that repeats itself")
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_trained_is_what_was_sampled(name: str, examples: int) -> None:
     chat, oracle, ways = chats()[name]
 
-    @settings(max_examples=12, derandomize=True, database=None)
+    @settings(max_examples=examples, derandomize=True, database=None)
     @given(st.data())
     def play(data: st.DataObject) -> None:
         session = Session(chat, oracle, frozenset(ways), data.draw, routed=data.draw(st.booleans()))
