@@ -6,6 +6,7 @@ of this runtime. What it prints, or reward functions that read what it prints, s
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -25,7 +26,9 @@ from relax_rt.transport.errors import RelaxError
 
 NAME = "program"
 SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
-PLACEHOLDER = re.compile(r"\{(question|answer|item|seed|split|index)\}")
+PLACES = ("question", "answer", "item", "seed", "split", "index")
+"""Of a command's words, that the task's take."""
+BRACED = re.compile(r"\{(\w+)\}")
 PYTHON = ("python", "python3")
 
 
@@ -67,7 +70,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     def words(self, task: Task) -> list[str]:
         """The words for one task. Python is the one that runs this."""
         python = [sys.executable] if self.argv[0] in PYTHON else [self.argv[0]]
-        return [*python, *(PLACEHOLDER.sub(lambda m: str(getattr(task, m[1])), word) for word in self.argv[1:])]
+        return [*python, *(BRACED.sub(lambda found: _filled(found, task), word) for word in self.argv[1:])]
 
     def given(self, task: Task) -> bytes:
         """Standard input for one task."""
@@ -78,6 +81,11 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
                 return task.question.encode()
             case _:
                 return b""
+
+
+def _filled(found: re.Match[str], task: Task) -> str:
+    """What takes the place of a name in braces; one that is no placeholder stays."""
+    return str(getattr(task, found[1])) if found[1] in PLACES else found[0]
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -193,7 +201,7 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
     """What ``program:COMMAND`` and its options say.
 
     Raises:
-        RelaxError: an option is unknown, or the command, one of its files or a module is not there.
+        RelaxError: an option is unknown, a placeholder misspelt, or the command, a file of it or a module not there.
     """
     asked = _options(command, options)
     try:
@@ -202,6 +210,7 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
         raise _wrong(command, f"{error}") from error
     if not words:
         raise _wrong(command, "it names no command")
+    _refuse_misspelt(command, words[1:])
     name = words[0]
     if "/" in name:
         # Links are not followed: the python of a virtual environment is one, and finds its packages by where it lies.
@@ -227,6 +236,13 @@ def load_program(command: str, options: Mapping[str, Any], config_dir: Path) -> 
         preload=tuple(asked.preload),
         limits=asked.limits(),
     )
+
+
+def _refuse_misspelt(command: str, words: list[str]) -> None:
+    """Other braces stay as they are, as in a script of awk: one that is near to a placeholder is taken for a slip."""
+    for name in (name for word in words for name in BRACED.findall(word) if name not in PLACES):
+        if close := difflib.get_close_matches(name, PLACES, n=1, cutoff=0.7):
+            raise _wrong(command, f"{{{name}}} is no placeholder", f"did you mean {{{close[0]}}}?")
 
 
 def _options(command: str, options: Mapping[str, Any]) -> Options:

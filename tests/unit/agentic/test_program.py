@@ -154,6 +154,13 @@ def test_what_cannot_be_started_is_told_before_a_run(
     assert message in str(caught.value)
 
 
+def test_a_misspelt_placeholder_is_refused_and_other_braces_stay(tmp_path: Path) -> None:
+    with pytest.raises(RelaxError, match=r"\{questoin\} is no placeholder.*did you mean \{question\}\?"):
+        load_program("echo '{questoin}'", {}, tmp_path)
+    words = load_program("echo '{print} {x = 1}' {item}", {}, tmp_path).words(TASK)
+    assert words == ["echo", "{print} {x = 1}", "train-3"]
+
+
 async def test_an_interpreter_of_its_own_is_the_one_that_is_named(tmp_path: Path) -> None:
     """A virtual environment is the folder in which its link to python lies: `python -m venv` makes nothing but that."""
     home, own = tmp_path / "job", tmp_path / "job/.own"
