@@ -26,7 +26,7 @@ from relax_rt.transport.errors import RelaxError
 
 NAME = "program"
 SETTING, OPTIONS = "roles.env.environment", "roles.env.options"
-PLACES = ("question", "answer", "item", "seed", "split", "index")
+PLACES = ("question", "prompt", "answer", "item", "seed", "split", "index")
 """Of a command's words, that the task's take."""
 BRACED = re.compile(r"\{(\w+)\}")
 PYTHON = ("python", "python3")
@@ -52,7 +52,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A program that plays an episode.
 
     Attributes:
-        argv: its words; `{question}`, `{answer}`, `{item}`, `{seed}`, `{split}` and `{index}` in them are the task's.
+        argv: its words; PLACES in braces in them are the task's.
         cwd: the folder of the config file.
         stdin: what it may read: the task as a line of JSON, its question, or nothing.
         env: set for it, besides what it needs to find the gateway.
@@ -85,6 +85,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 def _filled(found: re.Match[str], task: Task) -> str:
     """What takes the place of a name in braces; one that is no placeholder stays."""
+    if found[1] == "prompt":
+        return next((str(said["content"]) for said in reversed(task.messages) if said["role"] == "user"), "")
     return str(getattr(task, found[1])) if found[1] in PLACES else found[0]
 
 

@@ -47,6 +47,7 @@ def check_program(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
     for key, hint in NOT_ITS.items():
         if key in table.model_fields_set:
             yield Problem((*PLACE, key), f"{key} has no effect on programs", hint, at="key")
+    yield from _template(config, table)
     if "unfinished" in table.model_fields_set and table.unfinished == "keep":
         message = "replies of a program's episode are not kept: it is played again from its beginning"
         yield Problem((*PLACE, "unfinished"), message, 'leave it out, or set unfinished = "drop"')
@@ -60,6 +61,17 @@ def check_program(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
             yield Problem((*PLACE, key), f"{key} of programs is the gateway's", f"set roles.gateway.{key}", at="key")
     yield from _bounds(config, table, gateway)
     yield from _reach(config, table, gateway)
+
+
+def _template(config: RLConfig, table: EnvSettings) -> Iterator[Problem]:
+    """A template that would do nothing. Who says stdin = "task" may take the messages from there."""
+    plain = config.data.template == type(config.data).model_fields["template"].default
+    if plain or table.tasks is not None or table.options.get("stdin") == "task":
+        return
+    if "{question}" in table.environment and "{prompt}" not in table.environment:
+        message = "data.template has no effect on {question}, which is the item's own"
+        hint = '{prompt} is the question put into the template; or roles.env.options.stdin = "task", for its messages'
+        yield Problem((*PLACE, "environment"), message, hint)
 
 
 def _bounds(config: RLConfig, table: EnvSettings, gateway: GatewaySettings) -> Iterator[Problem]:

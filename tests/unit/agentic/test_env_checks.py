@@ -209,6 +209,29 @@ def test_what_has_no_effect_on_a_program_or_is_too_little_for_it_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("words", "overrides", "refused"),
+    [
+        ("{question}", ["data.template={question} ="], True),
+        ("{question}", ["data.template={question} =", 'roles.env.options.stdin="none"'], True),
+        ("{question}", ["data.template={question} =", 'roles.env.options.stdin="task"'], False),
+        ("{question} {prompt}", ["data.template={question} ="], False),
+        ("{answer}", ["data.template={question} ="], False),
+        ("{question}", [], False),
+    ],
+)
+def test_a_template_that_does_not_reach_a_program_is_refused(
+    tmp_path: Path, words: str, overrides: list[str], refused: bool
+) -> None:
+    text = PROGRAM.replace("agent.py", f"agent.py '{words}'").replace("tasks = 100\n", "")
+    overrides = ["data.path=rows.jsonl", *overrides]
+    if not refused:
+        assert read(tmp_path, text, *overrides)
+        return
+    with pytest.raises(ConfigErrors, match=r"data\.template has no effect on \{question\}"):
+        read(tmp_path, text, *overrides)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         [],

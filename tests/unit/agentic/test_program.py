@@ -161,6 +161,13 @@ def test_a_misspelt_placeholder_is_refused_and_other_braces_stay(tmp_path: Path)
     assert words == ["echo", "{print} {x = 1}", "train-3"]
 
 
+def test_a_prompt_is_the_question_in_its_template(tmp_path: Path) -> None:
+    said = [("system", "Be brief."), ("user", "What is 2 + 3?"), ("assistant", "What?"), ("user", "I said 2 + 3!")]
+    task = msgspec.structs.replace(TASK, messages=[{"role": role, "content": text} for role, text in said])
+    words = load_program("echo '{question}' '{prompt}'", {}, tmp_path).words(task)
+    assert words == ["echo", "2 + 3 =", "I said 2 + 3!"]
+
+
 async def test_an_interpreter_of_its_own_is_the_one_that_is_named(tmp_path: Path) -> None:
     """A virtual environment is the folder in which its link to python lies: `python -m venv` makes nothing but that."""
     home, own = tmp_path / "job", tmp_path / "job/.own"
