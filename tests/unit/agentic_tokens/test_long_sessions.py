@@ -21,7 +21,8 @@ def grown(tree: Tree, turns: int) -> Said:
     for number in range(turns):
         message = {"role": "user", "content": str(number)}
         key = ("user", str(number))
-        call = Call(number, said, (key,), (message,), "continuation", (), 1, tokens=(1, 2, 3), extends=said is not None)
+        extends = said is not None
+        call = Call(number, number, said, (key,), (message,), "continuation", (), 1, tokens=(1, 2, 3), extends=extends)
         tree.add(call)
         said = Said(f"s-{number}", number, call, WHAT, {("assistant", str(number))}, {"role": "assistant"}, "x")
         tree.answer(said)

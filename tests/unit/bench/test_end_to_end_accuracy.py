@@ -32,7 +32,16 @@ from equivalence_statistics import Score
 
 
 def options(**others: Any) -> argparse.Namespace:
-    given = {"seeds": "1,2,3", "steps": 4, "items": 700, "at_most": None, "quick": False, "json": False, **others}
+    given = {
+        "seeds": "1,2,3",
+        "steps": 4,
+        "items": 700,
+        "at_most": None,
+        "threads": 1,
+        "quick": False,
+        "json": False,
+        **others,
+    }
     return argparse.Namespace(**given)
 
 
@@ -148,7 +157,8 @@ def test_runs_are_made_once_in_pieces_and_then_judged(
     made: list[tuple[int, str]] = []
     ready = {(one.seed, one.arm): one for one in runs()}
 
-    def carry(seed: int, arm: str, settings: dict[str, Any]) -> Ran:
+    def carry(seed: int, arm: str, settings: dict[str, Any], threads: int) -> Ran:
+        assert threads == 1
         made.append((seed, arm))
         return ready[seed, arm]
 
