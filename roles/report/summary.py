@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from relax_rt.observe.text import NOTHING, count, duration, number
@@ -27,6 +27,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
     """
     steps = history.steps
     rewards = [step.reward for step in steps if step.reward == step.reward]
+    ends = min(ENDS, len(rewards) // 2) or len(rewards[:1])
     return {
         "steps": {
             "done": steps[-1].step if steps else 0,
@@ -48,9 +49,9 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
         },
         "time": _time(history),
         "reward": {
-            "first": _known(fmean(rewards[:ENDS])) if rewards else None,
-            "last": _known(fmean(rewards[-ENDS:])) if rewards else None,
-            "over_steps": min(ENDS, len(rewards)),
+            "first": _known(fmean(rewards[:ends])) if rewards else None,
+            "last": _known(fmean(rewards[-ends:])) if rewards else None,
+            "over_steps": ends,
         },
         "staleness": _staleness(history, bound),
         "held_out": _held_out(history.evaluations),
@@ -65,22 +66,22 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
 
 
 def _time(history: History) -> dict[str, Any]:
-    steps = history.steps
+    times = _step_times(history)
     return {
         "wall_s": round(history.wall_s, 1),
         "sessions": len(history.sessions),
-        "step_s": _median(_step_times(history)),
-        "wait_s": _median([step.wait_s for step in steps]),
-        "train_s": _median([step.train_s for step in steps]),
-        "publish_s": _median([step.publish_s for step in steps]),
+        "step_s": _mean([seconds for _, seconds in times]),
+        "wait_s": _mean([step.wait_s for step, _ in times]),
+        "train_s": _mean([step.train_s for step, _ in times]),
+        "publish_s": _mean([step.publish_s for step, _ in times]),
     }
 
 
-def _step_times(history: History) -> list[float]:
-    """From the end of a step to the end of the next one by the same trainer: checkpoints are in it."""
+def _step_times(history: History) -> list[tuple[Step, float]]:
+    """Steps with their seconds, from the end of the one before by the same trainer: checkpoints are in it."""
     pairs = zip(history.steps, history.steps[1:], strict=False)
-    between = [b.t - a.t for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
-    return between or [step.t - step.began for step in history.steps]
+    between = [(b, b.t - a.t) for a, b in pairs if a.epoch == b.epoch and b.step == a.step + 1]
+    return between or [(step, step.t - step.began) for step in history.steps]
 
 
 def _staleness(history: History, bound: float | None) -> dict[str, Any]:
@@ -134,9 +135,9 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _median(values: list[float]) -> float | None:
+def _mean(values: list[float]) -> float | None:
     known = [value for value in values if math.isfinite(value)]
-    return median(known) if known else None
+    return fmean(known) if known else None
 
 
 def _ratio(amount: float, seconds: float) -> float | None:
@@ -170,7 +171,9 @@ def _held_out_lines(held_out: dict[str, Any]) -> list[str]:
         lines = [f"{_accuracy(last)} at step {last['step']}"]
     else:
         at = "" if after else f" at step {last['step']} (the run did not come to its last evaluation)"
-        lines = [f"{number(before['exact'], '.3f')} -> {_accuracy(last)}{at}"]
+        # Without a last evaluation of all items the newest may be of some of them.
+        of = "" if before["items"] == last["items"] else f" on {count(before['items'])} items"
+        lines = [f"{number(before['exact'], '.3f')}{of} -> {_accuracy(last)}{at}"]
     if held_out["gain"] is not None:
         lines.append(_gain_line(held_out))
     if last.get("reward") is not None:
@@ -214,9 +217,13 @@ def _steps_lines(summary: dict[str, Any]) -> list[str]:
         line += f", {steps['skipped']} skipped (not finite)"
     lines = [line]
     if reward["first"] is not None:
-        ends = "step" if reward["over_steps"] == 1 else f"{reward['over_steps']} steps"
-        lines.append(f"reward {reward['first']:.3f} -> {reward['last']:.3f} (mean of first, last {ends})")
+        lines.append(f"reward {_first_and_last(reward)}" if steps["done"] > 1 else f"reward {reward['last']:.3f}")
     return lines
+
+
+def _first_and_last(reward: dict[str, Any]) -> str:
+    ends = "step" if reward["over_steps"] == 1 else f"{reward['over_steps']} steps"
+    return f"{reward['first']:.3f} -> {reward['last']:.3f} (mean of first, last {ends})"
 
 
 def _tokens_line(tokens: dict[str, Any]) -> str:
@@ -237,7 +244,7 @@ def _time_line(time: dict[str, Any]) -> str:
         for name in ("wait", "train", "publish")
         if time[f"{name}_s"] is not None
     ]
-    return f"{line}; a step {duration(time['step_s'])}" + (f" ({', '.join(parts)}; medians)" if parts else "")
+    return f"{line}; a step {duration(time['step_s'])}" + (f" ({', '.join(parts)}; means)" if parts else "")
 
 
 def _staleness_line(staleness: dict[str, Any]) -> str:
@@ -277,6 +284,8 @@ def _queue_lines(summary: dict[str, Any]) -> list[str]:
 
 def _with_rules(name: str, account: dict[str, Any]) -> str:
     """What filters left out is counted as a whole and by rule: the rules stand within the whole."""
+    if name == "lost":
+        return "lost with the memory they were in, their prompts given out again"
     if name != FILTERED:
         return name
     rules = {key[len(RULE) : -1]: n for key, n in account.items() if key.startswith(RULE) and n}

@@ -112,6 +112,55 @@ def test_a_gain_is_judged_by_its_interval(tmp_path: Path, low: float, high: floa
     assert verdict in render_summary(report(tmp_path))[1]
 
 
+def test_the_newest_evaluation_of_fewer_items_says_of_how_many_the_first_one_was(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    out.metric("evaluation", START, "evaluator/0#1", **evaluation("before", 0, 0.5, 16))
+    out.metric("evaluation", START + 9, "evaluator/0#1", **evaluation("during", 3, 0.375, 8, before=0.5))
+    out.close()
+    line = render_summary(report(tmp_path))[0]
+    assert "0.500 on 16 items -> 0.375 [" in line and "on 8 items at step 3" in line
+
+
+def test_the_parts_of_a_step_are_no_more_than_the_step(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(0)
+    out.event("run_started", START)
+    t = START
+    for n in range(1, 8):
+        # Steps that wait and steps that find all samples there, by turns.
+        parts = {"wait_s": 6.0 if n % 2 else 0.1, "train_s": 0.25, "publish_s": 0.25}
+        t += sum(parts.values())
+        out.metric("step", t, "trainer/0#4", **step_record(n, 4, n * 12, rng) | parts)
+    out.close()
+    time = report(tmp_path)["time"]
+    assert time["wait_s"] + time["train_s"] + time["publish_s"] == pytest.approx(time["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        (1, "reward 0.100"),
+        (2, "reward 0.100 -> 0.200 (mean of first, last step)"),
+        (5, "reward 0.150 -> 0.450 (mean of first, last 2 steps)"),
+        (10, "reward 0.300 -> 0.800 (mean of first, last 5 steps)"),
+        (30, "reward 0.550 -> 2.550 (mean of first, last 10 steps)"),
+    ],
+)
+def test_the_first_and_the_last_rewards_are_of_different_steps(tmp_path: Path, steps: int, line: str) -> None:
+    out, rng = Writer(tmp_path), random.Random(0)
+    for n in range(1, steps + 1):
+        out.metric("step", START + 30 * n, "trainer/0#4", **step_record(n, 4, n * 12, rng) | {"reward_mean": n / 10})
+    out.close()
+    assert line in [one.strip() for one in render_summary(report(tmp_path))]
+
+
+def test_what_was_lost_is_told_to_come_again(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    out.event("queue_account", START + 99, "queue/0#2", samples_issued=104, freed=96, lost=8, trained_twice=0)
+    out.close()
+    text = "\n".join(render_summary(report(tmp_path)))
+    assert "104 samples: 96 freed, 8 lost with the memory they were in, their prompts given out again\n" in text
+
+
 def test_defects_are_not_hidden(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(0)
     out.event("run_started", START)
