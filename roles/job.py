@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 BEYOND_BOOT_S = 60.0
 """What a role takes to start besides the boot of its server."""
+IDLE = ("reward", "evaluator")
+"""Roles whose work the env role does."""
 
 
 class RLJob:
@@ -102,10 +104,16 @@ class RLJob:
             return roles
         idle = {
             kind: table.model_copy(update={"count": 0})
-            for kind in ("reward", "evaluator")
+            for kind in IDLE
             if (table := roles.get(kind)) is not None and "count" not in table.model_fields_set and not table.target
         }
         return {**roles, **idle}
+
+    def absent(self, config: RLConfig) -> list[str]:
+        """See Job: what the environment does instead."""
+        if env_settings(config) is None:
+            return []
+        return [kind for kind in IDLE if kind in config.roles and not config.roles[kind].count]
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """See Job.check."""

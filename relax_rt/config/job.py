@@ -119,7 +119,7 @@ class Job(Protocol):
     # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed, and `past(run_dir)`, those of
     # them that can change nothing any more in this run, each with the reason. And `assumed(data)`, tables that need not
     # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
-    # by the run's rules.
+    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""
@@ -207,3 +207,9 @@ def load_job(name: str) -> Job:
         f"unknown job '{name}'",
         hint=did_you_mean(name, known) or f"known jobs: {', '.join(known) or 'none; is relax-rt installed?'}",
     )
+
+
+def absent_kinds(config: RunConfig) -> frozenset[str]:
+    """Roles that there is nothing to do for in this run, by the job's own word."""
+    absent = getattr(load_job(config.run.job), "absent", None)
+    return frozenset(absent(config)) if absent is not None else frozenset()

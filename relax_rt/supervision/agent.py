@@ -15,6 +15,7 @@ import msgspec
 import structlog
 import uvloop
 
+from relax_rt.config.job import absent_kinds
 from relax_rt.config.schema import RunConfig
 from relax_rt.events import EventLog
 from relax_rt.nodes.base import HeadBase, pinned_plans
@@ -99,6 +100,7 @@ class Agent:
     ) -> None:
         self.config, self.paths = config, paths
         self._plans = {plan.kind: plan for plan in plans}
+        self._absent = absent_kinds(config)
         rules = config.supervision
         plans = pinned_plans(plans, config)
         specs = [spec for plan in plans for spec in plan.specs(rules)]
@@ -374,7 +376,7 @@ class Agent:
             diagnosis=done.diagnosis if done else None,
             first=done.first if done else None,
             nodes=self.nodes(),
-            roles=list(self._core.counts),
+            roles=[kind for kind, count in self._core.counts.items() if count or kind not in self._absent],
         )
 
     async def scale(self, kind: str, count: int) -> None:

@@ -87,7 +87,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         exit_code: once it has ended.
         diagnosis: the failure that ended it; first: the earliest one of that series, if another.
         nodes: the nodes of the run, the head's first.
-        roles: the kinds of role in start order, also those that have no slots now.
+        roles: the kinds of role in start order, also those that have no slots now, without those that the job
+            has nothing to do for.
     """
 
     run_id: str

@@ -145,6 +145,7 @@ def test_an_env_role_that_is_killed_costs_only_time(make: Make) -> None:
     # As many as are still to come when the role is back, on a busy machine too.
     run = make(steps=20).start()
     run.until("a few steps", lambda: run.last_step() >= 2)
+    assert not {"reward", "evaluator"} & set(run.ps()["roles"])
     run.kill("env/0")
     assert run.wait() == 0, run.text()
     check(run)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from relax_rt.config.job import absent_kinds
 from relax_rt.config.loader import load_config
 from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.agentic.checks import preflight_environment
@@ -50,6 +51,12 @@ def test_neither_prompts_nor_rewards_nor_their_roles_are_needed(tmp_path: Path) 
     assert isinstance(env_settings(config), EnvSettings) and longest_tokens(config) == 400
     policy = RLJob().ledger_policy(config)
     assert set(policy.tasks) == {"train"} and "reward" in policy.tasks["train"]
+
+
+def test_what_the_environment_does_instead_is_no_role_of_the_run(tmp_path: Path) -> None:
+    assert absent_kinds(read(tmp_path)) == {"reward", "evaluator"}
+    prompts = SOUND.split("[roles.env]")[0] + '[data]\npath = "a.jsonl"\n[reward]\nfunction = "a.py:b"\n'
+    assert not absent_kinds(read(tmp_path, prompts, "roles.evaluator.count=0"))
 
 
 def test_other_runs_still_need_them(tmp_path: Path) -> None:
