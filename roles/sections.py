@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -75,6 +76,11 @@ Part = str | dict[str, Any]
 class AlgorithmTable(Table):
     """What is optimised: a preset, each part of which can be replaced (docs/algorithms.md)."""
 
+    meant: ClassVar[Mapping[str, str]] = {
+        "lr": "did you mean 'learning_rate'?",
+        "kl_coef": 'write kl = { name = "k3", coefficient = 0.001 }',
+        "beta": 'loss = { name = "dpo", beta = 0.1 }, or kl = { name = "k3", coefficient = 0.001 }',
+    }
     name: Name = "grpo"
     """Decides the defaults of advantage, loss, aggregation, corrections, clip_low, clip_high, normalise_std and
     updates_per_step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,6 +17,8 @@ class Table(BaseModel):
     """A table of roles.toml: unknown keys are errors, values are not coerced across types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    meant: ClassVar[Mapping[str, str]] = {}
+    """Keys of other trainers, that are none here -> what to write instead."""
 
 
 class RunTable(Table):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean, dotted
+from relax_rt.config.schema import Table
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -149,10 +150,12 @@ def _unknown(path: KeyPath, at: KeyPath, table: type[BaseModel] | None, home: ty
     known = [key for key in (table.model_fields if table else []) if key != "config_dir"]
     what = "table or key" if not where else "key"
     message = f"unknown {what} '{name}'" + (f" in [{where}]" if where else "")
-    hint = did_you_mean(name, known)
+    meant = table.meant if table is not None and issubclass(table, Table) else {}
+    hint = meant.get(name) or did_you_mean(name, known)
     if not hint:
-        elsewhere = [dotted(p) for p in _keys_named(home, name)]
-        hint = f"it belongs in [{elsewhere[0]}]" if elsewhere else f"known: {', '.join(known)}" if known else ""
+        elsewhere = [f"[{dotted(p)}]" for p in _keys_named(home, name)]
+        tables = ", ".join(elsewhere[:-1]) + " or " * (len(elsewhere) > 1) + "".join(elsewhere[-1:])
+        hint = f"it belongs in {tables}" if elsewhere else f"known: {', '.join(known)}" if known else ""
     return Problem((*at, *path), message, hint, at="key")
 
 

@@ -237,7 +237,24 @@ def test_missing_table_and_key_say_what_is_needed(write: Callable[[str], Path]) 
 
 def test_key_of_another_table_is_named(write: Callable[[str], Path]) -> None:
     problem = one(write(MINIMAL + "[algorithm]\nheld_out = 0.5\n"))
-    assert problem.hint == "it belongs in [data]"
+    assert problem.hint == "it belongs in [data] or [cold_start]"
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("steps", "it belongs in [cold_start] or [algorithm]"),
+        ("algorithm.lr", "did you mean 'learning_rate'?"),
+        ("algorithm.kl_coef", 'write kl = { name = "k3", coefficient = 0.001 }'),
+        ("algorithm.beta", 'loss = { name = "dpo", beta = 0.1 }, or kl = { name = "k3", coefficient = 0.001 }'),
+    ],
+)
+def test_a_key_with_several_homes_or_of_another_trainer_is_told_what_to_write(
+    write: Callable[[str], Path], key: str, hint: str
+) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(MINIMAL), [f"{key}=1"])
+    assert [problem.hint for problem in caught.value.problems] == [hint]
 
 
 def test_numbers_are_not_coerced_but_integers_are_numbers(write: Callable[[str], Path]) -> None:
