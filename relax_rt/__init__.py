@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relax_rt import discovery
     from relax_rt.actors import Actor
+    from relax_rt.config.problems import BadInput
     from relax_rt.runtime import Runtime
+    from relax_rt.transport.errors import RelaxError
 
 __version__ = "0.1.0"
-__all__ = ["Actor", "Runtime", "__version__", "discovery"]
+__all__ = ["Actor", "BadInput", "RelaxError", "Runtime", "__version__", "discovery"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +22,14 @@ def __getattr__(name: str) -> Any:
         from relax_rt.actors import Actor
 
         return Actor
+    if name == "BadInput":
+        from relax_rt.config.problems import BadInput
+
+        return BadInput
+    if name == "RelaxError":
+        from relax_rt.transport.errors import RelaxError
+
+        return RelaxError
     if name == "Runtime":
         from relax_rt.runtime import Runtime
 

@@ -48,6 +48,13 @@ def test_imports_stay_light(module: str, heavy: tuple[str, ...], tmp_path: Path)
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_what_is_raised_has_a_name_in_the_package(tmp_path: Path) -> None:
+    code = "import relax_rt; print(issubclass(relax_rt.BadInput, relax_rt.RelaxError), sorted(relax_rt.__all__))"
+    done = python(code, cwd=tmp_path)
+    names = ["Actor", "BadInput", "RelaxError", "Runtime", "__version__", "discovery"]
+    assert done.stdout == f"True {names}\n", done.stderr
+
+
 def build(target: str, source: Path, into: Path) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
