@@ -67,6 +67,13 @@ class RLJob:
     """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, and by the other backend. A
     run that is finished goes on to more steps, one that ended because its steps came to nothing with smaller ones."""
     headline: ClassVar[Sequence[Column]] = (
+        Column("cold_start", "loss", "", line="cold start ({phase}): step {step}/{of}  loss {loss:.4f}"),
+        Column(
+            "cold_start",
+            "validation_loss",
+            "",
+            line="cold start ({phase}): step {step}/{of}  validation loss {validation_loss:.4f}",
+        ),
         Column("step", "reward_mean", "reward", ".3f", spark=True),
         Column("step", "staleness", "staleness", ".1f", aggregate="mean_max"),
         Column("step", "grad_norm", "gradient norm", ".2f"),

@@ -135,6 +135,7 @@ class Headline:
         return [
             Value(column.title, self._text(i, now), tuple(v for _, v in self._sparks.get(i, ())))
             for i, column in enumerate(self.columns)
+            if column.title
         ]
 
     def step_line(self, now: float) -> str:
@@ -152,7 +153,7 @@ class Headline:
         return [
             _Forgiving().vformat(column.line, (), record)
             for column in self.columns
-            if column.line and column.kind == record.get("kind")
+            if column.line and column.kind == record.get("kind") and record.get(column.key) is not None
         ]
 
     def left_s(self, now: float) -> float | None:

@@ -13,6 +13,7 @@ import msgspec
 
 from relax_rt.events import read_events
 from relax_rt.metrics import read_metrics
+from relax_rt.roles.report.cold import ColdStart
 from relax_rt.roles.report.sets import SetScore, read_score, set_of
 
 NAN = float("nan")
@@ -95,6 +96,7 @@ class History(msgspec.Struct):
         redone: steps that a restart threw away.
         evaluations: of what [data] holds out, in the order made. sets: those of further sets, and of the same where
             there are several completions an item; by name.
+        cold: of the cold start, if there was one.
         generated_tokens: by all rollouts together, as far as they told; generated_s: from their first record to their
             last.
         lives: every process known of, in the order started.
@@ -107,6 +109,7 @@ class History(msgspec.Struct):
     redone: list[Step] = []
     evaluations: list[Evaluation] = []
     sets: dict[str, list[SetScore]] = {}
+    cold: ColdStart = msgspec.field(default_factory=ColdStart)
     generated_tokens: int = 0
     generated_s: float = 0.0
     lives: list[Life] = []
@@ -151,6 +154,8 @@ def read_history(run_dir: Path) -> History:
                     history.sets.setdefault(name, []).append(read_score(record))
             case "evaluation_set":
                 history.sets.setdefault(set_of(record), []).append(read_score(record))
+            case "cold_start":
+                history.cold.take(record)
             case "rollout":
                 who = str(record.get("by") or record.get("slot"))
                 rollouts[who] = max(rollouts.get(who, 0), int(_number(record, "tokens", 0.0)))

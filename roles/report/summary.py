@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from relax_rt.observe.text import NOTHING, count, duration, number
+from relax_rt.roles.report.cold import cold_lines, summarise_cold
 from relax_rt.roles.report.history import Evaluation, History, Step
 from relax_rt.roles.report.sets import set_lines, summarise_sets
 
@@ -36,6 +37,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
             "redone_s": round(sum(step.t - step.began for step in history.redone), 1),
             "skipped": sum(bool(step.skipped) for step in steps),
         },
+        "cold_start": summarise_cold(history.cold),
         "samples": {
             "trained": sum(sum(step.staleness.values()) for step in steps if not step.skipped),
             "trained_twice": _twice(steps),
@@ -149,6 +151,7 @@ def render_summary(summary: dict[str, Any]) -> list[str]:
     blocks = [
         ("held-out accuracy", _held_out_lines(summary["held_out"])),
         ("held-out sets", set_lines(summary.get("sets", {}))),
+        ("cold start", cold_lines(summary.get("cold_start"))),
         ("steps", _steps_lines(summary)),
         ("tokens", [_tokens_line(summary["tokens"])]),
         ("time", [_time_line(summary["time"])]),

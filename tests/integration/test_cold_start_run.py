@@ -104,3 +104,5 @@ def test_a_stopped_cold_start_leaves_a_checkpoint_of_its_last_step(start: Any, t
     assert run.wait() == 0, run.text()
     assert [e["step"] for e in run.events("cold_start_resumed")] == [reached]
     assert run.last_step() == 2
+    told = run.output.read_text()
+    assert f": step {COLD}/{COLD}  loss " in told and f", {COLD} of {COLD} steps, loss " in told

@@ -123,6 +123,19 @@ def test_a_template_survives_what_the_record_lacks() -> None:
     assert headline.lines({"kind": "step"}) == []
 
 
+def test_a_column_without_a_title_is_told_of_in_lines_alone() -> None:
+    columns = [
+        Column("cold", "loss", "", line="step {step} loss {loss:.1f}"),
+        Column("cold", "validation", "", line="step {step} validation {validation:.1f}"),
+    ]
+    headline = Headline(columns)
+    record = {"kind": "cold", "t": 1.0, "by": "trainer/0#1", "step": 0, "validation": 2.0}
+    headline.take(record)
+    assert headline.values(1.0) == [] and headline.lines(record) == ["step 0 validation 2.0"]
+    assert headline.lines({**record, "step": 1, "loss": 1.5}) == ["step 1 loss 1.5", "step 1 validation 2.0"]
+    assert "cold" not in headline.step_line(1.0)
+
+
 @pytest.mark.parametrize("value", [None, math.nan, [1], {}])
 def test_what_is_no_number_is_shown_as_nothing(value: object) -> None:
     headline = Headline([REWARD])

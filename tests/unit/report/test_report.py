@@ -153,6 +153,24 @@ def test_the_first_and_the_last_rewards_are_of_different_steps(tmp_path: Path, s
     assert line in [one.strip() for one in render_summary(report(tmp_path))]
 
 
+def test_a_cold_start_is_told_by_its_losses(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    # Step 2 is made again after a restart.
+    for t, (step, loss) in enumerate([(0, None), (1, 3.0), (2, 9.0), (2, 2.5), (3, 2.0)]):
+        told = {"validation_loss": 3.5 - step} if step in (0, 3) else {}
+        told |= {"loss": loss} if loss is not None else {}
+        out.metric("cold_start", START + t, "trainer/0#4", phase="sft", step=step, of=3, **told)
+    out.close()
+    summary = report(tmp_path)
+    assert summary["cold_start"]["loss"] == [3.0, 2.0]
+    lines = [line for line in render_summary(summary) if line.startswith("cold start")]
+    assert [line.split(maxsplit=2)[2] for line in lines] == [
+        "sft, 3 of 3 steps, loss 3.0000 -> 2.0000, validation loss 3.5000 -> 0.5000"
+    ]
+    (tmp_path / "none").mkdir()
+    assert report(tmp_path / "none")["cold_start"] is None
+
+
 def test_what_was_lost_is_told_to_come_again(tmp_path: Path) -> None:
     out = Writer(tmp_path)
     out.event("queue_account", START + 99, "queue/0#2", samples_issued=104, freed=96, lost=8, trained_twice=0)
