@@ -62,11 +62,13 @@ def read(path: Path, setting: str, kind: Kind) -> tuple[list[Row], list[RelaxErr
 
 
 def parse(where: str, row: Any, kind: Kind) -> Row:
-    """One row.
+    """One row, as `read_rows` gives it.
 
     Raises:
         RelaxError: it cannot be used; with `where`.
     """
+    if isinstance(row, RelaxError):
+        raise row
     if not isinstance(row, dict):
         raise RelaxError(where, why=f"a row is an object, not {row!r:.80}")
     if ("messages" in row) == ("prompt" in row):

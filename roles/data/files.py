@@ -27,11 +27,13 @@ def read_items(path: Path, setting: str) -> Iterator[RawItem]:
         RelaxError: the file is not there, is of another kind, or a row is wrong; with file and line.
     """
     for where, row in read_rows(path, setting, "data.path"):
+        if isinstance(row, RelaxError):
+            raise row
         yield _item(where, row)
 
 
 def read_rows(path: Path, setting: str, key: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a file as they are, each with its file and line.
+    """The rows of a file as they are, each with its file and line; a line that is not JSON is the error that says so.
 
     Args:
         setting: what the user wrote. key: the setting that it was written for.
@@ -57,9 +59,10 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 where = f"{path}:{number}"
                 try:
-                    yield where, msgspec.json.decode(line)
+                    row = msgspec.json.decode(line)
                 except msgspec.DecodeError as error:
-                    raise RelaxError(where, why=f"not a JSON object: {error}") from error
+                    row = RelaxError(where, why=f"not a JSON object: {error}")
+                yield where, row
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:

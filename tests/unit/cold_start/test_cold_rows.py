@@ -67,6 +67,15 @@ def test_all_faults_of_a_file_are_told_up_to_a_number(tmp_path: Path) -> None:
     assert len(faults) == MOST_FAULTS + 1 and faults[-1].why == "3 more rows cannot be used"
 
 
+def test_a_line_that_is_not_json_is_one_fault_among_others(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n[1]\n{"prompt": "a", "completion": "b"}\n')
+    rows, faults = read(tmp_path / "x.jsonl", "x.jsonl", "sft")
+    assert len(rows) == 1
+    says = ["1 there is no `completion`", "2 not a JSON object", "3 a row is an object"]
+    told = [f"{fault.what.rpartition(':')[2]} {fault.why}" for fault in faults]
+    assert all(one.startswith(start) for one, start in zip(told, says, strict=True)), told
+
+
 def test_a_parquet_file_is_read_too(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
