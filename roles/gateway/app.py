@@ -373,5 +373,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _no_such_thing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    message = f"{request.method} {path}: there is {', '.join([*ROUTES, COUNT, '/v1/models', '/health'])}"
-    return await _refused(request, CallError(error.status_code, message, code="no_such_endpoint"))
+    known = [f"POST {known}" for known in (*ROUTES, COUNT)] + ["GET /v1/models", "GET /health"]
+    message = f"{request.method} {path}: there is {', '.join(known)}"
+    code = "method_not_allowed" if error.status_code == 405 else "no_such_endpoint"
+    response = await _refused(request, CallError(error.status_code, message, code=code))
+    response.headers.update(error.headers or {})
+    return response

@@ -113,10 +113,15 @@ def items(choice: Choice, logprobs: bool) -> list[dict[str, Any]]:
     return found + [call_item(call) for call in calls]
 
 
+def _item_id(kind: str, reply: str) -> str:
+    """An id of one word: a reply's own may have blanks."""
+    return f"{kind}_{reply}".replace(" ", "-")
+
+
 def reasoning_item(reply: str, text: str) -> dict[str, Any]:
     """What the model thought."""
     return {
-        "id": f"rs_{reply}",
+        "id": _item_id("rs", reply),
         "type": "reasoning",
         "summary": [],
         "content": [{"type": "reasoning_text", "text": text}],
@@ -132,7 +137,7 @@ def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
 def message_item(reply: str, text: str, logprobs: list[dict[str, Any]], finish_reason: str) -> dict[str, Any]:
     """What the model said."""
     return {
-        "id": f"msg_{reply}",
+        "id": _item_id("msg", reply),
         "type": "message",
         "role": "assistant",
         "status": "incomplete" if finish_reason == "length" else "completed",

@@ -26,6 +26,7 @@ class Raw:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+        self.head = b""
 
     @classmethod
     async def to(cls, world: Running) -> Raw:
@@ -39,7 +40,7 @@ class Raw:
     async def answer(self) -> tuple[int, Any]:
         """Status and body."""
         async with asyncio.timeout(30):
-            head = await self.reader.readuntil(b"\r\n\r\n")
+            self.head = head = await self.reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             body = await self.reader.readexactly(int(length[1])) if length else b""
         return int(head.split()[1]), json.loads(body) if body else None
@@ -302,5 +303,8 @@ async def test_paths_and_methods_that_are_not_there() -> None:
             raw = await Raw.to(world)
             await raw.send(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
             status, told = await raw.answer()
-            assert status in (404, 405) and "/v1/responses" in told["error"]["message"]
+            missing = line in ("POST /v1/embeddings", "GET /")
+            assert status == (404 if missing else 405) and "POST /v1/responses, " in told["error"]["message"]
+            assert told["error"]["code"] == ("no_such_endpoint" if missing else "method_not_allowed")
+            assert (b"\r\nallow: " in raw.head) != missing
             raw.close()

@@ -289,6 +289,7 @@ async def test_tokens_of_thoughts_are_counted() -> None:
         answer = await api.responses.create(model="policy", input="?")
         assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens == count
         assert answer.usage.output_tokens == len(world.engine.made[-1].tokens)
+        assert not any(" " in (item.id or "") for item in answer.output)
         async with api.responses.stream(model="policy", input="?") as stream:
             final = await stream.get_final_response()
         assert final.usage is not None and final.usage.output_tokens_details.reasoning_tokens == count
