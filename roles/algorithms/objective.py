@@ -16,6 +16,7 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.algorithms.advantages.group import apply_truncation
 from relax_rt.roles.algorithms.inputs import AdvantageInputs, Trajectory, trajectory
 from relax_rt.roles.algorithms.registry import Bound, Kind, bind
+from relax_rt.roles.algorithms.returned import array, arrays, flat, number, two_numbers, with_metrics
 from relax_rt.roles.algorithms.tensors import Metrics, TokenTensors, log_ratio, merge
 from relax_rt.roles.sample import Sample
 from relax_rt.transport.errors import Refused
@@ -143,13 +144,14 @@ class Objective:
             samples: whole groups; all of the step, unless `streams`.
 
         Raises:
-            Refused: a sample lacks what is needed, or a user's function returned another shape.
+            Refused: a sample lacks what is needed. OwnPartFailed: a user's function failed, or returned another shape.
         """
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        values = self._checked(self.parts.advantage(inputs), kept)
+        values = arrays(self.parts.advantage, self.parts.advantage(inputs), inputs)
         if "prepare" in self.parts.loss.part.extras:
-            values = self.parts.loss.extra("prepare", inputs, values)
+            prepared = self.parts.loss.extra("prepare", inputs, values)
+            values = arrays(self.parts.loss, prepared, inputs, extra="prepare")
         for sample in samples:
             sample.advantages = np.zeros(len(sample.tokens), np.float32)
         for sample, advantages in zip(kept, values, strict=True):
@@ -165,7 +167,7 @@ class Objective:
             float32 [T] each, 0 where nothing is trained; None for samples that the truncation policy masks.
 
         Raises:
-            Refused: the advantage does not say, or a user's function returned another shape.
+            Refused: the advantage does not say. OwnPartFailed: a user's function failed, or returned another shape.
         """
         advantage = self.parts.advantage
         if "returns" not in advantage.part.extras:
@@ -174,7 +176,7 @@ class Objective:
             raise Refused(f"advantage {advantage.part.name}: a critic learns returns", why=why, hint=hint)
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        found = self._checked(advantage.extra("returns", inputs), kept)
+        found = arrays(advantage, advantage.extra("returns", inputs), inputs, extra="returns")
         by_sample = {id(sample): returns for sample, returns in zip(kept, found, strict=True)}
         return [by_sample.get(id(sample)) for sample in samples]
 
@@ -214,7 +216,8 @@ class Objective:
             if one.reference is None:
                 raise Refused(f"sample {sample.meta.group}.{sample.meta.member}", why="it has no reference_logprobs")
             gap = np.where(one.mask, one.current - one.reference, 0.0)
-            one.penalty = kl.options.coefficient * kl.extra("cost", gap)
+            cost = array(kl, kl.extra("cost", gap), gap, extra="cost", dtype=np.float64)
+            one.penalty = kl.options.coefficient * cost
         return one
 
     @property
@@ -228,20 +231,10 @@ class Objective:
     def _kl_in_reward(self) -> bool:
         return self.parts.kl is not None and getattr(self.parts.kl.options, "place", "loss") == "reward"
 
-    def _checked(self, values: Sequence[Any], samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        name = self.parts.advantage.part.name
-        if len(values) != len(samples):
-            raise Refused(f"advantage {name}", why=f"it returned {len(values)} arrays for {len(samples)} trajectories")
-        for found, sample in zip(values, samples, strict=True):
-            if np.shape(found) != np.shape(sample.tokens):
-                why = f"it returned shape {np.shape(found)} for a sample of {len(sample.tokens)} tokens"
-                raise Refused(f"advantage {name}", why=why)
-        return [np.asarray(found, np.float32) for found in values]
-
     def count(self, samples: Sequence[Sample]) -> float:
         """What the summed loss of these samples is divided by, once, after `advantages`; it adds up over parts of a
         batch that keep groups whole."""
-        return float(self.parts.aggregation.extra("count", samples))
+        return number(self.parts.aggregation, self.parts.aggregation.extra("count", samples), samples, extra="count")
 
     def idle(self, sample: Sample) -> bool:
         """Whether a sample, after `advantages`, has no part in the gradient: it need not be computed."""
@@ -265,6 +258,9 @@ class Objective:
             same between the trained and the proximal policy, where that was computed before; `sampled_entropy`, minus
             the behaviour log-probabilities; `entropy` and `kl_reference` where they are computed; with corrections
             `weight`, with corrections or a loss that leaves tokens out `rejected`; and the loss's own, as `clipped`.
+
+        Raises:
+            OwnPartFailed: a user's function failed, or returned something else.
         """
         if "proximal" not in self.needs and tokens.proximal is not None:
             # Whoever computed it, it is not of the weights that this step begins with.
@@ -272,22 +268,24 @@ class Objective:
         metrics = _mismatch(tokens)
         if "proximal" in self.needs and tokens.proximal is None:
             tokens = dataclasses.replace(tokens, proximal=tokens.logprobs.detach())
-        each, own = self.parts.loss(tokens)
+        each, own = with_metrics(self.parts.loss, self.parts.loss(tokens), tokens)
         merge(metrics, own)
         left_out = self.parts.loss.extra("left_out", tokens) if "left_out" in self.parts.loss.part.extras else None
         if left_out is not None:
+            left_out = flat(self.parts.loss, left_out, tokens, extra="left_out") != 0
             metrics["rejected"] = float((tokens.mask & left_out).sum())
         if self.parts.corrections:
             each = self._corrected(each, tokens, left_out, metrics)
         if self.parts.kl is not None and not self._kl_in_reward:
-            distance = self.parts.kl(tokens)
+            distance = flat(self.parts.kl, self.parts.kl(tokens), tokens)
             metrics["kl_reference"] = float(distance.detach().sum())
             each = each + self.parts.kl.options.coefficient * distance
         if tokens.entropy is not None:
             metrics["entropy"] = float(tokens.entropy.detach().sum())
             if self.parts.entropy is not None:
                 each = each - self.entropy_coefficient * tokens.entropy
-        return (self.parts.aggregation(tokens) * each).sum(), metrics
+        weight = flat(self.parts.aggregation, self.parts.aggregation(tokens), tokens)
+        return (weight * each).sum(), metrics
 
     def _corrected(
         self, each: torch.Tensor, tokens: TokenTensors, left_out: torch.Tensor | None, metrics: Metrics
@@ -295,7 +293,7 @@ class Objective:
         """The loss under the corrections' weights. left_out: bool [m], tokens to which the loss itself gives none."""
         weight = tokens.mask.to(each.dtype)
         for correction in self.parts.corrections:
-            factor, found = correction(tokens)
+            factor, found = with_metrics(correction, correction(tokens), tokens)
             merge(metrics, {k: v for k, v in found.items() if k != "rejected"})
             weight = weight * factor.detach()
         rejected = weight == 0 if left_out is None else (weight == 0) | left_out
@@ -307,7 +305,10 @@ class Objective:
         """The entropy's coefficient for the next update, from the sums of this one over all micro-batches and ranks."""
         if self.parts.entropy is not None and metrics.get("tokens"):
             entropy = metrics.get("entropy", 0.0) / metrics["tokens"]
-            self.entropy_coefficient, self._entropy_base = self.parts.entropy(self._entropy_base, entropy)
+            found = self.parts.entropy(self._entropy_base, entropy)
+            self.entropy_coefficient, self._entropy_base = two_numbers(
+                self.parts.entropy, found, self._entropy_base, entropy
+            )
 
     def state(self) -> dict[str, float]:
         """What changes from step to step, for the checkpoint."""

@@ -22,7 +22,8 @@ from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import Table
 from relax_rt.config.target import TargetError, load_target
 from relax_rt.config.validation import validate
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.algorithms.own import OwnPartFailed, described, line_of, own_code
+from relax_rt.transport.errors import Refused, RelaxError
 from relax_rt.transport.targets import did_you_mean
 
 Kind = Literal["advantage", "loss", "aggregation", "correction", "kl", "entropy", "filter", "sampler"]
@@ -98,11 +99,13 @@ class Bound:
 
     Attributes:
         place: the key in roles.toml that named it.
+        target: the import path by which a user's own function was named; empty for a part of a known name.
     """
 
     part: Part
     options: Any
     place: KeyPath
+    target: str = ""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -110,11 +113,33 @@ class Bound:
         return self.part.needs(self.options)
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.part.function(*arguments, self.options)
+        """Call it with the options. Raises: OwnPartFailed, if it is a user's own and raises."""
+        return self._called("", self.part.function, arguments)
 
     def extra(self, name: str, *arguments: Any) -> Any:
-        """Call one of its further functions with the options."""
-        return self.part.extras[name](*arguments, self.options)
+        """Call one of its further functions with the options. Raises: as the part itself."""
+        return self._called(name, self.part.extras[name], arguments)
+
+    def _called(self, extra: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if not self.target:
+            return function(*arguments, self.options)
+        with own_code(self.who(extra), self.place, arguments):
+            return function(*arguments, self.options)
+
+    def who(self, extra: str = "") -> str:
+        """It, or its further function of this name, in words."""
+        return f"{self.part.kind} '{self.target or self.part.name}'" + (f", its {extra}" if extra else "")
+
+    def wrong(self, why: str, *arguments: Any, extra: str = "") -> RelaxError:
+        """What it returned for these arguments may not be: the error to raise.
+
+        Args:
+            why: as "it returned …".
+        """
+        if not self.target:
+            return Refused(self.who(extra), why=why)
+        function = self.part.extras[extra] if extra else self.part.function
+        return OwnPartFailed(self.who(extra), self.place, f"{why} ({line_of(function)})", described(arguments))
 
 
 _PARTS: dict[str, dict[str, Part]] = {kind: {} for kind in get_args(Kind)}
@@ -193,7 +218,8 @@ def bind(
         if key in found.options.model_fields:
             table.setdefault(key, value)
     options = validate(found.options, table, place)
-    return options if isinstance(options, list) else Bound(found, options, place)
+    target = "" if name in parts(kind) else name
+    return options if isinstance(options, list) else Bound(found, options, place, target)
 
 
 def _find(kind: Kind, name: str, place: KeyPath, base: Path) -> Part | Problem:

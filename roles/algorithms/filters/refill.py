@@ -11,6 +11,7 @@ import msgspec
 from relax_rt.roles.algorithms.filters.history import PromptHistory
 from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
+from relax_rt.roles.algorithms.own import described
 from relax_rt.roles.algorithms.registry import Bound
 from relax_rt.transport.errors import Refused
 
@@ -55,7 +56,11 @@ class Refill:
         self._kept = self._scored = 0
 
     def scored(self, group: ScoredGroup, step: int) -> Drop | None:
-        """A group came with its rewards; answers whether it is left out."""
+        """A group came with its rewards; answers whether it is left out.
+
+        Raises:
+            OwnPartFailed: a user's filter failed, or returned something else than a text.
+        """
         self.history.record(group.item, group.rewards, step)
         drop = self._judge(group)
         self._count(drop)
@@ -78,6 +83,9 @@ class Refill:
     def _judge(self, group: ScoredGroup) -> Drop | None:
         for rule in self._filters:
             why = rule(group, self.history)
+            if why is not None and not isinstance(why, str | bool):
+                message = f"it returned {described([why])}: a filter returns why a group is left out, or an empty text"
+                raise rule.wrong(message, group)
             if why:
                 return Drop(group.key, rule.part.name, f"{rule.part.name}: {why}")
         return None

@@ -135,7 +135,7 @@ class PromptSampler:
             step: of the trainer, as far as it is known.
 
         Raises:
-            Refused: a user's sampler returned no place.
+            OwnPartFailed: a user's sampler failed, or returned no place.
         """
         if self._rule is None:
             return self._usual(index)
@@ -145,9 +145,8 @@ class PromptSampler:
             )
             found = self._rule(choice, self._history)
             if not isinstance(found, int) or not 0 <= found < len(self._items):
-                raise Refused(
-                    f"sampler {self._rule.part.name}", why=f"it chose {found!r} of {len(self._items)} prompts"
-                )
+                why = f"it chose {found!r:.80}, and a sampler returns a place, an int below {len(self._items)}"
+                raise self._rule.wrong(why, choice)
             self._chosen[index] = found
         return self._chosen[index]
 
@@ -196,7 +195,7 @@ class Ahead:
             step: of the trainer. next_index: the first that was not given out.
 
         Raises:
-            Refused: a user's sampler returned no place.
+            OwnPartFailed: a user's sampler failed, or returned no place.
         """
         self._sampler.renew(next_index)
         self._sampler.forget(next_index)

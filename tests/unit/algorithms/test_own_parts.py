@@ -1,0 +1,173 @@
+"""A user's own part that fails: what is said of it, and that it ends the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from algorithm_samples import sample, tokens
+
+from relax_rt.roles.algorithms.filters.history import PromptHistory
+from relax_rt.roles.algorithms.filters.refill import Refill
+from relax_rt.roles.algorithms.filters.rules import ScoredGroup
+from relax_rt.roles.algorithms.filters.samplers import PromptSampler
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.algorithms.own import OwnPartFailed
+from relax_rt.roles.algorithms.registry import Bound, bind
+from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.supervision.diagnosis import Diagnosis, classify_exception
+
+MINE = """
+import numpy as np
+import torch
+
+
+def raises(given, *rest):
+    options = rest[-1]
+    return options.factor
+
+
+def scalar(tokens, options):
+    return (tokens.logprobs * tokens.advantages).sum()
+
+
+def pair_of_scalar(tokens, options):
+    return (tokens.logprobs * tokens.advantages).sum(), {}
+
+
+def odd_metric(tokens, options):
+    return tokens.logprobs, {"seen": tokens.advantages}
+
+
+def no_metrics(tokens, options):
+    return tokens.logprobs, None
+
+
+def short(batch, options):
+    return [one.spread(1.0)[:-1] for one in batch.trajectories]
+
+
+def too_few(batch, options):
+    return [one.spread(1.0) for one in batch.trajectories[1:]]
+
+
+def one_number(batch, options):
+    return 1.0
+
+
+def of_tensors(batch, options):
+    return [torch.ones(len(one.mask), requires_grad=True) for one in batch.trajectories]
+
+
+def count_of_groups(group, history, options):
+    return np.ones(2)
+
+
+def nowhere(choice, history, options):
+    return len(choice.items)
+
+
+def greedy(tokens, options):
+    raise {kind}("CUDA out of memory")
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE.replace("{kind}", "torch.OutOfMemoryError"))
+    return tmp_path
+
+
+def line(base: Path, text: str, after: str) -> str:
+    """Where it stands in the user's file."""
+    lines = (base / "mine.py").read_text().splitlines()
+    start = next(i for i, one in enumerate(lines) if one.startswith(f"def {after}("))
+    return f"{base / 'mine.py'}:{next(i for i in range(start, len(lines)) if text in lines[i]) + 1}"
+
+
+def ends_the_run(error: Exception) -> bool:
+    return Diagnosis(slot="trainer/0", epoch=1, kind=classify_exception(error), cause=str(error)).final
+
+
+def advantages(base: Path, **table: Any) -> None:
+    samples = [sample(0, [0, 1, 1], float(member), member=member) for member in range(2)]
+    Objective.of(AlgorithmTable(**table), base=base).advantages(samples)
+
+
+def loss(base: Path, **table: Any) -> None:
+    Objective.of(AlgorithmTable(**table), base=base).loss(tokens([2, 3]))
+
+
+def own(kind: Any, name: str, base: Path) -> Bound:
+    found = bind(kind, f"mine.py:{name}", ("algorithm", kind), base=base, defaults={})
+    assert isinstance(found, Bound)
+    return found
+
+
+def filtering(base: Path, name: str) -> None:
+    refill = Refill(1, [own("filter", name, base)], PromptHistory())
+    refill.scored(ScoredGroup(7, "item 7", [0.0, 1.0]), 1)
+
+
+def sampling(base: Path, name: str) -> None:
+    items = ["a", "b"]
+    PromptSampler(own("sampler", name, base), items, lambda i: i % 2, seed=1, history=PromptHistory()).choose(3, 1)
+
+
+def test_what_it_raises_is_told_with_line_and_arguments_and_ends_the_run(base: Path) -> None:
+    where = line(base, "options.factor", "raises")
+    mine = {"name": "mine.py:raises", "factr": 2.0}
+    calls: list[tuple[Any, str, str]] = [
+        (lambda: advantages(base, advantage=mine), "advantage", "AdvantageInputs(trajectories 2 x Trajectory(group 0"),
+        (lambda: loss(base, loss=mine), "loss", "TokenTensors(logprobs float64 [5], behaviour float64 [5]"),
+        (lambda: loss(base, corrections=[mine]), "correction", "mask bool [5]"),
+        (lambda: filtering(base, "raises"), "filter", "ScoredGroup(key 7, item 'item 7', rewards 2 x 0.0"),
+        (lambda: sampling(base, "raises"), "sampler", "Choice(index 3, step 1, usual 1, items 2 x 'a'"),
+    ]
+    for call, kind, on in calls:
+        with pytest.raises(OwnPartFailed) as caught:
+            call()
+        text = str(caught.value)
+        assert text.startswith(f"{kind} 'mine.py:raises' (algorithm.{kind}"), text
+        assert f"'FreeOptions' object has no attribute 'factor' at {where}" in text and on in text
+        assert "relax-rt validate" in caught.value.hint and ends_the_run(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "why"),
+    [
+        ("loss", "scalar", "it returned float64 []: a loss returns (loss [m], metrics), and m is 5"),
+        ("loss", "pair_of_scalar", "it returned float64 []: a loss is of each token, a tensor [5]"),
+        ("loss", "odd_metric", "its metric 'seen' is float64 [5], and no number"),
+        ("loss", "no_metrics", "its metrics are None: they are a table of sums"),
+        ("corrections", "scalar", "a correction returns (weight [m], metrics), and m is 5"),
+        ("advantage", "short", "it returned shape (2,) for a sample of 3 tokens"),
+        ("advantage", "too_few", "it returned 1 arrays for 2 trajectories"),
+        ("advantage", "one_number", "it returned 1.0: "),
+        ("advantage", "of_tensors", "it returned float32 [3], which is no array of numbers"),
+        ("filter", "count_of_groups", "it returned float64 [2]: a filter returns why"),
+        ("sampler", "nowhere", "it chose 2, and a sampler returns a place, an int below 2"),
+    ],
+)
+def test_what_it_returns_wrongly_is_told(base: Path, key: str, name: str, why: str) -> None:
+    target = f"mine.py:{name}"
+    with pytest.raises(OwnPartFailed) as caught:
+        match key:
+            case "filter":
+                filtering(base, name)
+            case "sampler":
+                sampling(base, name)
+            case "advantage":
+                advantages(base, advantage=target)
+            case _:
+                loss(base, **{key: [target] if key == "corrections" else target})
+    assert why in str(caught.value) and line(base, "def", name) in str(caught.value)
+    assert ends_the_run(caught.value)
+
+
+def test_memory_that_runs_out_in_it_is_no_fault_of_its(base: Path) -> None:
+    """Smaller micro-batches may do."""
+    with pytest.raises(torch.OutOfMemoryError):
+        loss(base, loss="mine.py:greedy")
