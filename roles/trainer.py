@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
+from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
@@ -73,6 +75,7 @@ class TrainerRole(Role):
         self.config, self.settings = ctx.config, ctx.settings
         self.step = 0
         self.weights = VersionRecord(ROOT, ROOT, 0)
+        self._held: Batch | None = None
         self._saving: asyncio.Task[None] | None = None
         self._saved_version: asyncio.Task[VersionRecord] | None = None
         self._skipped = 0
@@ -105,11 +108,13 @@ class TrainerRole(Role):
         from relax_rt.transport.weights.stage import WeightStage
 
         self.ctx.progress.extend(LOAD_ALLOWANCE_S, "loading the model")
-        self.objective = Objective.of(
-            self.config.algorithm,
-            base=Path(self.config.config_dir),
-            longest=self.config.sampling.max_new_tokens,
-        )
+        with refused_for_good():
+            # A user's file may have changed since validation.
+            self.objective = Objective.of(
+                self.config.algorithm,
+                base=Path(self.config.config_dir),
+                longest=self.config.sampling.max_new_tokens,
+            )
         await asyncio.to_thread(self._load)
         if self._follower is not None:
             return
@@ -151,7 +156,8 @@ class TrainerRole(Role):
         if table.filters:
             from relax_rt.roles.trainers.sieve import Sieve
 
-            self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
+            with refused_for_good():
+                self._sieve = Sieve.of(self.config, self.queue, self.objective, self.ctx.event)
         self.collector = Collector(
             self.queue,
             self.ctx.progress,
@@ -204,8 +210,13 @@ class TrainerRole(Role):
         if not await self._resume():
             await asyncio.to_thread(self.backend.close)
             return
-        while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
-            await self._one_step()
+        try:
+            while self.step < self.config.algorithm.steps and not self.ctx.stopping.is_set():
+                await self._one_step()
+        except BadInput:
+            # It is nothing that the samples have done: no death may count against their prompts.
+            await self._give_back("the trainer cannot go on")
+            raise
         await self.collector.give_up("the run ends")
         await self._saved()
         if self.step > self._newest_step():
@@ -214,6 +225,13 @@ class TrainerRole(Role):
         await self.publisher.filed()
         await asyncio.to_thread(self.backend.close)
         self.ctx.event("training_finished", step=self.step, target=self.config.algorithm.steps)
+
+    async def _give_back(self, reason: str) -> None:
+        """All groups that were taken and not trained on."""
+        held, self._held = self._held, None
+        for lease in held.leases if held is not None else ():
+            await self.queue.abandon(lease, reason)
+        await self.collector.give_up(reason)
 
     async def teardown(self) -> None:
         if self._saving is not None:
@@ -350,6 +368,7 @@ class TrainerRole(Role):
                 await asyncio.to_thread(self._accumulate, batch)
                 batch.spent.on("train")
             return
+        self._held = batch
         self._doing("computing")
         if self.critic is not None:
             await self.critic.judge(batch.samples, self.step)
@@ -445,6 +464,7 @@ class TrainerRole(Role):
         self.step += 1
         self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
         advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=not result.applied)
+        self._held = None
         batch.refused_tokens = advice.refused_tokens
         if self._choices is not None:
             await self._choices.after_step(batch.samples, self.step)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from relax_rt.roles.algorithms.own import OwnPartFailed
 from relax_rt.roles.algorithms.tensors import Metrics
 from relax_rt.roles.columns import read_sample
 from relax_rt.roles.sample import Sample, content_digest
@@ -116,6 +117,10 @@ class Collector:
 
         Returns:
             All that the step has so far; when it is full, the next call begins another one.
+
+        Raises:
+            NothingKept: filters left out too many groups. OwnPartFailed: one of a user's own failed; what it was to
+                judge is given back.
         """
         if self._batch is None:
             # A wait may take many calls; it counts from the first of them.
@@ -134,7 +139,11 @@ class Collector:
         if self.sieve is None:
             batch.add(lease, [read_sample(one) for one in lease.samples])
         else:
-            await self.sieve.sift(lease, batch, step)
+            try:
+                await self.sieve.sift(lease, batch, step)
+            except OwnPartFailed:
+                await self._queue.abandon(lease, "a filter failed")
+                raise
         batch.full = batch.full or batch.groups >= self._groups
         if batch.full:
             self._batch = None
