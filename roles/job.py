@@ -205,9 +205,14 @@ class RLJob:
         from relax_rt.config.problems import BadInput
         from relax_rt.roles.try_out import sample
 
-        if env_settings(config) is not None:
+        env = env_settings(config)
+        if env is not None:
+            from relax_rt.roles.agentic.program_checks import is_program
+
             why = "its episodes are played by [roles.env], with several turns"
-            raise BadInput("relax-rt sample", why=why, hint="`relax-rt validate` begins one of them")
+            by_hand = "start the program by hand beside a run (docs/programs.md, By hand)"
+            in_python = "Runtime.from_toml(…, debug=True) plays single ones (docs/embedding.md, Breakpoints)"
+            raise BadInput("relax-rt sample", why=why, hint=by_hand if is_program(env) else in_python)
 
         return sample(config, run_dir, items, held_out=held_out, prompts=prompts)
 

@@ -9,12 +9,13 @@ import pytest
 
 from relax_rt.config.job import absent_kinds
 from relax_rt.config.loader import load_config
-from relax_rt.config.problems import ConfigErrors
+from relax_rt.config.problems import BadInput, ConfigErrors
 from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings, longest_tokens
 from relax_rt.roles.job import RLJob
 from relax_rt.roles.sections import RLConfig
 
+DOCS = Path(__file__).parents[3] / "docs"
 SOUND = """
 [run]
 name = "game"
@@ -168,6 +169,13 @@ def test_tools_that_the_policy_would_not_see_are_told_before_a_run(
     assert len(found) == told and all(
         "offers tools, and the model's chat template does not show" in one for one in found
     )
+
+
+def test_who_would_sample_episodes_is_told_how_to_see_some(tmp_path: Path) -> None:
+    for text, hint in ((SOUND, r"debug=True\) plays single ones"), (PROGRAM, r"docs/programs\.md, By hand")):
+        with pytest.raises(BadInput, match=hint):
+            RLJob().sample(read(tmp_path, text), None, 1)
+    assert "## By hand" in (DOCS / "programs.md").read_text()
 
 
 PROGRAM = """
