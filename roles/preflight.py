@@ -14,6 +14,7 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.nodes.checks import node_problems
 from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.roles.algorithms.dry_run import check_own_parts
 from relax_rt.roles.cold_start.checks import preflight_cold_start
 from relax_rt.roles.data.source import PromptSource, check_data
 from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
@@ -52,12 +53,17 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         say(told)
     problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
     problems += preflight_publication(config, config_dir)
+    problems += check_own_parts(config)
     folder, tokenizer = _model(config, config_dir, problems)
     if (env := env_settings(config)) is not None:
         problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)
         if tokenizer is None:
             return problems
-        of_model = (*_division(config, folder), *check_engine_model(config, folder), *check_adapters(config, folder))
+        of_model = (
+                *_division(config, folder),
+            *check_engine_model(config, folder),
+            *check_adapters(config, folder),
+        )
         of_model = (*of_model, *check_packing(config, folder), *check_pictures(config, folder))
         return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None

@@ -26,7 +26,7 @@ class OwnPartFailed(BadInput):
     """A user's own part raised, or returned what it may not."""
 
     def __init__(self, who: str, place: KeyPath, why: str, on: str) -> None:
-        self.place, self.told = place, f"{why}; it was given {on}"
+        self.who, self.place, self.told = who, place, f"{why}; it was given {on}"
         super().__init__(f"{who} ({dotted(place)})", why=self.told, hint=MEND)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from algorithm_samples import sample, tokens
 
+from relax_rt.roles.algorithms.dry_run import check_own_parts
 from relax_rt.roles.algorithms.filters.history import PromptHistory
 from relax_rt.roles.algorithms.filters.refill import Refill
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
@@ -16,7 +17,7 @@ from relax_rt.roles.algorithms.filters.samplers import PromptSampler
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.own import OwnPartFailed
 from relax_rt.roles.algorithms.registry import Bound, bind
-from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.roles.sections import AlgorithmTable, RLConfig
 from relax_rt.supervision.diagnosis import Diagnosis, classify_exception
 
 MINE = """
@@ -35,6 +36,14 @@ def scalar(tokens, options):
 
 def pair_of_scalar(tokens, options):
     return (tokens.logprobs * tokens.advantages).sum(), {}
+
+
+def detached(tokens, options):
+    return tokens.logprobs.detach(), {}
+
+
+def good(tokens, options):
+    return -tokens.advantages * tokens.logprobs, {"seen": tokens.advantages.sum()}
 
 
 def odd_metric(tokens, options):
@@ -171,3 +180,29 @@ def test_memory_that_runs_out_in_it_is_no_fault_of_its(base: Path) -> None:
     """Smaller micro-batches may do."""
     with pytest.raises(torch.OutOfMemoryError):
         loss(base, loss="mine.py:greedy")
+
+
+@pytest.mark.parametrize(
+    ("keys", "place", "why"),
+    [
+        ({"loss": "mine.py:scalar"}, "loss", "a loss returns (loss [m], metrics)"),
+        ({"loss": "mine.py:detached"}, "loss", "its loss has no gradient"),
+        ({"advantage": {"name": "mine.py:raises", "factr": 2.0}}, "advantage", "has no attribute 'factor' at"),
+        ({"advantage": "mine.py:short"}, "advantage", "it returned shape (4,) for a sample of 5 tokens"),
+        ({"loss": "mine.py:good"}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_validation_calls_them_on_a_small_batch(base: Path, keys: dict[str, Any], place: str, why: str) -> None:
+    config = RLConfig.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "reward": {"function": "f.py:f"},
+            "algorithm": keys,
+        }
+    ).model_copy(update={"config_dir": str(base)})
+    found = [(one.path, one.message) for one in check_own_parts(config)]
+    assert [path for path, _ in found] == ([("algorithm", place)] if place else [])
+    assert all(why in message and "failed in a dry run" in message for _, message in found)
