@@ -23,6 +23,7 @@ from relax_rt.roles.evaluation_checks import preflight_evaluation
 from relax_rt.roles.genrm.checks import preflight_judge
 from relax_rt.roles.media.checks import check_pictures
 from relax_rt.roles.models.cache import say
+from relax_rt.roles.models.forward_checks import check_computed
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
@@ -60,7 +61,8 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         if tokenizer is None:
             return problems
         of_model = (
-                *_division(config, folder),
+            *check_computed(config, folder),
+            *_division(config, folder),
             *check_engine_model(config, folder),
             *check_adapters(config, folder),
         )
@@ -78,6 +80,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
     return [
         *problems,
+        *check_computed(config, folder),
         *_division(config, folder),
         *check_engine_model(config, folder),
         *check_adapters(config, folder),

@@ -17,7 +17,13 @@ NEUTRAL = {
     "logit_scale": 1.0,
 }
 """Settings of known models, and the values with which they change nothing."""
+ASKED = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+"""What the engine asks a model's config for: models without positions, as of ALiBi, have no context of their own."""
 PROBE_TOKENS = 8
+OTHER_MODELS = (
+    "use a model of full attention and plain logits (Qwen3, Llama, SmolLM2), or lower max_position_embeddings to its "
+    "window where sequences are that short"
+)
 CLOSE = 1e-3
 """Both ways are the same operations on the same numbers; a scale or a cap changes more."""
 
@@ -47,6 +53,8 @@ def not_computed(text: Any) -> str:
     for key, neutral in NEUTRAL.items():
         if (value := getattr(text, key, neutral)) not in (neutral, None):
             return f"{key} = {value} is not computed"
+    if lacking := [name for name in ASKED if not isinstance(getattr(text, name, None), int)]:
+        return f"its config has no {', '.join(lacking)}, by which it is computed"
     context = int(text.max_position_embeddings)
     types = set(getattr(text, "layer_types", None) or ())
     if other := types - {"full_attention", "sliding_attention", "chunked_attention"}:
@@ -63,6 +71,5 @@ def _refused(folder: Path, why: str) -> Refused:
     return Refused(
         f"the model in {folder}",
         why=why,
-        hint="use a model of full attention and plain logits (Qwen3, Llama, SmolLM2), or lower "
-        "max_position_embeddings to its window where sequences are that short",
+        hint=OTHER_MODELS,
     )

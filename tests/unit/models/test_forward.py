@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from relax_rt.roles.engines.decoder import Decoder  # noqa: E402
 from relax_rt.roles.models.forward import check_plain  # noqa: E402
-from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
+from relax_rt.roles.models.forward_checks import check_computed  # noqa: E402
+from relax_rt.roles.sections import AlgorithmTable, RLConfig, RolloutSettings, TrainerSettings  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import Refused  # noqa: E402
 
@@ -88,3 +89,20 @@ def test_engine_and_trainer_refuse_it_when_they_load_it(tmp_path: Path) -> None:
             temperature=1.0,
             on_progress=lambda _: None,
         )
+
+
+def test_a_model_without_what_the_engine_asks_for_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)
+    with pytest.raises(Refused, match="its config has no max_position_embeddings"):
+        check_plain(transformers.BloomForCausalLM(config).eval(), tmp_path)
+    run = RLConfig.model_validate(
+        {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"path": "d"}, "reward": {"function": "f.py:f"}}
+    )
+    engine, trainer = RolloutSettings(), TrainerSettings()
+    run = run.model_copy(update={"roles": {"rollout": engine, "trainer": trainer}})
+    config.save_pretrained(tmp_path)
+    (problem,) = check_computed(run, tmp_path)
+    assert problem.path == ("model", "path") and "no max_position_embeddings" in problem.message
+    assert "Qwen3" in problem.hint
+    transformers.Qwen3Config(**SHAPE).save_pretrained(tmp_path)
+    assert not list(check_computed(run, tmp_path))
