@@ -16,7 +16,7 @@ from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
 from relax_rt.roles.models.opening import refused_for_good
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
-from relax_rt.transport.errors import DeadlineExceeded, GivenUp, Unreachable
+from relax_rt.transport.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ T = TypeVar("T")
 REGISTRY_WAIT_S = 600.0
 FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
+GIVE_BACK_S = 10.0
+"""A trainer that cannot go on waits so long for the queue to take its groups back."""
 LOAD_ALLOWANCE_S = 180.0
 SAVE_ALLOWANCE_S = STEP_ALLOWANCE_S = 120.0
 SKIPPED_IN_A_ROW = 5
@@ -215,7 +217,11 @@ class TrainerRole(Role):
                 await self._one_step()
         except BadInput:
             # It is nothing that the samples have done: no death may count against their prompts.
-            await self._give_back("the trainer cannot go on")
+            try:
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._give_back("the trainer cannot go on")
+            except (TimeoutError, RelaxError) as error:
+                self.ctx.log.warning("groups of the step are not given back: their leases lapse", why=str(error))
             raise
         await self.collector.give_up("the run ends")
         await self._saved()
