@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from relax_rt.roles.algorithms.advantages.group import apply_truncation, group_advantages
 from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.algorithms.own import OwnPartFailed
 from relax_rt.roles.algorithms.presets import PRESETS
 from relax_rt.roles.algorithms.registry import bound, parts
 from relax_rt.roles.algorithms.tensors import TokenTensors, merge
@@ -443,7 +444,7 @@ def test_a_users_own_parts_by_import_path(tmp_path: Any) -> None:
     loss, metrics = objective.loss(given_)
     torch.testing.assert_close(loss, -3 * (given_.advantages * given_.logprobs).sum())
     assert metrics["mine"] == 1.0
-    with pytest.raises(Refused, match=r"advantage 'mine.py:short' .*it returned shape \(1,\) for a sample of 2 tokens"):
+    with pytest.raises(OwnPartFailed, match=r"advantage 'mine.py:short' .*it returned shape \(1,\) for a sample of 2"):
         Objective.of(AlgorithmTable(advantage="mine.py:short"), base=tmp_path).advantages([one])
     for table, why in (
         ({"aggregation": "mine.py:halves"}, "aggregation 'mine.py:halves' has no function 'count'"),
