@@ -39,7 +39,9 @@ def _branch(path: Sequence[Said], owned: set[int]) -> Branch:
         media += (Placed(one.start + begun, one.end + begun, digest_of(one.data)) for one in said.call.media)
         if rendered:
             messages = (*_before(said.call), *said.call.messages)
-            role = CONTEXT if messages[-1]["role"] == ASSISTANT else messages[-1]["role"]
+            # Without any it asks for another reply behind the last one.
+            last = messages[-1]["role"] if messages else ASSISTANT
+            role = CONTEXT if last == ASSISTANT else last
             turns.append(BranchTurn(len(tokens), len(tokens) + len(rendered), role, messages=messages))
         start = len(tokens) + len(rendered)
         trained = said.number in owned

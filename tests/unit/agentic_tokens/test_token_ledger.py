@@ -61,6 +61,15 @@ def test_a_conversation_is_one_branch() -> None:
     ]  # fmt: skip
 
 
+def test_a_call_may_ask_for_another_reply_without_a_new_message() -> None:
+    book = ledger()
+    _, reply = ask(book, history("a"), "b")
+    ask(book, [*history("a"), reply.message], "c")
+    assert trained(book) == [["b", "c"]]
+    (branch,) = book.episode().branches
+    assert [turn.role for turn in branch.turns] == ["user", "assistant", "context", "assistant"]
+
+
 @pytest.mark.parametrize("chat", [ChatTemplate(smollm2()), CHAT])
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_end_of_a_turn_is_there_once(chat: ChatTemplate, cut: bool) -> None:
