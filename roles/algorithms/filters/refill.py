@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from relax_rt.roles.algorithms.filters.history import PromptHistory
 from relax_rt.roles.algorithms.filters.options import RefillOptions
@@ -83,7 +84,7 @@ class Refill:
     def _judge(self, group: ScoredGroup) -> Drop | None:
         for rule in self._filters:
             why = rule(group, self.history)
-            if why is not None and not isinstance(why, str | bool):
+            if why is not None and not isinstance(why, str | bool | np.bool_):
                 message = f"it returned {described([why])}: a filter returns why a group is left out, or an empty text"
                 raise rule.wrong(message, group)
             if why:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.filters.refill import Drop, Refill
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
 from relax_rt.roles.algorithms.filters.samplers import PromptSampler, uniform
-from relax_rt.roles.algorithms.registry import bound, part
+from relax_rt.roles.algorithms.registry import Bound, bind, bound, part
 from relax_rt.transport.errors import Refused
 
 ITEMS = [f"q{i}" for i in range(50)]
@@ -68,6 +69,15 @@ def test_filters(rule: Any, rewards: list[float], cut: list[bool], why: str) -> 
 
 def refill(wanted: int = 2, **options: float) -> Refill:
     return Refill(wanted, [bound("filter", "zero_variance")], PromptHistory(), RefillOptions(**options))
+
+
+def test_a_filter_of_ones_own_may_answer_with_numpys_truth(tmp_path: Path) -> None:
+    text = "import numpy as np\ndef dull(group, history, options):\n    return np.std(group.rewards) < 0.1\n"
+    (tmp_path / "mine.py").write_text(text)
+    rule = bind("filter", "mine.py:dull", ("algorithm", "filters"), base=tmp_path, defaults={})
+    assert isinstance(rule, Bound)
+    own = Refill(2, [rule], PromptHistory(), RefillOptions())
+    assert [own.scored(group, 1) is None for group in (good(0), dull(1))] == [True, False]
 
 
 def good(key: int) -> ScoredGroup:
