@@ -234,10 +234,11 @@ class TrainerRole(Role):
 
     async def _give_back(self, reason: str) -> None:
         """All groups that were taken and not trained on."""
+        from relax_rt.roles.trainers.step import give_back
+
         held, self._held = self._held, None
-        for lease in held.leases if held is not None else ():
-            await self.queue.abandon(lease, reason)
-        await self.collector.give_up(reason)
+        leases = held.leases if held is not None else []
+        await give_back(self.queue, [*leases, *self.collector.let_go()], reason)
 
     async def teardown(self) -> None:
         if self._saving is not None:

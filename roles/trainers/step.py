@@ -11,6 +11,7 @@ from relax_rt.roles.algorithms.own import OwnPartFailed
 from relax_rt.roles.algorithms.tensors import Metrics
 from relax_rt.roles.columns import read_sample
 from relax_rt.roles.sample import Sample, content_digest
+from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.role import Progress
@@ -150,10 +151,29 @@ class Collector:
         return batch
 
     async def give_up(self, reason: str) -> None:
-        """Give back what was taken for a step that will not be taken."""
+        """Give back what was taken for a step that will not be taken. Raises as `give_back` does."""
+        await give_back(self._queue, self.let_go(), reason)
+
+    def let_go(self) -> list[LeasedBatch]:
+        """The leases of a step that will not be taken; whoever asks gives them back."""
         batch, self._batch = self._batch, None
-        for lease in batch.leases if batch is not None else ():
-            await self._queue.abandon(lease, reason)
+        return batch.leases if batch is not None else []
+
+
+async def give_back(queue: QueueClient, leases: Sequence[LeasedBatch], reason: str) -> None:
+    """Give leases back undone: each of them, though others fail.
+
+    Raises:
+        RelaxError: the first failure, when all have been tried.
+    """
+    failures = list[RelaxError]()
+    for lease in leases:
+        try:
+            await queue.abandon(lease, reason)
+        except RelaxError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, version: int) -> None:

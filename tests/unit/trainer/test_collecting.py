@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 from queue_parts import V2, World, world
 
 from relax_rt.roles.trainers import step
-from relax_rt.roles.trainers.step import Batch, Collector
+from relax_rt.roles.trainers.step import Batch, Collector, give_back
+from relax_rt.transport.errors import Unreachable
 from relax_rt.transport.queue.batch import LeasedBatch
+
+SOON_S = 30.0
 
 
 class Shown:
@@ -101,3 +105,26 @@ async def test_what_was_taken_for_a_step_that_ends_is_given_back(tmp_path: Path)
         assert made.trainer.leases == set()
         batch = await made.trainer.take("train", groups=2, wait_s=0)
         assert {key.group for key in batch.keys} == set(groups)
+
+
+async def test_a_lease_that_cannot_be_given_back_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(SOON_S), world(tmp_path) as made:
+        groups, leases = [], []
+        for lacking in (3, 2, 1):
+            groups += await made.make(1, 1, 0)
+            leases.append(await made.trainer.take("train", groups=lacking, at_least=1, wait_s=0))
+        assert [{key.group for key in lease.keys} for lease in leases] == [{group} for group in groups]
+        abandon = made.trainer.abandon
+
+        async def unwilling(lease: LeasedBatch, reason: str) -> None:
+            if lease in (leases[0], leases[2]):
+                raise Unreachable(f"the queue, for the lease of group {lease.keys[0].group}")
+            await abandon(lease, reason)
+
+        monkeypatch.setattr(made.trainer, "abandon", unwilling)
+        with pytest.raises(Unreachable, match=f"of group {groups[0]}"):
+            await give_back(made.trainer, leases, "the trainer cannot go on")
+        batch = await made.trainer.take("train", groups=3, at_least=1, wait_s=0)
+        assert {key.group for key in batch.keys} == {groups[1]}
