@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -81,6 +82,9 @@ class Lives:
         self.checkpoints = self.run_dir / "checkpoints"
         self.who = Incarnation("trainer/0", 0)
         self.contexts: list[Context] = []
+        self.most: float = math.inf
+        """Groups that are made in all lives; nobody trains on more where each life fails, and memory is bounded."""
+        self._made = 0
 
     def folders(self) -> list[str]:
         return sorted(path.name for path in self.checkpoints.iterdir() if path.is_dir())
@@ -117,7 +121,8 @@ class Lives:
 
     async def _produce(self, ended: asyncio.Event) -> None:
         while not ended.is_set():
-            await self.world.make(GROUPS, 0.0, 1.0)
+            if self._made < self.most:
+                self._made += len(await self.world.make(GROUPS, 0.0, 1.0))
             await asyncio.sleep(0.01)
 
 
