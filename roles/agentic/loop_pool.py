@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from relax_rt.roles.agentic.pool import Broken, Lost, Pool, Stuck, Worker, Worke
 from relax_rt.roles.rewards.box.run import Level
 from relax_rt.transport.errors import RelaxError
 
+log = logging.getLogger(__name__)
+
 GRACE_S = 2.0
 """A call that is cancelled because it is late has so long to end, before its process is killed."""
 
@@ -30,6 +33,7 @@ class Pending:
 
     Attributes:
         asks: calls of the policy that its function waits for.
+        dropped: its caller waits for it no more.
     """
 
     def __init__(self, where: str, chat: Chat | None) -> None:
@@ -37,6 +41,12 @@ class Pending:
         self.future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self.future.add_done_callback(lambda done: done.exception())
         self.asks: dict[int, asyncio.Task[None]] = {}
+        self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def drop(self) -> None:
+        """See `dropped`."""
+        if not self.dropped.done():
+            self.dropped.set_result(None)
 
     def fail(self, error: RelaxError) -> None:
         """It is over, if it was not."""
@@ -91,6 +101,7 @@ class LoopWorker(Worker):
             done = await asyncio.shield(task)
         except asyncio.CancelledError:
             self._send(Drop(number))
+            call.drop()
             self._give_up_asks(call)
             raise
         if done.over:
@@ -101,11 +112,15 @@ class LoopWorker(Worker):
 
     async def _watched(self, number: int, call: Pending, timeout_s: float) -> Done:
         try:
-            await asyncio.wait({call.future}, timeout=timeout_s)
+            ends: list[asyncio.Future[Any]] = [call.future, call.dropped]
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not call.future.done():
-                self._send(Drop(number))
-                await asyncio.wait({call.future}, timeout=GRACE_S)
                 late = f"it did not return within {timeout_s:g} s"
+                if call.dropped.done():
+                    late = "it did not return when it was given up"
+                else:
+                    self._send(Drop(number))
+                await asyncio.wait({call.future}, timeout=GRACE_S)
                 if call.future.done() and not self.ended:
                     raise Stuck(call.where, why=late)
                 await self._give_up(call, late)
@@ -157,6 +172,10 @@ class LoopWorker(Worker):
             how = "" if self.ended else await self._how()
         except msgspec.DecodeError as error:
             how = f"it said what nobody understands: {error}"
+        except Exception as error:
+            # Not foreseen; without a reader its calls would all wait until they are late.
+            log.exception("what a worker of environments says")
+            how = f"what it said could not be done: {type(error).__name__}: {error}"
         if self.ended:
             return
         if len(self._calls) == 1:

@@ -184,6 +184,19 @@ async def test_a_call_that_nobody_waits_for_is_cancelled_there(tmp_path: Path) -
             assert call.cancelled() and time.monotonic() - began < 4.0, "its close waited for the call"
 
 
+async def test_who_swallows_that_its_caller_left_is_not_waited_for_until_it_is_late(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, timeout_s=600.0) as pool:
+        (game,) = await begun(pool, "endure")
+        (pid,) = living(tmp_path)
+        call = asyncio.create_task(game.step(REPLY))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        await asyncio.wait({call})
+        async with asyncio.timeout(30):
+            while pid in living(tmp_path):  # noqa: ASYNC110 - nothing tells of another process
+                await asyncio.sleep(0.1)
+
+
 async def played(pool: LoopPool, question: str, said: Any, **changes: Any) -> Played:
     made = factory(lambda: None, plays=True)
     environment = await pool.environment("7.0")
