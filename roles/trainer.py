@@ -145,7 +145,8 @@ class TrainerRole(Role):
 
             history = self._sieve.history if self._sieve is not None else None
             make, objective = PromptChoices.of, self.objective
-            self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
+            with refused_for_good():
+                self._choices = await asyncio.to_thread(make, self.ctx, self.config, self.queue, objective, history)
         if "values" in self.objective.needs:
             from relax_rt.roles.critic.link import CriticLink
 

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from trainer_parts import GROUPS, SOON_S, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
+from relax_rt.config.problems import BadInput  # noqa: E402
 from relax_rt.roles.algorithms.own import OwnPartFailed  # noqa: E402
 from relax_rt.supervision.diagnosis import classify_exception  # noqa: E402
 from relax_rt.transport.identity import Incarnation  # noqa: E402
@@ -71,3 +72,18 @@ async def test_its_failure_costs_no_prompt(
         # Mended, it trains on what came first.
         ctx = await lives.life(model, steps=1)
     assert ctx.told("training_finished") and (await lives.world.account())["freed"] == 2 * GROUPS
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"loss": "mine.py:gone"}, {"filters": ["mine.py:gone"]}, {"sampler": "mine.py:gone"}], ids=str
+)
+async def test_one_that_is_not_there_any_more_ends_the_run(
+    lives: Lives, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
+) -> None:
+    model = model_with_tokenizer(model_dir, tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(BadInput, match="gone") as caught:
+            await lives.life(model, steps=1, **algorithm)
+    assert classify_exception(caught.value) == "config"
