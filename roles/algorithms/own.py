@@ -16,18 +16,22 @@ import msgspec
 from relax_rt.config.problems import BadInput, KeyPath, dotted
 from relax_rt.supervision.diagnosis import classify_exception
 
-MEND = "mend it there; `relax-rt validate` calls it, and `relax-rt up` goes on from the last checkpoint"
+MEND = "mend it there; `relax-rt up` goes on from the last checkpoint"
+MEND_CALLED = "mend it there; `relax-rt validate` calls it, and `relax-rt up` goes on from the last checkpoint"
+ONLY_LOADED = ("filter", "sampler")
+"""Kinds of parts that no dry run calls."""
 MOST_CHARS = 600
 """Of what is said of the arguments."""
 SHOWN_CHARS = 40
 
 
 class OwnPartFailed(BadInput):
-    """A user's own part raised, or returned what it may not."""
+    """A user's own part raised, or returned what it may not (`raised` says which)."""
 
-    def __init__(self, who: str, place: KeyPath, why: str, on: str) -> None:
-        self.who, self.place, self.told = who, place, f"{why}; it was given {on}"
-        super().__init__(f"{who} ({dotted(place)})", why=self.told, hint=MEND)
+    def __init__(self, who: str, place: KeyPath, why: str, on: str, *, raised: bool = False) -> None:
+        self.who, self.place, self.told, self.raised = who, place, f"{why}; it was given {on}", raised
+        hint = MEND if who.startswith(ONLY_LOADED) else MEND_CALLED
+        super().__init__(f"{who} ({dotted(place)})", why=self.told, hint=hint)
 
 
 @contextmanager
@@ -38,8 +42,8 @@ def own_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[Non
         who: as "loss 'mine.py:my_loss'". place: the key that names it.
 
     Raises:
-        OwnPartFailed: it raised. What a lack of memory or the device makes it raise passes through: smaller
-            micro-batches, or another start, may mend that.
+        OwnPartFailed: it raised, or called sys.exit. What a lack of memory or the device makes it raise passes
+            through: smaller micro-batches, or another start, may mend that.
     """
     from relax_rt.roles.rewards.loader import user_line
 
@@ -47,15 +51,15 @@ def own_code(who: str, place: KeyPath, arguments: Sequence[Any]) -> Iterator[Non
         yield
     except OwnPartFailed:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # It may raise anything.
         if _of_the_machine(error):
             raise
         why = f"{type(error).__name__}: {error} at {user_line(error)}"
-        raise OwnPartFailed(who, place, why, described(arguments)) from error
+        raise OwnPartFailed(who, place, why, described(arguments), raised=True) from error
 
 
-def _of_the_machine(error: Exception) -> bool:
+def _of_the_machine(error: BaseException) -> bool:
     from relax_rt.roles.trainers.budget import out_of_memory
 
     return classify_exception(error) in ("cuda", "oom") or out_of_memory(error)

@@ -21,6 +21,8 @@ from relax_rt.roles.sections import AlgorithmTable, RLConfig
 from relax_rt.supervision.diagnosis import Diagnosis, classify_exception
 
 MINE = """
+import sys
+
 import numpy as np
 import torch
 
@@ -28,6 +30,10 @@ import torch
 def raises(given, *rest):
     options = rest[-1]
     return options.factor
+
+
+def leaves(given, *rest):
+    sys.exit("enough")
 
 
 def scalar(tokens, options):
@@ -141,7 +147,15 @@ def test_what_it_raises_is_told_with_line_and_arguments_and_ends_the_run(base: P
         text = str(caught.value)
         assert text.startswith(f"{kind} 'mine.py:raises' (algorithm.{kind}"), text
         assert f"'FreeOptions' object has no attribute 'factor' at {where}" in text and on in text
-        assert "relax-rt validate" in caught.value.hint and ends_the_run(caught.value)
+        assert ends_the_run(caught.value)
+        # No dry run calls filters and samplers.
+        assert ("relax-rt validate" in caught.value.hint) == (kind not in ("filter", "sampler"))
+        assert "relax-rt up" in caught.value.hint
+
+
+def test_leaving_the_process_is_a_failure_of_the_part(base: Path) -> None:
+    with pytest.raises(OwnPartFailed, match="SystemExit: enough at"):
+        loss(base, loss="mine.py:leaves")
 
 
 @pytest.mark.parametrize(
