@@ -1,95 +1,73 @@
-"""A call of a user's own advantage and loss, on a small made-up batch, before anything starts."""
+"""A call of a user's own parts of [algorithm], on a small made-up batch, before anything starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from relax_rt.config.problems import Problem
-from relax_rt.roles.algorithms.objective import Objective, read_parts
-from relax_rt.roles.algorithms.own import OwnPartFailed
-from relax_rt.roles.algorithms.tensors import TokenTensors
-from relax_rt.roles.sample import Sample, TurnSpan, bare_meta
-from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import Refused
+from relax_rt.roles.algorithms.dry_run_calls import Asked, Found
+from relax_rt.roles.algorithms.objective import read_parts
+from relax_rt.roles.models.cache import say
+from relax_rt.roles.sections import RLConfig, ShardedSettings
 
-GROUPS, MOST_MEMBERS, PROMPT = 2, 4, 2
-NO_GRADIENT = "its loss has no gradient to tokens.logprobs: nothing would be learnt"
+CALLS = "relax_rt.roles.algorithms.dry_run_calls"
+LOAD_S, CALLS_S = 120.0, 30.0
+"""For its process to import torch and the user's files, and for all the calls."""
 
 
-def check_own_parts(config: RLConfig) -> list[Problem]:
-    """What goes wrong first when the parts of [algorithm] that are a user's own are called; nothing, without any."""
-    parts = read_parts(config.algorithm, base=Path(config.config_dir), longest=config.sampling.max_new_tokens)
+def check_own_parts(config: RLConfig, *, calls_s: float = CALLS_S) -> list[Problem]:
+    """What goes wrong first when the parts of [algorithm] that are a user's own are called; nothing, without any.
+
+    They are called in a process of their own, on the CPU. What they raise there is said on standard error only, where
+    the trainer has a GPU: they may be written for it.
+
+    Args:
+        calls_s: for all the calls together.
+    """
+    table, base, longest = config.algorithm, Path(config.config_dir), config.sampling.max_new_tokens
+    parts = read_parts(table, base=base, longest=longest)
     if isinstance(parts, list) or not any(part.target for part in parts.all()):
         # What is wrong with how they are named is told already.
         return []
-    objective = Objective(config.algorithm, parts)
-    samples = _samples(min(config.algorithm.group_size, MOST_MEMBERS))
-    try:
-        objective.advantages(samples)
-        if parts.advantage.target and "returns" in parts.advantage.part.extras:
-            objective.returns(samples)
-        objective.count(samples)
-        tokens = _tokens(samples)
-        loss, _ = objective.loss(tokens)
-        if parts.loss.target and not loss.requires_grad:
-            raise parts.loss.wrong(NO_GRADIENT, tokens)
-    except OwnPartFailed as error:
-        return [Problem(error.place, f"{error.who} failed in a dry run: {error.told}", "mend it there")]
-    except Refused:
-        # The made-up batch lacks something that a part of a known name asks for: nothing can be said of the user's.
+    needs = frozenset[str]().union(*(part.needs for part in parts.all()))
+    turns = "env" in config.roles or bool(needs & {"turn_rewards", "turn_states"})
+    found = _called(Asked(table, base, longest, turns, calls_s))
+    if found is None:
         return []
-    return []
+    if not found.returned and _trains_on_gpu(config):
+        say(f"warning: your parts of [algorithm] are not tried, as the trainer has a GPU: on the CPU, {found.message}")
+        return []
+    return [Problem(found.place, found.message, "mend it there")]
 
 
-def _samples(members: int) -> list[Sample]:
-    """Groups of samples with every column, of several lengths and rewards."""
-    made = []
-    for group in range(GROUPS):
-        for member in range(members):
-            length = PROMPT + 3 + member
-            mask = (np.arange(length) >= PROMPT).astype(np.uint8)
-            numbers = (-0.1 * mask * (1 + np.arange(length))).astype(np.float32)
-            turn = TurnSpan(PROMPT, length, "assistant")
-            info = {"turn_rewards": [float(member % 2)], "turn_states": ["a state"]}
-            meta = msgspec.structs.replace(bare_meta(group, member), turns=[turn], info=info)
-            made.append(
-                Sample(
-                    meta=meta,
-                    tokens=np.arange(1, length + 1, dtype=np.int32),
-                    loss_mask=mask,
-                    behaviour_logprobs=numbers,
-                    versions=[],
-                    reward=float(member % 2),
-                    proximal_logprobs=numbers * np.float32(1.1),
-                    reference_logprobs=numbers * np.float32(0.9),
-                    values=mask.astype(np.float32) * np.float32(0.5),
-                )
-            )
-    return made
+def _called(asked: Asked) -> Found | None:
+    command = [sys.executable, "-P", "-m", CALLS]
+    try:
+        ended = subprocess.run(
+            command, input=pickle.dumps(asked), stdout=subprocess.PIPE, timeout=LOAD_S + asked.calls_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        told = f"a part failed in a dry run: it does not return within {error.timeout:g} s"
+        return Found(("algorithm",), told)
+    if ended.returncode == -signal.SIGALRM:
+        how = f"it does not return within {asked.calls_s:g} s, and catches what interrupts it"
+    elif ended.returncode < 0:
+        how = f"its process was ended by {signal.Signals(-ended.returncode).name}"
+    else:
+        how = f"its process ended with {ended.returncode} and no answer"
+    if ended.returncode or not ended.stdout:
+        return Found(("algorithm",), f"a part failed in a dry run: {how}; what it printed stands above")
+    return msgspec.json.decode(ended.stdout, type=Found | None)
 
 
-def _tokens(samples: Sequence[Sample]) -> TokenTensors:
-    """The trained tokens of samples, as a backend would make them."""
-    import torch
-
-    def column(name: str) -> torch.Tensor:
-        values = [getattr(one, name)[one.loss_mask != 0] for one in samples]
-        return torch.from_numpy(np.concatenate(values).astype(np.float32))
-
-    counts = torch.tensor([int(one.loss_mask.sum()) for one in samples])
-    sequence = torch.repeat_interleave(torch.arange(len(samples)), counts)
-    return TokenTensors(
-        logprobs=column("proximal_logprobs").requires_grad_(),
-        behaviour=column("behaviour_logprobs"),
-        advantages=column("advantages"),
-        mask=torch.ones(len(sequence), dtype=torch.bool),
-        sequence=sequence,
-        proximal=column("proximal_logprobs"),
-        reference=column("reference_logprobs"),
-        group=torch.tensor([one.meta.group for one in samples])[sequence],
-        entropy=torch.full((len(sequence),), 0.5),
-    )
+def _trains_on_gpu(config: RLConfig) -> bool:
+    trainer = config.roles.get("trainer")
+    if not isinstance(trainer, ShardedSettings) or trainer.device == "cpu":
+        return False
+    return bool(trainer.gpus) or trainer.backend == "megatron"

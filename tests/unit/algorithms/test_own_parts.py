@@ -10,6 +10,7 @@ import torch
 from algorithm_samples import sample, tokens
 
 from relax_rt.roles.algorithms.dry_run import check_own_parts
+from relax_rt.roles.algorithms.dry_run_calls import Asked, Found, first_failure
 from relax_rt.roles.algorithms.filters.history import PromptHistory
 from relax_rt.roles.algorithms.filters.refill import Refill
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
@@ -17,14 +18,18 @@ from relax_rt.roles.algorithms.filters.samplers import PromptSampler
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.own import OwnPartFailed
 from relax_rt.roles.algorithms.registry import Bound, bind
-from relax_rt.roles.sections import AlgorithmTable, RLConfig
+from relax_rt.roles.sections import AlgorithmTable, RLConfig, TrainerSettings
 from relax_rt.supervision.diagnosis import Diagnosis, classify_exception
 
 MINE = """
+import os
 import sys
+import time
 
 import numpy as np
 import torch
+
+from relax_rt.roles.algorithms.registry import part
 
 
 def raises(given, *rest):
@@ -34,6 +39,63 @@ def raises(given, *rest):
 
 def leaves(given, *rest):
     sys.exit("enough")
+
+
+def stops(given, *rest):
+    os._exit(3)
+
+
+def asks(tokens, options):
+    breakpoint()
+
+
+def goes_on(tokens, options):
+    while True:
+        pass
+
+
+def deaf(tokens, options):
+    while True:
+        try:
+            time.sleep(1)
+        except Exception:
+            pass
+
+
+def on_gpu(tokens, options):
+    return torch.zeros_like(tokens.logprobs, device="cuda"), {}
+
+
+def of_sixteen(batch, options):
+    rewards = np.array([one.reward for one in batch.trajectories]).reshape(options.prompts, 16)
+    return [one.spread(r) for one, r in zip(batch.trajectories, (rewards - rewards.mean(1)[:, None]).flat)]
+
+
+def to_reference(tokens, options):
+    return (tokens.logprobs - tokens.reference) * tokens.advantages, {}
+
+
+def of_entropy(tokens, options):
+    return -tokens.logprobs * tokens.advantages * tokens.entropy, {}
+
+
+def of_values(batch, options):
+    return [one.values.astype("f4") for one in batch.trajectories]
+
+
+@part("loss", needs={"reference"})
+def says_reference(tokens, options):
+    return to_reference(tokens, options)
+
+
+@part("loss", needs={"entropy"})
+def says_entropy(tokens, options):
+    return of_entropy(tokens, options)
+
+
+@part("advantage", needs={"values"})
+def says_values(batch, options):
+    return of_values(batch, options)
 
 
 def scalar(tokens, options):
@@ -196,18 +258,7 @@ def test_memory_that_runs_out_in_it_is_no_fault_of_its(base: Path) -> None:
         loss(base, loss="mine.py:greedy")
 
 
-@pytest.mark.parametrize(
-    ("keys", "place", "why"),
-    [
-        ({"loss": "mine.py:scalar"}, "loss", "a loss returns (loss [m], metrics)"),
-        ({"loss": "mine.py:detached"}, "loss", "its loss has no gradient"),
-        ({"advantage": {"name": "mine.py:raises", "factr": 2.0}}, "advantage", "has no attribute 'factor' at"),
-        ({"advantage": "mine.py:short"}, "advantage", "it returned shape (4,) for a sample of 5 tokens"),
-        ({"loss": "mine.py:good"}, "", ""),
-        ({}, "", ""),
-    ],
-)
-def test_validation_calls_them_on_a_small_batch(base: Path, keys: dict[str, Any], place: str, why: str) -> None:
+def config_of(base: Path, keys: dict[str, Any], trainer: dict[str, Any] | None = None) -> RLConfig:
     config = RLConfig.model_validate(
         {
             "run": {"name": "x"},
@@ -216,7 +267,70 @@ def test_validation_calls_them_on_a_small_batch(base: Path, keys: dict[str, Any]
             "reward": {"function": "f.py:f"},
             "algorithm": keys,
         }
-    ).model_copy(update={"config_dir": str(base)})
-    found = [(one.path, one.message) for one in check_own_parts(config)]
-    assert [path for path, _ in found] == ([("algorithm", place)] if place else [])
-    assert all(why in message and "failed in a dry run" in message for _, message in found)
+    )
+    roles = {} if trainer is None else {"trainer": TrainerSettings.model_validate(trainer)}
+    return config.model_copy(update={"config_dir": str(base), "roles": roles})
+
+
+def called(base: Path, keys: dict[str, Any], seconds: float = 30.0) -> Found | None:
+    return first_failure(Asked(AlgorithmTable(**keys), base, longest=16, turns=False, calls_s=seconds))
+
+
+@pytest.mark.parametrize(
+    ("keys", "place", "why"),
+    [
+        ({"loss": "mine.py:scalar"}, "loss", "a loss returns (loss [m], metrics)"),
+        ({"loss": "mine.py:detached"}, "loss", "its loss has no gradient"),
+        ({"advantage": {"name": "mine.py:raises", "factr": 2.0}}, "advantage", "has no attribute 'factor' at"),
+        ({"advantage": "mine.py:short"}, "advantage", "it returned shape (4,) for a sample of 5 tokens"),
+        ({"advantage": "mine.py:leaves"}, "advantage", "SystemExit: enough at"),
+        ({"loss": "mine.py:to_reference"}, "loss", "TypeError"),
+        ({"loss": "mine.py:of_entropy"}, "loss", "TypeError"),
+        ({"advantage": "mine.py:of_values"}, "advantage", "has no attribute 'astype'"),
+        ({"loss": "mine.py:says_reference"}, "", ""),
+        ({"loss": "mine.py:says_entropy"}, "", ""),
+        ({"advantage": "mine.py:says_values"}, "", ""),
+        ({"loss": "mine.py:good"}, "", ""),
+    ],
+)
+def test_validation_calls_them_on_a_small_batch(base: Path, keys: dict[str, Any], place: str, why: str) -> None:
+    """With the columns that they say they need, as in the run."""
+    found = called(base, keys)
+    assert (found and found.place) == (("algorithm", place) if place else None)
+    assert found is None or (why in found.message and "failed in a dry run" in found.message)
+
+
+def test_the_dry_run_has_groups_of_the_runs_size(base: Path) -> None:
+    sixteen = {"name": "mine.py:of_sixteen", "prompts": 3}
+    assert called(base, {"advantage": sixteen, "group_size": 16, "prompts_per_step": 3}) is None
+    found = called(base, {"advantage": sixteen, "group_size": 15, "prompts_per_step": 3})
+    assert found is not None and "reshape" in found.message
+
+
+def test_what_they_raise_on_the_cpu_refuses_no_run_on_gpus(base: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert check_own_parts(config_of(base, {"loss": "mine.py:on_gpu"}, {"gpus": 1})) == []
+    assert "not tried, as the trainer has a GPU" in capfd.readouterr().err
+    (told,) = check_own_parts(config_of(base, {"loss": "mine.py:raises"}, {}))
+    assert "failed in a dry run" in told.message and told.path == ("algorithm", "loss")
+    (told,) = check_own_parts(config_of(base, {"loss": "mine.py:detached"}, {"gpus": 1}))
+    assert "no gradient" in told.message
+
+
+def test_a_part_that_does_not_return_is_told(base: Path) -> None:
+    found = called(base, {"loss": "mine.py:goes_on"}, seconds=0.5)
+    assert found is not None and found.place == ("algorithm", "loss")
+    assert "does not return within 0.5 s at" in found.message and "mine.py:" in found.message
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("deaf", "within 1 s, and catches what interrupts it"),
+        ("stops", "ended with 3 and no answer"),
+        ("asks", "BdbQuit"),
+    ],
+)
+def test_a_part_that_takes_its_process_along_is_told(base: Path, name: str, why: str) -> None:
+    """Nobody answers a debugger, and what catches its interruption is ended."""
+    (told,) = check_own_parts(config_of(base, {"loss": f"mine.py:{name}"}), calls_s=1.0)
+    assert why in told.message
