@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -149,8 +150,9 @@ class SpawnerLink:
                     await self._process.wait()
             if self._process.returncode is not None:
                 break
+            # Not its own kill(), which would reap one that has just died: how it ended would be lost to wait().
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(self._process.pid, signal.SIGKILL)
         code = self._process.returncode
         return "" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
