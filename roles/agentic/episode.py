@@ -20,11 +20,11 @@ from relax_rt.roles.agentic.interface import (
     Reply,
     Step,
     Task,
+    checked,
     conversation,
     media,
     only_over,
 )
-from relax_rt.roles.agentic.interface import checked as checked
 from relax_rt.roles.agentic.pool import Broken, Lost, RemoteEnvironment, Stuck
 from relax_rt.roles.agentic.tokens import Episode, PromptPlan, Sampled, TokenLedger
 from relax_rt.roles.engines.routing import PART_TOKENS

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from relax_rt.roles.agentic.episode import Limits, NotMade, Played, checked
-from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.agentic.episode import Limits, NotMade, Played
+from relax_rt.roles.agentic.interface import Task, checked
 from relax_rt.roles.agentic.pool import Broken, Lost, OverLimit, Stuck
 from relax_rt.roles.agentic.program import Program, Result, passed_limit, result_of
 from relax_rt.roles.agentic.program_host import Ended, ProgramHost

@@ -119,7 +119,7 @@ def rewarded(played: Played, score: Score | Failed, labels: list[str]) -> Played
     Raises:
         Broken: they failed, or have rewards for another number of turns.
     """
-    from relax_rt.roles.agentic.episode import checked
+    from relax_rt.roles.agentic.interface import checked
     from relax_rt.roles.agentic.pool import Broken
     from relax_rt.roles.rewards.scoring import Failed
 

@@ -343,9 +343,7 @@ class RouterCore:
         if reason != "full" or piece.report.room > 0:
             # What is known of it says so now, and its next word may say otherwise; if not, it is not asked at once.
             self.fleet.full(now, place.slot, self.limits.full_s)
-        self.fleet.left(place.slot, place.epoch, met=True, ended=True)
-        life.place = None
-        self._loads.note(life)
+        self._release(life, ended=True)
         life.give_back(f"{place.slot} turned it away: {reason}")
         self._waiting.add(life)
 
@@ -373,14 +371,14 @@ class RouterCore:
             self._actions.append(Close(life.number, life.place))
             self._release(life)
 
-    def _release(self, life: Life) -> None:
-        self._unwork(life)
+    def _release(self, life: Life, *, ended: bool = False) -> None:
+        self._unwork(life, ended=ended)
         life.place = None
         self._loads.note(life)
 
-    def _unwork(self, life: Life) -> None:
+    def _unwork(self, life: Life, *, ended: bool = False) -> None:
         if life.place is not None:
-            self.fleet.left(life.place.slot, life.place.epoch, met=life.met)
+            self.fleet.left(life.place.slot, life.place.epoch, met=life.met, ended=ended)
 
     def _end(self, life: Life) -> None:
         assert life.outcome is not None
