@@ -5,6 +5,10 @@ proportion to its length, engines work in parallel, and a sequence in flight goe
 
 Declared beforehand: SEEDS, at least MIN_TRAINED trained samples, two-sample Kolmogorov-Smirnov with p above ALPHA, and
 below CONTROL for a queue that drops what an update overtakes.
+
+Groups beyond the bound (over_provision) cost a bias to short ones: a step takes what ends first, and what is dropped is
+drawn anew. Declared beforehand, on SURPLUS_SEEDS: the control, `drop`, is told apart (p below CONTROL); with `recycle`
+the mean length is below the generated one by at most MOST_SHORTENED of it, which `drop` exceeds.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import bisect
 import math
 import random
 from collections import deque
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -28,6 +33,7 @@ SEEDS = (1, 2, 3, 4, 5)
 MIN_TRAINED = 5_000
 ALPHA = 0.01
 CONTROL = 1e-4
+SURPLUS_SEEDS, SURPLUS_GROUPS, MOST_SHORTENED = (1, 2), 4, 0.1
 GROUP, GROUPS = 4, 16
 SLOTS = 48
 """Sequences that are generated at the same time."""
@@ -61,7 +67,9 @@ def draw(rng: random.Random) -> int:
 class FrozenPolicyRun:
     """Engines, a reward that takes no time, and a trainer, on the ledger itself."""
 
-    def __init__(self, seed: int, on_straggler: str, max_staleness: float, *, parts: bool) -> None:
+    def __init__(
+        self, seed: int, on_straggler: str, max_staleness: float, *, parts: bool = False, **surplus: object
+    ) -> None:
         self.parts = parts
         self.taken: list[tuple[int, list[SampleKey]]] = []
         self.kernel, self.ledger, self.rng = Kernel(seed), Ledger(), random.Random(seed)
@@ -72,6 +80,7 @@ class FrozenPolicyRun:
             max_staleness=max_staleness,
             on_straggler=on_straggler,  # type: ignore[arg-type]
             straggler_wait_s=1e6,
+            **surplus,  # type: ignore[arg-type]
         )
         self.version = self.step = 0
         self.begun: list[int] = []
@@ -151,11 +160,17 @@ class FrozenPolicyRun:
         self.go_on()
 
 
-def lengths(seed: int, on_straggler: str, max_staleness: float, *, parts: bool = False) -> tuple[list[int], list[int]]:
-    """What was trained on, and all that was begun to be generated."""
-    run = FrozenPolicyRun(seed, on_straggler, max_staleness, parts=parts)
+def ran(seed: int, on_straggler: str, max_staleness: float, **settings: Any) -> FrozenPolicyRun:
+    """A run that has trained on enough."""
+    run = FrozenPolicyRun(seed, on_straggler, max_staleness, **settings)
     run.run(-(-MIN_TRAINED // (GROUP * GROUPS)) + 2)
     assert len(run.trained) >= MIN_TRAINED
+    return run
+
+
+def lengths(seed: int, on_straggler: str, max_staleness: float, *, parts: bool = False) -> tuple[list[int], list[int]]:
+    """What was trained on, and all that was begun to be generated."""
+    run = ran(seed, on_straggler, max_staleness, parts=parts)
     return run.trained, run.begun
 
 
@@ -174,6 +189,20 @@ def test_the_same_test_tells_a_queue_apart_that_drops_what_an_update_overtakes(s
     assert two_sample_p(trained, begun) < CONTROL
     other = random.Random(1_000_000 + seed)
     assert two_sample_p(trained, [draw(other) for _ in range(20_000)]) < CONTROL
+
+
+@pytest.mark.parametrize("seed", SURPLUS_SEEDS)
+def test_surplus_that_goes_on_shortens_little_and_surplus_that_is_dropped_is_told_apart(seed: int) -> None:
+    other = random.Random(1_000_000 + seed)
+    generated = [draw(other) for _ in range(20_000)]
+    runs = {
+        on_surplus: ran(seed, "wait", 1.0, over_provision=SURPLUS_GROUPS, on_surplus=on_surplus)
+        for on_surplus in ("drop", "recycle")
+    }
+    least = (1 - MOST_SHORTENED) * fmean(generated)
+    assert fmean(runs["recycle"].trained) >= least > fmean(runs["drop"].trained)
+    assert two_sample_p(runs["drop"].trained, generated) < CONTROL
+    assert all(run.ledger.audit() == [] for run in runs.values())
 
 
 def test_the_statistic_is_the_one_of_the_tables() -> None:

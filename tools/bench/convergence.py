@@ -1,18 +1,19 @@
 """Do on-policy, near-on-policy and asynchronous training learn the same? Declared beforehand, with a negative control.
 
-    python tools/bench/convergence.py FOLDER [--seeds 1,2,3] [--steps 400] [--items 1000] [--plot docs/convergence.png]
+    python tools/bench/convergence.py FOLDER [--seeds 1,2,3] [--steps 800] [--items 1000] [--plot docs/convergence.png]
 
 The tiny model learns to add, with max_staleness 0, 1 and 4; and, as a negative control, with samples up to 32 updates
 old and no correction for it (importance ratio and clipping left out, a trainer slow enough that the queue is full).
-Runs of a seed are paired: same prompts in the same order, same held-out items, same seeds of their samples.
+Runs of a seed are paired: same prompts in the same order, same held-out items, same seeds of their samples. The
+learning rate goes down to 0 over the run, so that arms are compared where they have settled and not on their way.
 
 equivalent: at least 3 seeds and 500 held-out items, for 1 and for 4 the 90% interval of the difference to max_staleness
 0 in held-out accuracy lies inside ±0.08, the control is told apart, and every run reached its target. Else: not shown,
 with the reasons. The interval is that of tools/soak/equivalence_statistics.py. The exit status is 0 for equivalent.
 
 Each finished run is kept in FOLDER as one file; what is there already is not run again, so that this can be ended at
-any time and taken up later, or be made in pieces (--at-most 1). Files of other settings are refused. A run takes one to
-four minutes on two cores. Draws reward by step and by time, mean over the seeds
+any time and taken up later, or be made in pieces (--at-most 1). Files of other settings are refused. A run takes two to
+eight minutes on two cores. Draws reward by step and by time, mean over the seeds
 with their range, and the ages of the samples that were trained on.
 """
 
@@ -91,6 +92,7 @@ def settings_of(seed: int, arm: str, options: argparse.Namespace) -> dict[str, A
     return {
         "run.seed": seed,
         "algorithm.steps": options.steps,
+        "algorithm.learning_rate_schedule": "linear",
         "evaluation.every_steps": 0,
         "evaluation.items": options.items,
         # It takes a step's worth of room for each that may be waiting.
@@ -293,7 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("folder", type=Path, help="finished runs, one file each")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--items", type=int, default=1000, help="held out")
     parser.add_argument(
         "--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there"

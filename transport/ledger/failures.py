@@ -25,9 +25,14 @@ def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
         _fail(core, group, set(members))
 
 
+def frozen(core: Core, group: Group) -> bool:
+    """Whether something was computed over the whole group, so that none of its members can be another."""
+    task = core.policy.frozen_by
+    return bool(task) and any(task in sample.done for sample in group.samples)
+
+
 def _fail(core: Core, group: Group, members: set[int]) -> None:
     policy = core.policy
-    frozen = policy.frozen_by and any(policy.frozen_by in sample.done for sample in group.samples)
     marked = dict.fromkeys(members, "failed")
     if group.prompt is None:
         # Nobody makes an offered sample again. Its siblings are useful without it, unless they are trained as one.
@@ -36,7 +41,7 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
         else:
             _leave_out(core, group, members)
         return
-    if frozen or policy.on_failed_member == "drop":
+    if frozen(core, group) or policy.on_failed_member == "drop":
         core.end(group, "dropped(sibling)", marked=marked, fate="failed")
     elif policy.on_failed_member == "shrink":
         if group.size - len(members) >= max(policy.min_group, 1):

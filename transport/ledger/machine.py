@@ -353,10 +353,6 @@ class Ledger:
         leases = [id_ for id_ in late if id_ in self.core.state.leases]
         return ev.Lapse([id_ for id_ in late if id_ not in self.core.state.leases], leases) if late else None
 
-    def next_lapse(self) -> float | None:
-        """When the next ticket or lease lapses, unless it is renewed."""
-        return min(self.core.deadlines.values(), default=None)
-
     def straggler_deadline(self) -> float | None:
         """Until when a batch that could be granted waits for stragglers; None if none does."""
         since = self.core.state.blocked_since

@@ -7,7 +7,7 @@ that have no other tokens are made again. So a long sequence is not begun anew a
 from __future__ import annotations
 
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.failures import make_again
+from relax_rt.transport.ledger.failures import frozen, make_again
 from relax_rt.transport.ledger.marks import any_held
 from relax_rt.transport.ledger.state import Group
 
@@ -24,11 +24,17 @@ def recycle(core: Core, group: Group) -> bool:
 
 
 def keep_within(core: Core, group: Group) -> bool:
-    """Have members of a recycled group made again that are over-stale as a whole. False if nothing else is left."""
+    """Have members of a recycled group made again that are over-stale as a whole.
+
+    A group that is complete keeps its other members, so that one that took long is not lost with short ones that were
+    done before it. False if nothing else is left, or its composition is fixed.
+    """
     bound = core.policy.max_staleness
-    stale = {n for n, sample in enumerate(group.samples) if sample.spans and core.staleness(group, n) > bound}
-    if not group.missing():
-        return not stale
+    stale = {
+        key.member for key, sample in group.members() if sample.spans and core.staleness(group, key.member) > bound
+    }
+    if stale and (len(stale) == group.size or frozen(core, group)):
+        return False
     if stale:
         core.note("members_ended", group=group.id, members=sorted(stale), state="dropped(surplus)")
         make_again(core, group, stale, "dropped(surplus)")

@@ -440,11 +440,13 @@ class Model(Holdings):
         return self.keep_within(group)
 
     def keep_within(self, group: Group) -> bool:
-        """Finished members with no token within the bound are made again, as long as others are unfinished."""
+        """Finished members with no token within the bound are made again, beside others that are not so."""
         bound = self.policy.max_staleness
         stale = {n for n, sample in group.alive() if sample.versions and self.unmasked(sample) > bound}
-        if not group.missing():
-            return not stale
+        if stale and len(stale) == len(group.alive()):
+            return False
+        if stale and any(self.policy.frozen_by in sample.done for sample in group.samples):
+            return False
         if stale:
             self._replace(group, stale, again=True, state="dropped(surplus)")
         return True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ledger_driver import ENGINE, JUDGE, OTHER, TRAINER, Driver, make, started, step
+from ledger_driver import CRITIC, ENGINE, JUDGE, OTHER, TASKS, TRAINER, Driver, make, started, step
 
-from relax_rt.transport.queue.api import SampleKey, Ticket
+from relax_rt.transport.queue.api import Batch, SampleKey, Ticket
 
 
 def begun(on_surplus: str, max_staleness: int = 0) -> tuple[Driver, int, Ticket]:
@@ -59,6 +59,70 @@ def test_a_member_that_ends_without_a_token_within_the_bound_is_made_again() -> 
     d.put(OTHER, SampleKey(ticket.group, 1), v1, v1, v1)
     (again,) = d.admit(ENGINE, v2).tickets
     assert (again.group, again.wanted(), again.partials) == (ticket.group, [0, 1], {})
+    assert d.ledger.audit() == []
+
+
+def recycled(*failed: int, **changes: object) -> tuple[Driver, int, Ticket, Batch]:
+    """A step is being trained, without a group that was recycled: the update puts the group's first member over the
+    bound, the second is still sampled. Members that `failed` could not be rewarded."""
+    values: dict[str, object] = {"prompts_per_step": 1, "over_provision": 1, "on_surplus": "recycle", **changes}
+    d, v1 = started(max_staleness=1, straggler_wait_s=1000.0, **values)
+    make(d, v1, 2)
+    (long,) = d.admit(OTHER, v1).tickets
+    d.put(OTHER, SampleKey(long.group, 0), v1)
+    d.mark(OTHER, long, 1, 0, [(1, v1), (2, v1)])
+    d.reward(JUDGE, d.take(JUDGE, "reward", samples=16), *[SampleKey(long.group, member) for member in failed])
+    v2 = d.trained(TRAINER, d.take(TRAINER, "train", groups=1), 1, v1)
+    d.admit(ENGINE, v2)
+    batch = d.take(TRAINER, "train", groups=1)
+    assert batch.samples and d.ledger.state.groups[long.group].recycled
+    return d, v2, long, batch
+
+
+def test_what_took_long_is_not_lost_with_a_sibling_when_it_ends_while_a_step_is_trained() -> None:
+    d, v2, long, batch = recycled()
+    d.put(OTHER, SampleKey(long.group, 1), v2 - 1, v2 - 1, v2)
+    d.reward_all(JUDGE)
+    v3 = d.trained(TRAINER, batch, 2, v2)
+    assert d.ledger.account()["dropped(surplus)"] == 1
+    (again,) = d.admit(ENGINE, v3).tickets
+    assert (again.group, again.members) == (long.group, [0])
+    d.generate(ENGINE, again, v3)
+    (late,) = d.ledger.state.groups.keys() - {long.group}
+    for member in (0, 1):
+        d.put(ENGINE, SampleKey(late, member), v2)
+    d.reward_all(JUDGE)
+    batch = d.take(TRAINER, "train", groups=1)
+    assert {info.key.member: info.masked for info in batch.samples} == {0: [], 1: [(0, 1), (1, 2)]}
+    assert {info.key.group for info in batch.samples} == {long.group}
+    assert d.ledger.audit() == []
+
+
+def test_a_recycled_group_without_a_token_within_the_bound_ends() -> None:
+    d, v2, long, batch = recycled()
+    d.put(OTHER, SampleKey(long.group, 1), v2 - 1, v2 - 1)
+    d.trained(TRAINER, batch, 2, v2)
+    assert d.ledger.account()["dropped(surplus)"] == 2 and long.group not in d.ledger.state.groups
+    assert d.ledger.audit() == []
+
+
+def test_a_recycled_group_whose_composition_is_fixed_ends_whole() -> None:
+    d, v2, long, batch = recycled(tasks={**TASKS, "advantage": ("tokens", "reward")}, frozen_by="advantage")
+    d.put(OTHER, SampleKey(long.group, 1), v2 - 1, v2 - 1, v2)
+    d.reward_all(JUDGE)
+    while (found := d.take(CRITIC, "advantage", groups=1)).samples:
+        d.complete(CRITIC, "advantage", found)
+    d.trained(TRAINER, batch, 2, v2)
+    assert d.ledger.account()["dropped(surplus)"] == 2 and long.group not in d.ledger.state.groups
+    assert d.ledger.audit() == []
+
+
+def test_a_member_that_was_left_out_of_a_recycled_group_is_not_made_again() -> None:
+    d, v2, long, batch = recycled(0, group_size=3, min_group=2, on_failed_member="shrink")
+    d.put(OTHER, SampleKey(long.group, 1), v2 - 1)
+    d.trained(TRAINER, batch, 2, v2)
+    group = d.ledger.state.groups[long.group]
+    assert group.samples[0].left_out and group.missing() == [1, 2]
     assert d.ledger.audit() == []
 
 
