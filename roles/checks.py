@@ -105,7 +105,8 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("algorithm", "adam_betas"), f"adam_betas = {list(table.adam_betas)} must lie in [0, 1)")
     yield from check_rates(table, ("algorithm",), table.steps)
     for name in ("learning_rate", "max_grad_norm", "clip_high", "soft_penalty"):
-        if not math.isfinite(getattr(table, name)):
+        value = getattr(table, name)
+        if value is not None and not math.isfinite(value):
             yield Problem(("algorithm", name), f"{name} must be finite")
     yield from check_algorithm(config)
 

@@ -127,7 +127,8 @@ class AlgorithmTable(Table):
     straggler_wait_s: Seconds = 120.0
     """How long an update waits for unfinished samples that it would make over-stale; then they are made again."""
     over_provision: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences."""
+    """Groups that may be under way beyond the bound, so that a step need not wait for its longest sequences. It costs a
+    bias: short answers are trained on more often than they are generated (docs/modes.md)."""
     on_surplus: Literal["drop", "recycle"] = "drop"
     """Those of them that an update makes over-stale: begin their prompts anew, or let unfinished sequences go on with
     their tokens, of which those over the bound are context only."""
@@ -149,17 +150,18 @@ class AlgorithmTable(Table):
     """Of AdamW: decay of the first and of the second moment."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Longer gradients are shortened to this norm."""
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Ratios count down to 1 - clip_low. Of a ratio to the proximal policy, as the default loss has it, this bounds the
-    updates of a step after the first (updates_per_step)."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Ratios count up to 1 + clip_high, as clip_low."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Ratios count down to 1 - clip_low; unset: the loss's own (0.2 of the default loss). Of a ratio to the proximal
+    policy, as the default loss has it, this bounds the updates of a step after the first (updates_per_step)."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Ratios count up to 1 + clip_high, as clip_low; unset: the loss's own (0.28 of the default loss)."""
     truncated: Literal["mask", "zero_reward", "soft_penalty", "none"] = "none"
     """A completion cut at max_new_tokens: mask its tokens, give it reward 0, subtract soft_penalty, or train on it."""
     soft_penalty: Annotated[float, Field(ge=0)] = 0.5
     """With truncated = "soft_penalty": what is subtracted from the reward."""
-    normalise_std: bool = True
-    """Divide a group's advantages by their standard deviation (GRPO); False: only the mean is subtracted."""
+    normalise_std: bool | None = None
+    """Divide a group's advantages by their standard deviation (GRPO); False: only the mean is subtracted. Unset: the
+    advantage's own (true of the default advantage)."""
 
     @model_validator(mode="after")
     def _preset(self) -> AlgorithmTable:
@@ -210,7 +212,7 @@ class CheckpointTable(Table):
     every_steps: Annotated[int, Field(ge=1)] = 20
     """Steps from one to the next; what was trained meanwhile stays in the queue."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """Older ones are removed."""
+    """Older ones are removed. With 1 there is none to go on from should the newest be damaged."""
 
 
 class SampledTable(Table):

@@ -38,15 +38,22 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """The folder of the highest step.
+    """The folder of the highest step; its weights are those that were written, as far as it says.
 
     Raises:
-        RelaxError: the run has no checkpoint yet.
+        RelaxError: the run has no checkpoint yet, or its newest one is damaged.
     """
-    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    from relax_rt.roles.trainers.checkpoint import PREFIX, STATE_FILE, read_state
+    from relax_rt.roles.trainers.digests import compare
+
+    found = (run_dir / "checkpoints").glob(f"{PREFIX}*")
+    folders = sorted(folder for folder in found if folder.name.removeprefix(PREFIX).isdecimal())
     if not folders:
         hint = "the first one comes after checkpoint.every_steps steps"
         raise RelaxError(f"{run_dir} has no checkpoint yet", hint=hint)
+    if (folders[-1] / STATE_FILE).exists():
+        files = read_state(folders[-1]).files
+        compare(folders[-1], {name: of for name, of in files.items() if name.startswith("model")})
     return folders[-1]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BELONGS = {"aggregation": "count", "entropy": "first"}
 """Kinds of part that have a second function, by its name."""
 COMMON_OPTIONS = ("clip_low", "clip_high", "normalise_std")
-"""Keys of [algorithm] that give the default of a part's option of the same name."""
+"""Keys of [algorithm] that, written or set by the preset, count over a part's own default of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ def read_parts(table: AlgorithmTable, *, base: Path = Path(), longest: int | Non
         base: folder that paths of a user's files are relative to.
         longest: tokens of the longest completion, the default of fixed_length.
     """
-    common = {key: getattr(table, key) for key in COMMON_OPTIONS}
+    # Not by model_fields_set: a table that was stored, or sent to another rank, has every key.
+    common = {key: value for key in COMMON_OPTIONS if (value := getattr(table, key)) is not None}
     if longest is not None:
         common["length"] = longest
     problems: list[Problem] = []

@@ -15,6 +15,7 @@ from typing import Any
 import peer_env
 
 from relax_rt.config.loader import load_config
+from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
@@ -86,6 +87,8 @@ def write_job(path: Path, steps: int) -> None:
     def told(item: Any) -> dict[str, Any]:
         return {"prompt": tokenizer.text(item.messages), "tokens": list(item.tokens), "answer": item.answer}
 
+    parts = Objective.of(table, base=base).parts
+    loss, advantage = parts.loss.options, parts.advantage.options
     names = ("group_size", "prompts_per_step", "learning_rate", "adam_betas", "weight_decay", "max_grad_norm")
     job = {
         "model": str(folder),
@@ -95,7 +98,10 @@ def write_job(path: Path, steps: int) -> None:
         "max_new_tokens": config.sampling.max_new_tokens,
         "train": [told(source.prompt(index)) for index in range(steps * table.prompts_per_step)],
         "held_out": [told(item) for item in source.held_out],
-        **{name: getattr(table, name) for name in (*names, "clip_low", "clip_high", "normalise_std")},
+        **{name: getattr(table, name) for name in names},
+        "clip_low": loss.clip_low,
+        "clip_high": loss.clip_high,
+        "normalise_std": advantage.normalise_std,
     }
     path.write_text(json.dumps(job))
 

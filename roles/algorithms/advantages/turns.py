@@ -124,7 +124,8 @@ def gigpo(batch: AdvantageInputs, options: AnchorOptions) -> list[NDArray[np.flo
 
     GiGPO (arXiv 2505.10978, section 4): A_episode compares the rewards of the group's trajectories; A_step compares the
     discounted returns sum_k gamma^(k - t) r_k of all steps of the group that started from the same state. A state that
-    was met once has A_step = 0.
+    was met once has A_step = 0. r_k are the turn rewards, the last of which holds what an episode is given at its end:
+    the trajectory's reward is their sum, and added to the last step it would count twice.
 
     Returns:
         float32 [T] for each trajectory.

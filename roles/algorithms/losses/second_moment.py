@@ -28,6 +28,8 @@ def outliers(log_ratios: Floats, advantages: Floats, threshold: float) -> NDArra
     """The tokens to leave out, so that (log r)^2 of the trust-region tokens that stay is at most threshold on average.
 
     M2PO (arXiv 2510.01161, algorithm 1): of the tokens with A > 0 and r > 1, or A < 0 and r < 1, the largest go first.
+    The mean is over those that stay. The authors' code (Infini-AI-Lab/M2PO, `kpo_clip_harmful_tokens`) looks at the
+    same tokens, but cuts them at a bound, and counts those that it has cut.
 
     Args:
         log_ratios: float64 [n], log pi / pi_behaviour. advantages: float64 [n].

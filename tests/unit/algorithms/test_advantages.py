@@ -194,6 +194,13 @@ def test_gigpo_compares_steps_from_one_state() -> None:
     assert [by_turn(f) for f in part(batch)] == [pytest.approx([0.5 + 2 * 0.25, 0.5]), pytest.approx([-1.0, -0.5])]
 
 
+def test_gigpo_credits_an_outcome_that_comes_at_the_end_to_the_steps_before_it() -> None:
+    batch = episodes((1.0, [0.0, 1.0], ["start", "hall"]), (0.0, [0.0, 0.0], ["start", "hall"]))
+    found = bound("advantage", {"name": "gigpo", "gamma": 0.5})(batch)
+    # Returns of `start` 0.5 and 0, of `hall` 1 and 0; the episodes' rewards 1 and 0, once.
+    assert [by_turn(f) for f in found] == [pytest.approx([0.5 + 0.25, 0.5 + 0.5]), pytest.approx([-0.75, -1.0])]
+
+
 def test_turn_rewards_come_from_the_samples_info_and_must_fit_its_turns() -> None:
     turns = [TurnSpan(0, 1, "user"), TurnSpan(1, 3, "assistant")]
     made = trajectory(sample(0, [0, 1, 1], turns=turns, info={"turn_rewards": [0.5], "turn_states": ["s"]}), 1.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from job_config import problems
 
 from relax_rt.config.loader import load_config
-from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.preflight import warnings
 from relax_rt.roles.sections import RLConfig
 
@@ -31,14 +31,6 @@ def toml(tmp_path: Path) -> Path:
     path = tmp_path / "roles.toml"
     path.write_text(TOML.format(dir=tmp_path))
     return path
-
-
-def problems(toml: Path, *overrides: str) -> dict[str, Problem]:
-    try:
-        load_config(toml, overrides)
-    except ConfigErrors as error:
-        return {".".join(map(str, p.path)): p for p in error.problems}
-    return {}
 
 
 @pytest.mark.parametrize(

@@ -6,40 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
+from fresh_model import save_fresh
+from job_config import ROLES_TOML, problems
 
 pytest.importorskip("torch")
 
 from relax_rt.config.loader import load_config
-from relax_rt.config.problems import ConfigErrors, Problem
-from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.sections import RLConfig
 
-ROLES_TOML = """
-[run]
-name = "r"
-dir = "{dir}/run"
-[model]
-path = "model"
-[data]
-task = "chain_sum"
-size = 300
-options = {{ min_terms = 2, max_terms = 2 }}
-[reward]
-function = "relax_rt.roles.rewards.builtin:integer"
-[sampling]
-max_new_tokens = 8
-[evaluation]
-items = 8
-"""
 JUDGE = ('reward.judge.prompt="{completion} or {answer}?"', "roles.genrm.count=1", 'reward.function="genrm"')
 
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    tiny_model(len(tokenizer), seed=0).save_pretrained(folder / "model")
+    save_fresh(folder / "model")
     (folder / "mine.py").write_text(
         "def deaf(completion, answer):\n    return 1.0\n\n\n"
         "def both(completion, answer, verdict):\n    return {'verdict': verdict, 'short': -0.01 * len(completion)}\n"
@@ -47,14 +28,6 @@ def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "roles.toml"
     path.write_text(ROLES_TOML.format(dir=folder))
     return path
-
-
-def problems(toml: Path, *overrides: str, preflight: bool = False) -> dict[str, Problem]:
-    try:
-        load_config(toml, overrides, preflight=preflight)
-    except ConfigErrors as error:
-        return {".".join(map(str, p.path)): p for p in error.problems}
-    return {}
 
 
 def test_today_s_mode_is_the_default(toml: Path) -> None:

@@ -7,70 +7,37 @@ import math
 from pathlib import Path
 
 import pytest
+from fresh_model import save_fresh
+from job_config import ROLES_TOML, problems
 
 pytest.importorskip("torch")
 
 from relax_rt.config.job import PlanLine
 from relax_rt.config.loader import load_config
-from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.roles.checks import sample_bytes
 from relax_rt.roles.job import RLJob
-from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.plan import model_size
 from relax_rt.roles.sections import ReferenceSettings, RLConfig
 
-ROLES_TOML = """
-[run]
-name = "r"
-dir = "{dir}/run"
-[model]
-path = "model"
-[data]
-task = "chain_sum"
-size = 300
-options = {{ min_terms = 2, max_terms = 2 }}
-[reward]
-function = "relax_rt.roles.rewards.builtin:integer"
-[sampling]
-max_new_tokens = 8
-[evaluation]
-items = 8
-"""
 HERE, KL = "roles.reference.count=1", 'algorithm.kl={name="k3", coefficient=0.1}'
-
-
-def save(folder: Path, characters: str = "") -> None:
-    """The tiny model with fresh weights; further tokens may be added to its tokenizer."""
-    tokenizer = character_tokenizer()
-    tokenizer.add_tokens(list(characters))
-    tokenizer.save_pretrained(folder)
-    tiny_model(len(tokenizer), seed=1).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("job")
-    save(folder / "model")
-    save(folder / "larger", "äöü")
-    save(folder / "other")
+    save_fresh(folder / "model")
+    save_fresh(folder / "larger", characters="äöü")
+    save_fresh(folder / "other")
     core = json.loads((folder / "other/tokenizer.json").read_text())
     words = core["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     (folder / "other/tokenizer.json").write_text(json.dumps(core))
-    save(folder / "short")
+    save_fresh(folder / "short")
     config = json.loads((folder / "short/config.json").read_text())
     (folder / "short/config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
     path = folder / "roles.toml"
     path.write_text(ROLES_TOML.format(dir=folder))
     return path
-
-
-def problems(toml: Path, *overrides: str, preflight: bool = False) -> dict[str, Problem]:
-    try:
-        load_config(toml, overrides, preflight=preflight)
-    except ConfigErrors as error:
-        return {".".join(map(str, p.path)): p for p in error.problems}
-    return {}
 
 
 @pytest.mark.parametrize("algorithm", [KL, 'algorithm.name="dpo"', 'algorithm.name="distillation"'])

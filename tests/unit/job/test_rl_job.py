@@ -9,50 +9,31 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_model import save_fresh
+from job_config import ROLES_TOML, problems
 
 from relax_rt.config.loader import load_config
-from relax_rt.config.problems import ConfigErrors, Problem
+from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.checks import needed_bytes, retained_batches
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.job import RLJob
+from relax_rt.roles.models.processor import computes_bfloat16
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.plan import DELTA_PART, SERVED_BESIDE, STAGE_BUFFERS, model_size
 from relax_rt.roles.preflight import as_problem, warnings
 from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.trainers.checkpoint import CheckpointState, CheckpointStore
 from relax_rt.roles.try_out import newest_checkpoint
-from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.errors import Corrupt, RelaxError
 from relax_rt.transport.weights.manifest import MAX_DELTA
 from relax_rt.transport.weights.served import MAX_BESIDE_VERSIONS
 from relax_rt.transport.weights.stage import MAX_BUFFERS
 
-ROLES_TOML = """
-[run]
-name = "r"
-dir = "{dir}/run"
-[model]
-path = "model"
-[data]
-task = "chain_sum"
-size = 300
-options = {{ min_terms = 2, max_terms = 2 }}
-[reward]
-function = "relax_rt.roles.rewards.builtin:integer"
-[sampling]
-max_new_tokens = 8
-[evaluation]
-items = 8
-"""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without its warm start."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder)
-    tiny_model(len(tokenizer), seed=0).save_pretrained(folder)
-    return folder
+    return save_fresh(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -61,15 +42,6 @@ def toml(tmp_path: Path, model: Path) -> Path:
     path = tmp_path / "roles.toml"
     path.write_text(ROLES_TOML.format(dir=tmp_path))
     return path
-
-
-def problems(toml: Path, *overrides: str, preflight: bool = False) -> dict[str, Problem]:
-    """What is wrong, by dotted key; empty if nothing is."""
-    try:
-        load_config(toml, overrides, preflight=preflight)
-    except ConfigErrors as error:
-        return {".".join(map(str, p.path)): p for p in error.problems}
-    return {}
 
 
 def loaded(toml: Path, *overrides: str) -> RLConfig:
@@ -235,11 +207,49 @@ def test_engines_of_different_dtypes_are_refused(toml: Path) -> None:
         loaded(toml, 'roles.rollout.dtype="float32"')
 
 
-def test_more_threads_than_cores_is_a_warning(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Of a processor that computes bfloat16."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("relax_rt.roles.preflight.computes_bfloat16", lambda: True)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_more_threads_than_cores_is_a_warning(toml: Path) -> None:
     assert warnings(loaded(toml)) == []
     (warning,) = warnings(loaded(toml, "roles.trainer.threads=4"))
     assert "5 threads on 2 cores" in warning
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_single_checkpoint_is_a_warning(toml: Path) -> None:
+    (warning,) = warnings(loaded(toml, "checkpoint.keep=1"))
+    assert "checkpoint.keep = 1" in warning and "damaged" in warning
+
+
+def test_numbers_that_the_processor_is_slow_with_are_a_warning(
+    toml: Path, two_cores: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpuinfo, without = tmp_path / "cpuinfo", "flags\t\t: fpu avx2 avx512f avx512_vnni\n"
+    kinds = ("rollout", "trainer", "evaluator")
+    all_float32 = [f'roles.{kind}.dtype="float32"' for kind in kinds]
+    for text, known in (
+        (without, False),
+        (without + without.replace("\n", " amx_bf16\n"), False),
+        (without.replace("\n", " amx_bf16 amx_tile\n"), True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("something else\n", None),
+    ):
+        cpuinfo.write_text(text)
+        assert computes_bfloat16(cpuinfo) is known
+    assert computes_bfloat16(tmp_path / "absent") is None
+    two_cores.setattr("relax_rt.roles.preflight.computes_bfloat16", lambda: False)
+    (warning,) = warnings(loaded(toml))
+    assert all(f'roles.{kind}.dtype = "float32"' in warning for kind in kinds)
+    assert warnings(loaded(toml, *all_float32)) == []
+    (warning,) = warnings(loaded(toml, "roles.trainer.gpus=1"))
+    assert "roles.trainer" not in warning and "roles.rollout" in warning
 
 
 def test_model_size_is_read_from_headers(toml: Path, model: Path) -> None:
@@ -273,6 +283,19 @@ def test_sampling_takes_the_newest_checkpoint(toml: Path, model: Path) -> None:
     found = RLJob().sample(loaded(toml, "roles.evaluator.max_sequences=4"), run_dir, 3, held_out=True)
     assert [(s.step, s.split, s.index) for s in found] == [(10, "held_out", n) for n in range(3)]
     assert found[0].model.endswith("step-000010")
+
+
+def test_sampling_refuses_weights_that_are_not_what_was_written(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"12345")
+        (folder / "optimizer-00001-of-00001.safetensors").write_bytes(b"12345")
+
+    folder = CheckpointStore(tmp_path / "checkpoints", 1, 1).save(CheckpointState(5, 6, "d", 1, 5), fill)
+    (folder / "optimizer-00001-of-00001.safetensors").unlink()
+    assert newest_checkpoint(tmp_path) == folder
+    (folder / "model.safetensors").write_bytes(b"12340")
+    with pytest.raises(Corrupt, match=r"step-000005: model\.safetensors is not what was written"):
+        newest_checkpoint(tmp_path)
 
 
 def test_samples_are_those_that_a_run_would_make(toml: Path, model: Path) -> None:

@@ -13,10 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from packing_samples import SAMPLES  # noqa: E402
+from small_backend import small_backend  # noqa: E402
 
-from relax_rt.roles.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.sample import Sample  # noqa: E402
-from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
 from relax_rt.roles.trainers.step import Batch, accumulate, set_proximal  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 
@@ -45,17 +44,7 @@ class Counting(TorchBackend):
 
 def opened(model_dir: Path, table: dict[str, Any], **further: Any) -> Counting:
     """In float64."""
-    settings = AlgorithmTable(max_grad_norm=1e9, **{**table, **further})
-    backend = Counting(
-        model_dir,
-        settings,
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=16,
-        temperature=0.8,
-        on_progress=lambda _: None,
-        objective=Objective.of(settings, longest=6),
-    )
+    backend = small_backend(Counting, model_dir, **table, **further)
     backend._model.double()
     return backend
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from packing_samples import SAMPLES  # noqa: E402
+from small_backend import small_backend  # noqa: E402
 
 from relax_rt.roles.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.sample import Sample  # noqa: E402
@@ -38,17 +39,7 @@ TABLES: list[dict[str, Any]] = [
 
 def opened(model_dir: Path, table: dict[str, Any]) -> TorchBackend:
     """A backend in float64 whose update is left out."""
-    settings = AlgorithmTable(max_grad_norm=1e9, **table)
-    backend = TorchBackend(
-        model_dir,
-        settings,
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=16,
-        temperature=0.8,
-        on_progress=lambda _: None,
-        objective=Objective.of(settings, longest=6),
-    )
+    backend = small_backend(TorchBackend, model_dir, **table)
     backend._model.double()
     backend._optimizer.step = lambda *a, **k: None  # type: ignore[method-assign]
     return backend

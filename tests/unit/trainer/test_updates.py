@@ -16,11 +16,10 @@ pytest.importorskip("transformers")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from packing_samples import SAMPLES  # noqa: E402
+from small_backend import small_backend  # noqa: E402
 from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
-from relax_rt.roles.algorithms.objective import Objective  # noqa: E402
 from relax_rt.roles.sample import Sample  # noqa: E402
-from relax_rt.roles.sections import AlgorithmTable  # noqa: E402
 from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.roles.trainers.base import StepResult, step_result, thrown_away  # noqa: E402
 from relax_rt.roles.trainers.mismatch import completed  # noqa: E402
@@ -46,17 +45,7 @@ class Counting(TorchBackend):
 
 
 def opened(model_dir: Path, **table: Any) -> Counting:
-    settings = AlgorithmTable(**{"learning_rate": RATE, "max_grad_norm": 1e9, **table})
-    return Counting(
-        model_dir,
-        settings,
-        dtype="float32",
-        threads=1,
-        tokens_per_micro_batch=16,
-        temperature=0.8,
-        on_progress=lambda _: None,
-        objective=Objective.of(settings, longest=6),
-    )
+    return small_backend(Counting, model_dir, **{"learning_rate": RATE, **table})
 
 
 def samples() -> list[Sample]:
