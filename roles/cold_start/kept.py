@@ -57,7 +57,7 @@ def read_mark(folder: Path) -> Mark | None:
     """
     try:
         return msgspec.json.decode((folder / MARK_FILE).read_bytes(), type=Mark)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         if passing(error):
             raise
         return None

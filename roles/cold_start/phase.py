@@ -27,7 +27,7 @@ from relax_rt.roles.cold_start.kept import (
 )
 from relax_rt.roles.cold_start.schedule import batches, total
 from relax_rt.roles.sections import AlgorithmTable, RLConfig
-from relax_rt.transport.errors import GivenUp, Refused, RelaxError
+from relax_rt.transport.errors import Corrupt, GivenUp, Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.roles.algorithms.objective import Objective
@@ -91,7 +91,8 @@ class ColdStart:
         """RL begins: the weights after the phase, this objective, an optimizer without moments.
 
         Raises:
-            BadInput: the phase was done with another model. RelaxError: its last checkpoint cannot be read.
+            BadInput: the phase was done with another model. RelaxError: its last checkpoint cannot be read, or is not
+                what was written.
         """
         from safetensors import SafetensorError
 
@@ -99,7 +100,7 @@ class ColdStart:
         assert folder is not None
         try:
             await asyncio.to_thread(self._taken_up, folder)
-        except (SafetensorError, OSError, Refused) as error:
+        except (SafetensorError, OSError, Refused, Corrupt) as error:
             hint = f"remove {folder.parent} and start again: the cold start is done anew"
             raise RelaxError(f"the weights after the cold start in {folder}", why=str(error), hint=hint) from error
         temperature = self._config.sampling.temperature
@@ -108,8 +109,11 @@ class ColdStart:
 
     def _taken_up(self, folder: Path) -> None:
         from relax_rt.roles.trainers.checkpoint import read_state
+        from relax_rt.roles.trainers.keeping import compared
 
-        self._store.check(folder, read_state(folder))
+        state = read_state(folder)
+        self._store.check(folder, state)
+        compared(self._ctx, self._store, folder, state, f"{self._store.folder.name}/")
         self._backend.restore(folder)
 
     async def _train(self) -> bool:

@@ -37,7 +37,8 @@ async def weights_after(ctx: RoleContext) -> Path | None:
         ctx.progress.waiting(WHY)
         if not ctx.stopping.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(ctx.stopping.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await ctx.stopping.wait()
         if ctx.stopping.is_set():
             return None
     ctx.progress.waiting("")

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from relax_rt.roles.trainers.digests import digest_of, leave_digest
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError
 
 
@@ -56,13 +57,14 @@ def failure_of(folder: Path, rank: int) -> Path:
 
 
 def write(path: Path, blocks: Mapping[str, torch.Tensor], steps: int) -> None:
-    """Write a rank's blocks; the file is there when it is complete.
+    """Write a rank's blocks, and their digest beside them; the file is there when both are complete.
 
     Args:
         steps: updates that Adam's moments have seen.
     """
     partial = path.with_suffix(".partial")
     save_file(dict(blocks), partial, metadata={STEPS: str(steps)})
+    leave_digest(path, digest_of(partial))
     partial.rename(path)
 
 

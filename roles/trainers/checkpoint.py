@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec.structs import replace
 
 from relax_rt.config.problems import BadInput
+from relax_rt.roles.trainers.digests import FileDigest, compare, digests_of
 from relax_rt.roles.trainers.identity import ModelIdentity
 from relax_rt.transport.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
@@ -54,6 +56,8 @@ class CheckpointState(msgspec.Struct, frozen=True):
         elapsed_s: wall-clock time that training had taken.
         objective: what the objective carries from step to step (`Objective.state`).
         format: see FORMAT. model: what the training began with; None: it was written before checkpoints said so.
+        files: digests of the other files, by path within the folder; empty: it was written before there were any.
+        own: digest of all else that is said here, see `_own_digest`; without it nothing is compared.
     """
 
     step: int
@@ -65,10 +69,15 @@ class CheckpointState(msgspec.Struct, frozen=True):
     objective: dict[str, float] = {}
     format: int = 0
     model: ModelIdentity | None = None
+    files: dict[str, FileDigest] = {}
+    own: str = ""
 
 
-class _Format(msgspec.Struct):
+class _Newer(msgspec.Struct):
+    """What is read before it is known whether the format is."""
+
     format: int = 0
+    own: str | None = None
 
 
 class Found(NamedTuple):
@@ -91,7 +100,9 @@ class CheckpointStore:
         model: what the training begins with; None: checkpoints neither say nor are asked what they are of.
 
     Attributes:
-        forced: bytes of the checkpoint being written that are on disk.
+        published: digests of the run's policy versions; a checkpoint of another one is of another run. None: it is not
+            asked.
+        digested, forced: bytes of the checkpoint being written that were read for digests here, that are on disk.
 
     Raises:
         StaleEpoch: a newer incarnation of the trainer writes here.
@@ -99,7 +110,8 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, epoch: int, keep: int, model: ModelIdentity | None = None) -> None:
         self.folder, self.epoch, self.keep, self.model = folder, epoch, keep, model
-        self.forced = 0
+        self.published: Mapping[int, str] | None = None
+        self.digested = self.forced = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._fence()
         for partial in folder.glob(f"{PARTIAL}*"):
@@ -159,24 +171,59 @@ class CheckpointStore:
         return next(iter(self.complete()), None)
 
     def check(self, folder: Path, state: CheckpointState) -> str:
-        """Hold a checkpoint against the model that the training begins with; answers with what it does not say.
+        """Hold what a checkpoint says against the model that the training begins with, and against the run; answers
+        with what it does not say.
 
         Raises:
-            BadInput: it is of another model.
+            BadInput: it is of another model, or of another run.
         """
-        if self.model is None:
+        other = state.model.other(self.model) if state.model is not None and self.model is not None else []
+        if other:
+            raise BadInput(
+                f"checkpoint {folder}",
+                why=f"it is of another model: model.path has another {' and another '.join(other)} than it began with",
+                hint="put back the model that model.path had, or give this training a run of its own (run.name); if it "
+                f'is the same model in other files, take "model" and "own" out of the checkpoint\'s {STATE_FILE}',
+            )
+        self._of_this_run(folder, state)
+        unsaid = ["names no model"] * (state.model is None and self.model is not None)
+        unsaid += ["has no digests of its files"] * (not state.files)
+        if not unsaid:
             return ""
-        if state.model is None:
-            return f"its {STATE_FILE} names no model: it was written by an earlier version, and is taken as it is"
-        other = state.model.other(self.model)
-        if not other:
-            return ""
+        return f"its {STATE_FILE} {' and '.join(unsaid)}: it was written by an earlier version, and is taken as it is"
+
+    def _of_this_run(self, folder: Path, state: CheckpointState) -> None:
+        if self.published is None or not state.digest:
+            return
+        if not self.published:
+            raise BadInput(
+                f"checkpoint {folder}",
+                why="the run's registry knows of no published policy version: it cannot be seen whether "
+                f"{state.version} of digest {state.digest} is one of this run",
+                hint="put the registry's files (registry.sqlite*) back into the run's folder; if they are lost, or the "
+                "checkpoints are another run's, give a run of another run.name that folder as model.path",
+            )
+        digest = self.published.get(state.version)
+        if digest == state.digest:
+            return
+        here = f"has the digest {digest} in this run" if digest is not None else "was never published by this run"
         raise BadInput(
             f"checkpoint {folder}",
-            why=f"it is of another model: model.path has another {' and another '.join(other)} than it began with",
-            hint="put back the model that model.path had, or give this training a run of its own (run.name); if it is "
-            f'the same model in other files, take "model" out of the checkpoint\'s {STATE_FILE}',
+            why=f"it is of another run: its policy version {state.version} of digest {state.digest} {here}",
+            hint=f"move it out of {folder.parent}, and `relax-rt up` goes on from the one before; to begin with its "
+            "weights, give a run of another run.name that folder as model.path",
         )
+
+    def compare(self, folder: Path, state: CheckpointState, done: Callable[[int], object] = lambda _: None) -> None:
+        """See that a checkpoint's files are those that were written, as far as it says. Blocks, and reads all of them.
+
+        Args:
+            done: told of bytes as they are read; called by several threads.
+
+        Raises:
+            Corrupt: one is missing, or has other bytes. OSError: the file system refused one, see `passing`.
+        """
+        compare(folder, state.files, done)
 
     def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
         """Have `write` fill a new folder, force it to disk and rename it into place; then remove the oldest ones. A
@@ -186,13 +233,13 @@ class CheckpointStore:
             StaleEpoch: a newer incarnation of the trainer writes here; nothing was renamed.
         """
         self._fence()
-        self.forced = 0
+        self.digested = self.forced = 0
         state = replace(state, format=FORMAT, model=self.model)
         partial = self.folder / f"{PARTIAL}{state.step:06d}-{self.epoch}"
         partial.mkdir()
         try:
             write(partial)
-            (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+            _write_state(partial / STATE_FILE, replace(state, files=digests_of(partial, self._count_digested)))
             for path in partial.rglob("*"):
                 _sync(path, self._count)
             _sync(partial)
@@ -208,7 +255,7 @@ class CheckpointStore:
             target.rename(replaced)
         partial.rename(target)
         _sync(self.folder)
-        self.forced = 0
+        self.digested = self.forced = 0
         if replaced.exists():
             self._remove(replaced)
         for old, _ in self.complete()[self.keep :]:
@@ -217,6 +264,9 @@ class CheckpointStore:
 
     def _count(self, nbytes: int) -> None:
         self.forced += nbytes
+
+    def _count_digested(self, nbytes: int) -> None:
+        self.digested += nbytes
 
     def _remove(self, folder: Path) -> None:
         """Renamed first, so that a half-deleted folder is never taken for a checkpoint."""
@@ -245,14 +295,31 @@ def read_state(folder: Path) -> CheckpointState:
     path = folder / STATE_FILE
     try:
         raw = path.read_bytes()
-        if (number := msgspec.json.decode(raw, type=_Format).format) > FORMAT:
-            why = f"it is of format {number}, and this version of relax-rt reads formats up to {FORMAT}"
+        newer = msgspec.json.decode(raw, type=_Newer)
+        if newer.own is not None and newer.own != (digest := _own_digest(raw)):
+            why = f"{STATE_FILE} is not what was written: its xxh3-128 is {digest}, it was {newer.own}"
+            raise Corrupt(f"checkpoint {folder}", why=why, hint='if it was changed by hand, take "own" out of it')
+        if newer.format > FORMAT:
+            why = f"it is of format {newer.format}, and this version of relax-rt reads formats up to {FORMAT}"
             raise BadInput(f"checkpoint {folder}", why=why, hint="go on with the version that wrote it, or a newer one")
         return msgspec.json.decode(raw, type=CheckpointState)
     except FileNotFoundError:
         raise Refused(f"checkpoint {folder}", why=f"it has no {STATE_FILE}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
+
+
+def _write_state(path: Path, state: CheckpointState) -> None:
+    own = _own_digest(msgspec.json.encode(state))
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(replace(state, own=own))))
+
+
+def _own_digest(raw: bytes) -> str:
+    """xxh3-128, hex, of what a state file says beside `own`, however it is laid out; what only other versions know is
+    part of it."""
+    said = msgspec.json.decode(raw, type=dict[str, Any])
+    said.pop("own", None)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(said, order="deterministic"))
 
 
 def _step_of(folder: Path) -> int:
@@ -277,7 +344,7 @@ def read_sampling(folder: Path) -> dict[str, Any]:
         return msgspec.json.decode((folder / SAMPLING_FILE).read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(f"{SAMPLING_FILE} of checkpoint {folder.name}", why=str(error)) from error
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +15,11 @@ from safetensors import SafetensorError
 from relax_rt.config.problems import BadInput
 from relax_rt.role import RoleContext
 from relax_rt.roles.trainers.checkpoint import PARTIAL, CheckpointState, CheckpointStore, passing
-from relax_rt.transport.errors import Refused, RelaxError, StaleEpoch
+from relax_rt.transport.errors import Corrupt, Refused, RelaxError, StaleEpoch
 
 LOOK_S = 1.0
+COMPARE_ALLOWANCE_S = 120.0
+"""Until the first bytes of a checkpoint that is compared were read."""
 MIB = 1 << 20
 NAMED = 4
 """Checkpoints whose faults are told in full when none can be read."""
@@ -33,8 +37,9 @@ class Taken(NamedTuple):
 async def take_newest(
     ctx: RoleContext, store: CheckpointStore, take: Take, *, shown: str = "", anew: bool = False
 ) -> tuple[Taken | None, list[str]]:
-    """Go on from the newest checkpoint that can be read. Those passed over are said (event `checkpoint_damaged`) and,
-    once an older one was taken, set aside (event `checkpoint_set_aside`).
+    """Go on from the newest checkpoint that can be read and whose files have the bytes that were written, which is seen
+    before anything of it is taken. Those passed over are said (event `checkpoint_damaged`) and, once an older one was
+    taken, set aside (event `checkpoint_set_aside`).
 
     Args:
         take: goes on from a checkpoint, or refuses it.
@@ -46,7 +51,7 @@ async def take_newest(
 
     Raises:
         BadInput: there are some, and none can be read; all are left as they are. To begin at step 0 would undo the run.
-            Or one is of another model, or of a newer version: it is good, and must not be passed over.
+            Or one is of another model, another run or a newer version: it is good, and must not be passed over.
         RelaxError: the file system refused one: another try may read it, so nothing is passed over.
         StaleEpoch: a newer incarnation of the trainer has begun.
     """
@@ -55,10 +60,11 @@ async def take_newest(
         if state is not None:
             unsaid = store.check(folder, state)
             try:
+                await asyncio.to_thread(compared, ctx, store, folder, state, shown)
                 await take(folder, state)
             except StaleEpoch:
                 raise
-            except (SafetensorError, OSError, Refused) as error:
+            except (SafetensorError, OSError, Refused, Corrupt) as error:
                 why = str(error) or type(error).__name__
                 if passing(error):
                     hint = "the trainer is started again and looks once more; is the file system there?"
@@ -78,6 +84,32 @@ async def take_newest(
     if passed or before:
         raise _none_readable(store.folder, passed, before)
     return None, []
+
+
+def compared(ctx: RoleContext, store: CheckpointStore, folder: Path, state: CheckpointState, shown: str = "") -> None:
+    """See `CheckpointStore.compare`; blocks. The role's deadline, as if it is at its start, moves out by what reading
+    takes, and once more by that for whoever takes the checkpoint: the same bytes are read again. A read that stands
+    still moves nothing.
+
+    Args:
+        shown: see `take_newest`.
+    """
+    if not state.files:
+        return
+    what = f"comparing {shown}{folder.name} with its digests"
+    began = told = time.monotonic()
+    lock = threading.Lock()
+
+    def done(nbytes: int) -> None:
+        nonlocal told
+        with lock:
+            since, told = told, time.monotonic()
+            ctx.progress.extend(told - since, what)
+        ctx.progress.advance(max(1, nbytes // MIB), what)
+
+    ctx.progress.extend(COMPARE_ALLOWANCE_S, what)
+    store.compare(folder, state, done)
+    ctx.progress.extend(time.monotonic() - began, f"taking {shown}{folder.name}")
 
 
 async def _set_aside(ctx: RoleContext, store: CheckpointStore, passed: list[tuple[Path, str]], shown: str) -> None:
@@ -105,7 +137,7 @@ async def through(
     look_s: float = LOOK_S,
 ) -> None:
     """Wait for a checkpoint that is being written. What it has grown by, and what of it came to disk, is its progress:
-    a write that stands still shows none, a slow one does.
+    a write that stands still shows none, a slow one does; what was read of it for digests counts too.
 
     Args:
         tell: gets how many MiB were added, and a line on it.
@@ -119,10 +151,11 @@ async def through(
     while not saving.done():
         await asyncio.wait([saving], timeout=look_s)
         written, forced = await asyncio.to_thread(_being_written, store.folder, beside), store.forced
-        if written + forced > seen:
+        done = written + store.digested + forced
+        if done > seen:
             line = f"writing a checkpoint: {written // MIB} MiB so far, {forced // MIB} of them on disk"
-            tell(max(1, (written + forced - seen) // MIB), line)
-            seen = written + forced
+            tell(max(1, (done - seen) // MIB), line)
+            seen = done
     saving.result()
 
 

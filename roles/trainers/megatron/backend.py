@@ -368,7 +368,7 @@ def tokens_of(of: Pack, logprobs: torch.Tensor, entropy: torch.Tensor | None) ->
 
     def there(columns: Sequence[NDArray[np.float32] | None]) -> torch.Tensor | None:
         found = [values for values in columns if values is not None]
-        return column(of, found).to(logprobs.device) if len(found) == len(columns) else None
+        return column(of, found).to(logprobs) if len(found) == len(columns) else None
 
     behaviour, advantages = there([s.behaviour_logprobs for s in samples]), there([s.advantages for s in samples])
     assert behaviour is not None

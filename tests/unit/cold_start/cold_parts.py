@@ -61,9 +61,13 @@ class FakeContext:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.readies = 0
         nothing = lambda *args, **kwargs: None  # noqa: E731
-        self.progress = SimpleNamespace(advance=nothing, waiting=nothing, extend=nothing)
+        self.progress = SimpleNamespace(advance=nothing, waiting=nothing, extend=self._extend)
         self.log = SimpleNamespace(info=nothing, warning=nothing)
+        self.extended: list[tuple[float, str]] = []
         run_dir.mkdir(exist_ok=True)
+
+    def _extend(self, seconds: float, reason: str) -> None:
+        self.extended.append((seconds, reason))
 
     async def ready(self, policy_version: int = 0) -> None:
         self.readies += 1

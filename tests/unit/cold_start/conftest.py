@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fresh_model import save_fresh
 
 pytest.importorskip("torch")
-
-from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 
 
 @pytest.fixture(scope="session")
 def fresh_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fresh")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder)
-    tiny_model(len(tokenizer), seed=0).save_pretrained(folder)
-    return folder
+    return save_fresh(tmp_path_factory.mktemp("fresh"))
 
 
 @pytest.fixture

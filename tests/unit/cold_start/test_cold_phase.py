@@ -134,10 +134,18 @@ def test_what_is_done_is_not_done_again_and_rl_takes_it_up_without_moments(home:
     assert done and not ctx.records and ctx.readies == 0
     objective = Objective.of(ctx.config.algorithm)
     asyncio.run(phase.take_up(objective))
+    # It compares before the trainer's start is over.
+    assert any("comparing cold_start/step-000006" in reason for _, reason in ctx.extended)
     assert backend.objective is objective and not backend._optimizer.state
     assert backend._temperature == 0.7 and backend._algorithm.learning_rate == 1e-3
     for name, value in weights(backend).items():
         assert torch.equal(value, trained[name]), name
+    path = folder_of(home / "run") / "step-000006" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"@")
+    with pytest.raises(
+        RelaxError, match=r"the weights after the cold start.*model\.safetensors is not what was written"
+    ):
+        asyncio.run(phase.take_up(objective))
 
 
 def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
@@ -145,10 +153,13 @@ def test_a_damaged_checkpoint_is_passed_over(home: Path) -> None:
     folder = folder_of(home / "run")
     kept = sorted(path.name for path in folder.glob("step-*"))
     assert kept == ["step-000004", "step-000005"]
-    (folder / "step-000005" / "model.safetensors").write_bytes(b"torn")
+    content = bytearray((folder / "step-000005" / "model.safetensors").read_bytes())
+    content[-1] ^= 0x40
+    (folder / "step-000005" / "model.safetensors").write_bytes(content)
     ctx, _, _, done = run(home, *SFT, epoch=2)
     assert done and dict(ctx.events)["cold_start_resumed"]["step"] == 4
     assert dict(ctx.events)["checkpoint_damaged"]["checkpoint"] == "cold_start/step-000005"
+    assert "model.safetensors is not what was written" in dict(ctx.events)["checkpoint_damaged"]["why"]
     assert dict(ctx.events)["checkpoint_set_aside"]["folder"] == "cold_start/damaged-step-000005"
     assert sorted(path.name for path in folder.glob("*step-*")) == [
         "damaged-step-000005",

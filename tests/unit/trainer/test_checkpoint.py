@@ -34,6 +34,11 @@ def state(step: int, epoch: int = 1) -> CheckpointState:
     return CheckpointState(step, step + 1, "d", epoch, step)
 
 
+def said(of: CheckpointState) -> CheckpointState:
+    """Without the digests."""
+    return replace(of, files={}, own="")
+
+
 def fill(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"weights")
 
@@ -45,7 +50,7 @@ def test_the_newest_complete_one_is_found(tmp_path: Path) -> None:
     store.save(state(10), fill)
     found = store.newest()
     assert found is not None
-    assert found[1] == replace(state(10), format=FORMAT)
+    assert said(found[1]) == replace(state(10), format=FORMAT)
     assert (found[0] / "model.safetensors").read_bytes() == b"weights"
 
 
@@ -108,7 +113,9 @@ def test_what_is_set_aside_counts_as_none_and_is_bounded(tmp_path: Path) -> None
     assert len(store.damaged()) == KEEP_DAMAGED
     # A good one of an earlier step stays, though keep = 1.
     assert store.save(state(5), fill).exists()
-    assert store.newest() == (tmp_path / "step-000005", replace(state(5), format=FORMAT))
+    found = store.newest()
+    assert found is not None and found[0] == tmp_path / "step-000005"
+    assert said(found[1]) == replace(state(5), format=FORMAT)
     CheckpointStore(tmp_path, 2, keep=1)
     with pytest.raises(StaleEpoch):
         store.set_aside(tmp_path / "step-000005")
@@ -126,7 +133,8 @@ def test_a_folder_whose_state_is_torn_is_found_with_the_reason(tmp_path: Path) -
         ("step-000005", False),
     ]
     assert "relax_rt.json" in found[1].why and found[0].why and not found[2].why
-    assert store.newest() == (tmp_path / "step-000005", replace(state(5), format=FORMAT))
+    newest = store.newest()
+    assert newest is not None and newest[0] == tmp_path / "step-000005"
 
 
 # The same step again.
@@ -203,6 +211,7 @@ class Context:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.log = SimpleNamespace(warning=lambda *_, **__: None)
+        self.progress = SimpleNamespace(advance=lambda *_: None, extend=lambda *_: None)
 
     def event(self, kind: str, /, **fields: Any) -> None:
         self.events.append((kind, fields))
@@ -231,7 +240,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "c").glob("*step-*")] == ["step-000005"]
     # As the error says: without a name it is taken for what it is said to be.
     kept = json.loads((folder / "relax_rt.json").read_text())
-    del kept["model"]
+    del kept["model"], kept["own"]
     (folder / "relax_rt.json").write_text(json.dumps(kept))
     assert taken(CheckpointStore(tmp_path / "c", 3, 3, other))[0] == ["step-000005"]
 
@@ -240,11 +249,48 @@ def test_an_older_checkpoint_is_taken_with_a_word(tmp_path: Path) -> None:
     here = identity_of(model_in(tmp_path / "here"))
     store = CheckpointStore(tmp_path / "c", 1, 3, here)
     path = store.save(state(5), fill) / "relax_rt.json"
-    old = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("format", "model")}
-    path.write_text(json.dumps(old))
-    names, ((kind, fields),) = taken(store)
-    assert names == ["step-000005"] and kind == "checkpoint_unnamed"
-    assert fields["checkpoint"] == "step-000005" and "earlier version" in fields["why"]
+    written = json.loads(path.read_text())
+    for lacking, words in (
+        (("files", "own"), "has no digests of its files: it was written by an earlier version"),
+        (("files", "own", "format", "model"), "names no model and has no digests of its files: it was"),
+    ):
+        path.write_text(json.dumps({name: value for name, value in written.items() if name not in lacking}))
+        names, ((kind, fields),) = taken(store)
+        assert names == ["step-000005"] and kind == "checkpoint_unnamed"
+        assert fields["checkpoint"] == "step-000005" and words in fields["why"]
+
+
+@pytest.mark.parametrize(
+    ("published", "words"),
+    [
+        ({5: "x", 6: "y"}, "its policy version 6 of digest d has the digest y in this run"),
+        ({5: "d"}, "its policy version 6 of digest d was never published by this run"),
+    ],
+    ids=["other", "unknown"],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_stays(
+    tmp_path: Path, published: dict[int, str], words: str
+) -> None:
+    store = CheckpointStore(tmp_path, 1, 3)
+    store.save(state(5), fill)
+    store.published = published
+    with pytest.raises(BadInput, match=f"step-000005.*it is of another run: {words}") as caught:
+        taken(store)
+    assert str(tmp_path) in caught.value.hint and "model.path" in caught.value.hint
+    assert [path.name for path in tmp_path.glob("*step-*")] == ["step-000005"]
+    store.published = {**published, 6: "d"}
+    assert taken(store) == (["step-000005"], [])
+
+
+def test_where_the_registry_knows_of_no_version_it_is_that_which_is_said(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1, 3)
+    store.save(state(5), fill)
+    store.published = {}
+    with pytest.raises(BadInput, match=r"registry knows of no published policy version.*6 of digest d") as caught:
+        taken(store)
+    assert "is of another run" not in str(caught.value) and "goes on from the one before" not in caught.value.hint
+    assert "registry.sqlite" in caught.value.hint and "model.path" in caught.value.hint
+    assert [path.name for path in tmp_path.glob("*step-*")] == ["step-000005"]
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused_and_stays(tmp_path: Path) -> None:
@@ -281,26 +327,33 @@ async def told_of(
 MIB = 1 << 20
 
 
+def until_said(words: str, said: list[str]) -> None:
+    """Have the thread that writes wait until it was seen how far it is."""
+    end = time.monotonic() + 20
+    while not any(words in line for line in said) and time.monotonic() < end:
+        time.sleep(0.005)
+
+
 async def test_what_is_written_and_what_comes_to_disk_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "FORCE_BYTES", MIB)
-    force = checkpoint._sync_range
+    force, said = checkpoint._sync_range, list[str]()
 
     def slow(*what: Any) -> bool:
-        time.sleep(0.06)
+        until_said(f", {what[1] // MIB} of them on disk", said)
         return force(*what)
 
     def write(folder: Path) -> None:
         with (folder / "model.safetensors").open("wb") as file:
-            for _ in range(4):
+            for n in range(4):
                 file.write(bytes(MIB))
                 file.flush()
-                time.sleep(0.06)
+                until_said(f": {n + 1} MiB so far", said)
 
     monkeypatch.setattr(checkpoint, "_sync_range", slow)
     store = CheckpointStore(tmp_path, 1, keep=3)
-    said = await told_of(store, write)
+    await told_of(store, write, said=said)
     written = [int(line.split(": ")[1].split()[0]) for line in said]
     forced = [int(line.split(", ")[1].split()[0]) for line in said]
     assert written == sorted(written) and written[-1] == 4 and len(set(written)) >= 3
@@ -313,12 +366,14 @@ async def test_files_of_the_critic_are_progress_too(tmp_path: Path) -> None:
     beside = tmp_path / "critic"
     (beside / "step-000005-1").mkdir(parents=True)
 
+    said = list[str]()
+
     def write(folder: Path) -> None:
         for n in range(3):
             (beside / "step-000005-1" / f"{n}").write_bytes(bytes(MIB))
-            time.sleep(0.08)
+            until_said(f": {n + 1} MiB so far", said)
 
-    said = await told_of(CheckpointStore(tmp_path / "c", 1, keep=3), write, beside)
+    await told_of(CheckpointStore(tmp_path / "c", 1, keep=3), write, beside, said)
     assert len(said) >= 3
 
 
