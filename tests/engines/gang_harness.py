@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import Connection, Listener
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from relax_rt.roles.sample import Sample, bare_meta
+from relax_rt.roles.trainers.blocks import file_of
+from relax_rt.roles.trainers.digests import BESIDE, compare, digest_of, digests_of
+from relax_rt.transport.errors import Corrupt
 from relax_rt.transport.queue.api import VersionSpan
 
 HERE = Path(__file__).parent
 CALL_S = 600.0
+LOOK_S = 0.2
 VOCABULARY = 131
 """Odd, so that it is padded where it is cut."""
 
@@ -36,20 +43,40 @@ class Gang:
     def __init__(self, world: int, work: Path) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gang-")
         address = f"{self._folder.name}/s"
-        listener = Listener(address, "AF_UNIX")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+        listener.listen(world)
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         script, folder = str(HERE / "far_end.py"), self._folder.name
         self._processes = [
             subprocess.Popen([sys.executable, script, address, str(rank), str(world), folder, str(work)], env=env)
             for rank in range(world)
         ]
-        found: dict[int, Connection] = {}
-        for _ in range(world):
-            connection = listener.accept()
-            found[connection.recv()] = connection
-        listener.close()
-        self._ranks = [found[rank] for rank in range(world)]
+        self._ranks: list[Connection] = []
         LIVING.append(self)
+        try:
+            self._ranks = self._met(listener)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            listener.close()
+
+    def _met(self, listener: socket.socket) -> list[Connection]:
+        """A connection of each rank, in their order; one that ends before it has come is told of."""
+        listener.settimeout(LOOK_S)
+        found: dict[int, Connection] = {}
+        deadline = time.monotonic() + CALL_S
+        while len(found) < len(self._processes):
+            try:
+                connection = Connection(listener.accept()[0].detach())
+                found[connection.recv()] = connection
+            except TimeoutError:
+                codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+                ended = [f"rank {rank} ended with exit code {code}" for rank, code in codes.items() if code is not None]
+                assert not ended, ", ".join(ended)
+                assert time.monotonic() < deadline, f"ranks {sorted(codes.keys() - found.keys())} do not come"
+        return [found[rank] for rank in range(len(self._processes))]
 
     def call(self, name: str, **options: Any) -> list[Any]:
         """Run a function of `work` on all ranks; their answers."""
@@ -139,3 +166,18 @@ def samples(count: int, *, seed: int = 0, longest: int = 24) -> list[Sample]:
 def near(random: np.random.Generator, mask: np.ndarray) -> np.ndarray:
     """Log-probabilities about as large as those of a random model; float32 [T]."""
     return (-4.9 + 0.3 * random.normal(size=len(mask))).astype(np.float32) * mask
+
+
+def check_digests(folder: Path, world: int) -> None:
+    """Every rank has left the digest of its file, and a bit that is flipped in the last one's is found."""
+    left = {path.name for path in folder.glob(f"*{BESIDE}")}
+    parts = [file_of(folder, rank, world) for rank in range(world)]
+    assert left == {path.name + BESIDE for path in parts}
+    found = digests_of(folder)
+    assert all(found[path.name] == digest_of(path) for path in parts) and "model.safetensors" in found
+    compare(folder, found)
+    content = bytearray(parts[-1].read_bytes())
+    content[-1] ^= 1
+    parts[-1].write_bytes(content)
+    with pytest.raises(Corrupt, match=f"{parts[-1].name} is not what was written"):
+        compare(folder, found)

@@ -35,6 +35,8 @@ class Here:
         self.ranks: Any = None
         self.backend: Any
         self.gradients: Callable[[], dict[str, Any]]
+        self.whole: Callable[[], dict[str, Any]]
+        """Gradient sums of all ranks by Hugging Face name, each rank with some rows of each tensor, or none."""
         self._joined = 0
 
     def leave(self) -> None:
@@ -130,6 +132,30 @@ def grads(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
     found = {name: value.numpy().copy() for name, value in here.gradients().items()}
     here.backend._accumulation.forget()
     return found
+
+
+def whole(here: Here, batches: list[list[Sample]]) -> dict[str, Any]:
+    """The gradient sums of all ranks, as `Here.whole` has them; then forgotten."""
+    for batch in batches:
+        here.backend.accumulate(mine(here, batch)[1])
+    found = {name: value.numpy().copy() for name, value in here.whole().items()}
+    here.backend._accumulation.forget()
+    return found
+
+
+def stepped(here: Here, parts: list[list[Sample]], version: int) -> dict[str, Any]:
+    """`whole` of a step whose samples come in parts and without advantages, driven by rank 0 as the trainer role
+    drives it; and on rank 0 what they are to be divided by."""
+    batch = Batch()
+    if here.rank == 0:
+        leader = Leader(here.backend)
+        for part in parts:
+            batch.samples += part
+            accumulate(batch, leader, here.backend.objective, version)
+        leader.close()
+    else:
+        Follower(here.backend).run()
+    return {"gradients": whole(here, []), "count": batch.count}
 
 
 def use(here: Here, algorithm: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("megatron_parts", "gang_harness", "gang_publication")
+pytest.register_assert_rewrite("megatron_parts", "gang_gradients", "gang_harness", "gang_publication")
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gang_harness import check_digests
 from megatron_parts import Gang, samples
 
 
@@ -38,3 +39,4 @@ def test_rank_0_speaks_for_all(
     assert found["restored"] == two.call("export")[0][1] != before
     steps = ["log_probabilities", "accumulate", "accumulate", "apply", "snapshot", "write", "restore", "restore"]
     assert sorted(followed["orders"]) == sorted([*steps, "export", "export"])
+    check_digests(saved, 2)

@@ -1,30 +1,53 @@
-"""The gradients of every loss and aggregation, over replicas, cut and streamed in unequal parts."""
+"""The gradients of every loss, aggregation and advantage over ranks, cut and streamed in unequal parts, are those of
+sequences computed one by one in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-from gang_objectives import TABLES, judged
+import pytest
+from gang_gradients import Alone, check_advantages, check_losses
 from megatron_parts import Gang
 
+TEMPERATURE = 0.8
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "cp2": {"context_parallel": 2},
+}
+FLOAT32, FLOAT64 = 1e-5, 1e-12
 
-def test_gradients_do_not_depend_on_replicas_nor_on_the_cut(
-    gang: Callable[[int], Gang], model: Callable[[str], Path]
+
+@pytest.fixture(scope="module")
+def alone(model: Callable[[str], Path]) -> Alone:
+    return Alone(model("qwen3"), TEMPERATURE)
+
+
+def divided(gang: Callable[[int], Gang], model: Callable[[str], Path], division: str, **options: Any) -> Gang:
+    """Two ranks; once gradients are reduced each has whole ones of its parameters, for none updates a part alone."""
+    table = {"tokens_per_micro_batch": 40, "distributed_optimizer": False, **DIVISIONS[division]}
+    if options.get("double"):
+        # Which leaves them in the parameters' own.
+        table["gradient_dtype"] = "bfloat16"
+    two = gang(2)
+    two.call("build", model=model("qwen3"), division=table, algorithm={}, temperature=TEMPERATURE, **options)
+    return two
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_gradients_do_not_depend_on_the_division_nor_on_the_cut(
+    division: str, gang: Callable[[int], Gang], model: Callable[[str], Path], alone: Alone
 ) -> None:
-    one, two = gang(1), gang(2)
-    one.call("build", model=model("qwen3"), division={}, algorithm={})
-    two.call("build", model=model("qwen3"), division={"tokens_per_micro_batch": 40}, algorithm={})
-    for label, table in TABLES.items():
-        batch = judged(table)
-        for ranks in (one, two):
-            ranks.call("use", algorithm=table)
-        (wanted,) = one.call("grads", batches=[batch])
-        assert max(float(np.abs(value).max()) for value in wanted.values()) > 1e-3, label
-        found = two.call("grads", batches=[batch[2:4], [], batch[:2] + batch[6:], batch[4:6]])
-        for name, value in wanted.items():
-            # Replicas add theirs up when the step is applied.
-            both = found[0][name] + found[1][name]
-            scale = max(1.0, float(np.abs(value).max()))
-            np.testing.assert_allclose(both, value, rtol=1e-4, atol=3e-6 * scale, err_msg=f"{label}: {name}")
+    two = divided(gang, model, division)
+    check_losses(two, alone, FLOAT32)
+    check_advantages(two, alone, FLOAT32, given=False)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_nor_in_float64(division: str, gang: Callable[[int], Gang], model: Callable[[str], Path], alone: Alone) -> None:
+    two = divided(gang, model, division, double=True)
+    check_losses(two, alone, FLOAT64)
+    check_advantages(two, alone, FLOAT64)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from gang_work import (
@@ -19,19 +21,25 @@ from gang_work import (
     restore,
     save,
     step,
+    stepped,
     streamed,
     struck,
     updates,
     use,
+    whole,
     write,
 )
 
 from relax_rt.roles.sections import AlgorithmTable, TrainerSettings
 from relax_rt.roles.trainers.budget import Budget
+from relax_rt.roles.trainers.channel import Channel
 from relax_rt.roles.trainers.megatron import backend
+from relax_rt.roles.trainers.megatron import model as models
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
 from relax_rt.roles.trainers.megatron.model import sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
+from relax_rt.roles.trainers.resharding import plan
+from relax_rt.roles.trainers.resharding.gather import gather
 from relax_rt.transport.weights.manifest import BUCKET_BYTES
 
 sys.path.append(str(Path(__file__).parents[2] / "unit" / "trainer"))
@@ -52,11 +60,13 @@ __all__ = [
     "save",
     "starve",
     "step",
+    "stepped",
     "steps",
     "streamed",
     "struck",
     "updates",
     "use",
+    "whole",
     "write",
 ]
 
@@ -71,10 +81,13 @@ def build(
     kept: Path | None = None,
     gather_s: float = 60.0,
     bucket_bytes: int = BUCKET_BYTES,
+    double: bool = False,
 ) -> None:
     """A backend with this division of the gang's ranks.
 
     Args:
+        double: the model is in float64, which no setting asks for; so are its gradients, unless the division has them
+            in float32.
         kept: folder where each rank keeps what it learns of its memory.
         gather_s: deadline of each message of a publication. bucket_bytes: of its parts, at most.
     """
@@ -82,16 +95,34 @@ def build(
     table = TrainerSettings(**{"backend": "megatron", "dtype": "float32", "count": here.world, **division})
     here.ranks = Ranks(sizes_of(table), here.next_store(), here.rank, gather_s=gather_s)
     backend.BUCKET_BYTES = bucket_bytes
-    here.backend = MegatronBackend(
-        model,
-        AlgorithmTable(**algorithm),
-        table,
-        here.ranks,
-        temperature=temperature,
-        stacked_experts=stacked,
-        budget=Budget(table.tokens_per_micro_batch, kept / f"{here.rank}.json" if kept is not None else None),
-    )
+    with mock.patch.object(models, "DTYPES", {table.dtype: torch.float64}) if double else nullcontext():
+        here.backend = MegatronBackend(
+            model,
+            AlgorithmTable(**algorithm),
+            table,
+            here.ranks,
+            temperature=temperature,
+            stacked_experts=stacked,
+            budget=Budget(table.tokens_per_micro_batch, kept / f"{here.rank}.json" if kept is not None else None),
+        )
     here.gradients = here.backend.gradients
+    here.whole = lambda: reduced(here, "float64" if double else "float32")
+
+
+def reduced(here: Here, dtype: str) -> dict[str, torch.Tensor]:
+    """The gradient sums of all ranks as `apply` brings them together, on rank 0; undivided, by Hugging Face name."""
+    importlib.import_module("megatron.core.distributed").finalize_model_grads([here.backend._wrapped])
+    with mock.patch.dict(plan.ITEM_BYTES, float64=8):
+        planned = here.backend._plan(dtype, stacked=False)
+    into = bytearray(planned.layout.nbytes) if here.rank == 0 else None
+    gather(planned, Channel(here.ranks.control), [here.backend.gradients()], memoryview(into) if into else None)
+    if into is None:
+        return {}
+    flat = torch.frombuffer(into, dtype=torch.uint8)
+    return {
+        e.name: flat[e.offset : e.offset + e.nbytes].view(getattr(torch, dtype)).view(e.shape)
+        for e in planned.layout.entries
+    }
 
 
 def steps(here: Here) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("gang_harness", "gang_publication")
+pytest.register_assert_rewrite("gang_gradients", "gang_harness", "gang_publication")
 
 
 @pytest.fixture(scope="session")

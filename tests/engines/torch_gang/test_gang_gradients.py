@@ -1,31 +1,36 @@
-"""The gradients of every loss and aggregation, over ranks that share the model, cut and streamed in unequal parts."""
+"""The gradients of every loss, aggregation and advantage over ranks that share the model, cut and streamed in unequal
+parts, are those of sequences computed one by one in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import pytest
+from gang_gradients import Alone, check_advantages, check_losses
 from gang_harness import Gang
-from gang_objectives import TABLES, judged
+
+TEMPERATURE = 0.9
+FLOAT32, FLOAT64 = 1e-5, 1e-12
+Gangs = Callable[[int], Gang]
+Models = Callable[[str], Path]
 
 
-def test_gradients_do_not_depend_on_ranks_nor_on_the_cut(
-    torch_gang: Callable[[int], Gang], shared_model: Callable[[str], Path]
-) -> None:
-    one, two = torch_gang(1), torch_gang(2)
-    one.call("build", model=shared_model("dense"), algorithm={})
+@pytest.fixture(scope="module")
+def alone(shared_model: Models) -> Alone:
+    return Alone(shared_model("dense"), TEMPERATURE)
+
+
+def test_gradients_do_not_depend_on_ranks_nor_on_the_cut(torch_gang: Gangs, shared_model: Models, alone: Alone) -> None:
+    two = torch_gang(2)
     two.call("build", model=shared_model("dense"), algorithm={}, budget=40)
-    for label, table in TABLES.items():
-        batch = judged(table)
-        for gang in (one, two):
-            gang.call("use", algorithm=table)
-        (wanted,) = one.call("grads", batches=[batch])
-        assert max(float(np.abs(value).max()) for value in wanted.values()) > 1e-3, label
-        # One part has a single group, which one rank computes alone; one has nothing.
-        found = two.call("grads", batches=[batch[2:4], [], batch[:2] + batch[6:], batch[4:6]])
-        for name, value in wanted.items():
-            # Each rank has rows of a tensor, the last perhaps none.
-            rows = np.concatenate([part[name] for part in found if name in part])
-            scale = max(1.0, float(np.abs(value).max()))
-            np.testing.assert_allclose(rows, value, rtol=1e-4, atol=3e-6 * scale, err_msg=f"{label}: {name}")
+    check_losses(two, alone, FLOAT32)
+    check_advantages(two, alone, FLOAT32, given=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nor_in_float64(packed: bool, torch_gang: Gangs, shared_model: Models, alone: Alone) -> None:
+    two = torch_gang(2)
+    two.call("build", model=shared_model("dense"), algorithm={}, budget=40, packed=packed, double=True)
+    check_losses(two, alone, FLOAT64)
+    check_advantages(two, alone, FLOAT64, branched=packed)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gang_harness import Gang, samples
+from gang_harness import Gang, check_digests, samples
 from transformers import AutoModelForCausalLM
 
 from relax_rt.roles.engines.weights import model_layout
@@ -136,6 +136,7 @@ def test_rank_0_speaks_for_all(torch_gang: Gangs, shared_model: Models, tmp_path
     assert "no state of an optimizer" in found["refused"]
     assert found["restored"] == two.call("export")[0][1] != before
     assert {"accumulate", "apply", "export", "snapshot", "write", "restore"} <= set(followed["orders"])
+    check_digests(saved, 2)
 
 
 def test_a_step_that_is_not_finite_is_thrown_away_by_all(torch_gang: Gangs, shared_model: Models) -> None:
@@ -169,7 +170,11 @@ def test_another_objective_begins_with_fresh_moments(torch_gang: Gangs, shared_m
         gang.call("step", batches=[samples(6)], count=20.0)
         gang.call("use", algorithm=table)
         gang.call("step", batches=[samples(6, seed=1)], count=50.0)
-    assert_close(two.weights(), one.weights(), atol=3e-4)
+    found, wanted = two.weights(), one.weights()
+    assert list(found) == list(wanted)
+    apart = torch.cat([(found[name] - value).abs().flatten() for name, value in wanted.items()])
+    # The first step from fresh moments has the sign of the gradient: where that is mere rounding, it may be the other.
+    assert float((apart > 3e-4).double().mean()) < 1e-3 and float(apart.max()) <= 2 * table["learning_rate"]
 
 
 LORA = {"rank": 4, "alpha": 8}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from gang_work import (
@@ -17,19 +21,25 @@ from gang_work import (
     restore,
     save,
     step,
+    stepped,
     streamed,
     struck,
     updates,
     use,
+    whole,
     write,
 )
 
 from relax_rt.roles.sections import AlgorithmTable
+from relax_rt.roles.trainers import torch_backend
 from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.layout import Costs
 from relax_rt.roles.trainers.torch.ranks import TorchRanks
 from relax_rt.roles.trainers.torch.settings import LoraTable
 from relax_rt.roles.trainers.torch_backend import TorchBackend
+
+sys.path.append(str(Path(__file__).parents[2] / "unit" / "trainer"))
+from packing_ways import load_exactly
 
 __all__ = [
     "Here",
@@ -46,10 +56,12 @@ __all__ = [
     "restore",
     "save",
     "step",
+    "stepped",
     "streamed",
     "struck",
     "updates",
     "use",
+    "whole",
     "write",
 ]
 
@@ -64,26 +76,33 @@ def build(
     kept: Path | None = None,
     gather_s: float = 60.0,
     packed: bool = False,
+    double: bool = False,
 ) -> None:
-    """A backend over all ranks; one alone shares with none. packed: whatever padding would cost."""
+    """A backend over all ranks; one alone shares with none.
+
+    Args:
+        packed: whatever padding would cost. double: the model is in float64.
+    """
     here.leave()
     here.ranks = TorchRanks(here.next_store(), here.rank, here.world, gather_s=gather_s) if here.world > 1 else None
-    here.backend = TorchBackend(
-        model,
-        AlgorithmTable(**algorithm),
-        dtype=dtype,
-        threads=1,
-        tokens_per_micro_batch=Budget(budget, kept),
-        temperature=0.9,
-        on_progress=lambda _: None,
-        ranks=here.ranks,
-        lora=LoraTable(**lora) if lora is not None else None,
-        seed=3,
-    )
+    loader = SimpleNamespace(from_pretrained=lambda folder, **_: load_exactly(folder))
+    with mock.patch.object(torch_backend, "AutoModelForCausalLM", loader) if double else nullcontext():
+        here.backend = TorchBackend(
+            model,
+            AlgorithmTable(**algorithm),
+            dtype=dtype,
+            threads=1,
+            tokens_per_micro_batch=Budget(budget, kept),
+            temperature=0.9,
+            on_progress=lambda _: None,
+            ranks=here.ranks,
+            lora=LoraTable(**lora) if lora is not None else None,
+            seed=3,
+        )
     if packed:
         assert here.backend.costs is not None
         here.backend.costs = Costs(pair=1e6, call=0.0)
-    here.gradients = lambda: {
+    here.whole = here.gradients = lambda: {
         piece.name: gradient for piece in here.backend.weights.trained if (gradient := piece.gradient()) is not None
     }
 
