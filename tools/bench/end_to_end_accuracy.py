@@ -3,7 +3,8 @@
     python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--steps 40] [--items 512] [--at-most N]
 
 For each seed the quickstart job runs as a system of processes, and as one plain process (plain_grpo.py), for as many
-steps and so as many samples: same prompts in the same order, same held-out items. The negative control is the plain
+steps and so as many samples: same prompts in the same order, same held-out items. The learning rate goes down to 0 over
+the run, so that both are compared where they have settled and not on their way. The negative control is the plain
 process at half of its steps: learning of which half was lost.
 
 equivalent: at least 3 seeds and 500 held-out items, the 90% interval of the difference in held-out accuracy lies inside
@@ -47,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about.add_argument("--seeds", default="1,2,3", help="comma-separated")
     about.add_argument("--steps", type=int, default=40, help="of each run")
     about.add_argument("--items", type=int, default=512, help="held out")
+    about.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both sides; default: the job's")
     about.add_argument("--threads", type=int, default=THREADS, choices=(1, 2), help="of the plain process")
     about.add_argument("--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there")
 
@@ -73,9 +75,12 @@ def settings_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """What a run of either is given beside the job's file."""
     config = load_config(CONFIG)
     assert isinstance(config, RLConfig)
+    dtypes = {f"roles.{role}.dtype": options.dtype for role in ("trainer", "rollout", "evaluator")}
     return {
+        **(dtypes if options.dtype else {}),
         "run.seed": seed,
         "algorithm.steps": options.steps,
+        "algorithm.learning_rate_schedule": "linear",
         # The job's own; what is trained on is held against it.
         "algorithm.max_staleness": config.algorithm.max_staleness,
         "evaluation.every_steps": 0,
@@ -89,9 +94,8 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any], threads: int = THRE
         return convergence.carry_out(seed, arm, settings, CONFIG)
     ran, steps = Ran(seed=seed, arm=arm, settings=settings), settings["algorithm.steps"]
     try:
-        records = run_plain(
-            threads, steps, steps // 2, 2.0, settings["evaluation.items"], [f"run.seed={settings['run.seed']}"]
-        )
+        sets = [f"{key}={value}" for key, value in settings.items()]
+        records = run_plain(threads, steps, steps // 2, 2.0, settings["evaluation.items"], sets)
     except SystemExit as error:
         if not isinstance(error.code, str):  # we are to end
             raise

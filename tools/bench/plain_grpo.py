@@ -21,19 +21,23 @@ from transformers import AutoModelForCausalLM
 from relax_rt.config.loader import load_config
 from relax_rt.roles.algorithms.advantages.group import group_advantages
 from relax_rt.roles.algorithms.losses.ppo import clipped
+from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.checks import settings
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation import evaluate
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.loader import load_reward
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Scorer
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
+from relax_rt.roles.trainers.rates import learning_rate
 
 MICRO_BATCH = 16
 
 
 class Plain:
-    """A model that trains in float32 with bfloat16 autocast, and its bfloat16 copy that samples."""
+    """A model that trains in float32, with bfloat16 autocast if the job's trainer has that dtype, and its copy of the
+    rollouts' dtype that samples."""
 
     def __init__(self, config: RLConfig, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -46,8 +50,12 @@ class Plain:
             config.data, self.tokenizer, seed=config.run.seed, config_dir=Path(config.config_dir)
         )
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        trainer, rollout = settings(config, "trainer", TrainerSettings), settings(config, "rollout", RolloutSettings)
+        self.autocast = trainer.dtype == "bfloat16"
+        self.sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, rollout.dtype)).eval()
         table = config.algorithm
+        parts = Objective.of(table, base=Path(config.config_dir)).parts
+        self.advantage, self.loss = parts.advantage.options, parts.loss.options
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             table.learning_rate,
@@ -114,9 +122,10 @@ class Plain:
         items = [self.source.prompt(first + i) for i in range(table.prompts_per_step) for _ in range(table.group_size)]
         ids, mask, out, old = self.generate([i.tokens for i in items])
         rewards = asyncio.run(self.rewards(items, out)).reshape(table.prompts_per_step, table.group_size)
-        advantages = np.stack([group_advantages(r, normalise_std=table.normalise_std) for r in rewards]).reshape(-1)
+        by_std = self.advantage.normalise_std
+        advantages = np.stack([group_advantages(r, normalise_std=by_std) for r in rewards]).reshape(-1)
         generated = time.perf_counter()
-        self._train(ids, mask, out, old, torch.tensor(advantages, dtype=torch.float32))
+        self._train(number, ids, mask, out, old, torch.tensor(advantages, dtype=torch.float32))
         with torch.no_grad():
             for copy, master in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
                 copy.copy_(master)
@@ -132,7 +141,13 @@ class Plain:
         }
 
     def _train(
-        self, ids: torch.Tensor, mask: torch.Tensor, out: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+        self,
+        number: int,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        out: torch.Tensor,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
     ) -> None:
         table = self.config.algorithm
         total = int((out >= 0).sum())
@@ -143,16 +158,18 @@ class Plain:
             full = torch.cat([ids[rows], part.clamp(min=0)], 1)
             seen = torch.cat([mask[rows], live.long()], 1)
             position = (seen.cumsum(1) - 1).clamp(min=0)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 logits = self.model(
                     full, attention_mask=seen, position_ids=position, logits_to_keep=part.shape[1] + 1
                 ).logits[:, :-1]
             lp = torch.log_softmax(logits.float() / self.config.sampling.temperature, -1)
             lp = lp.gather(-1, part.clamp(min=0)[..., None])[..., 0]
             ratio = (lp - old[rows]).masked_fill(live == 0, 0.0).exp()
-            each, _ = clipped(ratio, advantages[rows, None] * live, table.clip_low, table.clip_high)
+            each, _ = clipped(ratio, advantages[rows, None] * live, self.loss.clip_low, self.loss.clip_high)
             (each.sum() / total).backward()
         if len(kept):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(table, number, table.steps)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), table.max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)

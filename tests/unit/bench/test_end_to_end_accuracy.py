@@ -38,6 +38,7 @@ def options(**others: Any) -> argparse.Namespace:
         "items": 700,
         "at_most": None,
         "threads": 1,
+        "dtype": None,
         "quick": False,
         "json": False,
         **others,
@@ -131,7 +132,10 @@ def test_both_are_given_the_same_seed_steps_and_items(monkeypatch: pytest.Monkey
     monkeypatch.setattr(convergence, "carry_out", run_system)
     settings = settings_of(7, options())
     assert carry_out(7, PLAIN, settings).problems == [] and carry_out(7, OURS, settings).arm == OURS
-    assert asked == [(2, 4, 2, 2.0, 700, ["run.seed=7"]), (settings, "roles.toml")]
+    assert asked == [
+        (2, 4, 2, 2.0, 700, [f"{key}={value}" for key, value in settings.items()]),
+        (settings, "roles.toml"),
+    ]
     assert (settings["run.seed"], settings["algorithm.steps"], settings["evaluation.items"]) == (7, 4, 700)
 
 
