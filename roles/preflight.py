@@ -24,6 +24,7 @@ from relax_rt.roles.genrm.checks import preflight_judge
 from relax_rt.roles.media.checks import check_pictures
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.forward_checks import check_computed
+from relax_rt.roles.models.processor import computes_bfloat16
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
@@ -32,7 +33,7 @@ from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
-from relax_rt.roles.sections import RLConfig, ShardedSettings
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
 
@@ -137,11 +138,28 @@ def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[
 def warnings(config: RLConfig) -> list[str]:
     """What may work but is probably not meant."""
     found = [note] if (note := wire_note(config)) else []
+    if config.checkpoint.keep == 1:
+        found.append("checkpoint.keep = 1: if the newest checkpoint is damaged, there is none before it to go on from")
     busy = [table for kind in BUSY if isinstance(table := config.roles.get(kind), RoleSettings)]
     threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
     if threads > cores:
         found.append(f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down")
-    return found
+    return found + _slow_numbers(config)
+
+
+def _slow_numbers(config: RLConfig) -> list[str]:
+    rounded = [
+        f'roles.{kind}.dtype = "float32"'
+        for kind, table in config.roles.items()
+        if isinstance(table, EngineSettings | ShardedSettings)
+        and (bool(table.count), table.gpus, table.dtype) == (True, 0, "bfloat16")
+    ]
+    if not rounded or computes_bfloat16() is not False:
+        return []
+    return [
+        "this CPU has no instructions for bfloat16 (amx_bf16, avx512_bf16), and computes with it slower than with "
+        f"float32: set {', '.join(rounded)}"
+    ]
 
 
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:
