@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -267,21 +268,23 @@ class HostContext:
 
     async def close(self, how: str = FINISHED) -> None:
         """Leave the registry, with the word how this incarnation ends, and end all connections."""
-        if self.membership is not None:
-            await self.membership.leave(how)
-        await self._directory.close()
-        if self._server is not None:
-            await self._server.close()
-        for client in self._clients.values():
-            await client.close()
-        if self._finder is not None:
-            await self._finder.close()
-        if self._fetcher is not None:
-            await self._fetcher.close()
-        if self._far is not None:
-            await self._far.close()
-        self._events.close()
-        self._metrics.close()
+        try:
+            if self.membership is not None:
+                await self.membership.leave(how)
+            await self._directory.close()
+            if self._server is not None:
+                await self._server.close()
+            for client in self._clients.values():
+                await client.close()
+            if self._finder is not None:
+                await self._finder.close()
+            if self._fetcher is not None:
+                await self._fetcher.close()
+            if self._far is not None:
+                await self._far.close()
+        finally:
+            self._events.close()
+            self._metrics.close()
 
     def _client(self, slot: str) -> Client:
         if slot not in self._clients:
@@ -330,10 +333,9 @@ class Membership:
             if renewed:
                 async with self._renewed:
                     self._renewed.notify_all()
-            try:
-                await asyncio.wait_for(self._wake.wait(), self._ttl_s / 3 if renewed else RETRY_S)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ttl_s / 3 if renewed else RETRY_S):
+                    await self._wake.wait()
 
     async def _renew(self) -> bool:
         ctx = self._ctx
@@ -368,17 +370,17 @@ class Membership:
         """Have the entry renewed at once; gives up waiting after wait_s, the renewal itself goes on."""
         async with self._renewed:
             self._wake.set()
-            try:
-                await asyncio.wait_for(self._renewed.wait(), wait_s)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._renewed.wait()
 
     async def leave(self, how: str = FINISHED, wait_s: float = 1.0) -> None:
         """Tell the registry that we go, and why; without an answer the agent's own word will do."""
         if not self._announced or self._away:
             return
         try:
-            await asyncio.wait_for(self._registry.leave(how), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._registry.leave(how)
         except (RelaxError, TimeoutError) as error:
             self._ctx.log.info("could not take leave of the registry", error=str(error))
 

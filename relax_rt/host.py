@@ -57,7 +57,9 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_ORPHANED = 0, 1, 2, 70
 TRACE_BYTES = 16_000
 TEARDOWN_S = 10.0
 LEFT_S = 3.0
-"""Tasks that a role leaves behind have so long to end when they are cancelled."""
+"""Tasks that a role leaves behind have so long to end when they are cancelled; so have threads of one that failed."""
+CLOSE_S = 5.0
+"""For leaving the registry and closing connections; what is left of them ends with the process."""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,13 +240,16 @@ def main() -> int:
 
 def run_and_leave(work: Coroutine[Any, Any, None]) -> None:
     """Run a role on a loop of its own, as `uvloop.run`; but what it leaves running keeps nobody waiting for long: user
-    code may swallow its cancellation. What the work raises is raised."""
+    code may swallow its cancellation, and the threads of a role that failed may be at work for hours. What the work
+    raises is raised."""
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    failed = True
     try:
         runner.run(work)
+        failed = False
     finally:
-        # A loop with tasks that do not end cannot be closed: it ends with the process.
-        if not runner.run(_end_tasks()):
+        # A loop with tasks or threads that do not end cannot be closed: it ends with the process.
+        if not runner.run(_end_tasks()) and not (failed and runner.run(_threads_left())):
             runner.close()
 
 
@@ -259,6 +264,15 @@ async def _end_tasks() -> int:
         names = sorted(task.get_name() for task in left)[:8]
         structlog.get_logger().warning("tasks swallow their cancellation", tasks=len(left), names=names)
     return len(left)
+
+
+async def _threads_left() -> bool:
+    """Have the default executor end; whether some of its threads are at work all the same."""
+    ending = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
+    await asyncio.wait([ending], timeout=LEFT_S)
+    if not ending.done():
+        structlog.get_logger().warning("threads are still at work: they end with the process")
+    return not ending.done()
 
 
 def _tie_to_agent(orders: Orders) -> socket.socket:
@@ -312,7 +326,11 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         finally:
             for watch in watches:
                 watch.cancel()
-            await ctx.close(how)
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await ctx.close(how)
+            except TimeoutError:
+                ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
 
 
 class LiveProbeFailed(RelaxError):
@@ -337,14 +355,17 @@ async def probe(role: Role, every_s: float) -> NoReturn:
 
 
 async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) -> bool:
-    """Await the work, unless another task ends before it: then the work is cancelled, and False the answer."""
+    """Await the work, unless another task ends before it: then the work is cancelled, and False the answer; work that
+    does not end for that is left behind."""
     task = asyncio.create_task(work)
     done, _ = await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
         return True
     task.cancel()
-    await asyncio.wait([task])
+    await asyncio.wait([task], timeout=TEARDOWN_S)
+    if not task.done():
+        structlog.get_logger().warning("the role's work swallows its cancellation", limit_s=TEARDOWN_S)
     for other in done:
         await other
     return False

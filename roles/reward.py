@@ -75,8 +75,11 @@ class RewardRole(Role):
         starting = asyncio.create_task(self.rewards.start())
         try:
             await asyncio.to_thread(self._load)
-        finally:
-            await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+        await starting
         if (boxes := self.rewards.boxes) is not None:
             self.ctx.event("sandbox", level=boxes.level, what=str(boxes))
         self.queue = QueueClient(

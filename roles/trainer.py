@@ -264,6 +264,7 @@ class TrainerRole(Role):
         known = await self.ctx.registry.versions()
         files = await asyncio.to_thread(WeightFiles.of, self.ctx)
         self.publisher = self._publisher(known[-1].version if known else ROOT, files)
+        self.store.published = {one.version: one.digest for one in known}
         found = await self._restore()
         if found is not None:
             self.step, parent = found.step, found.version

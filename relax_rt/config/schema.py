@@ -69,7 +69,7 @@ class SupervisionTable(Table):
 
     restart: RestartTable = RestartTable()
     start_timeout_s: Seconds = 180.0
-    """A role that is not ready by then is killed and counted as a failure."""
+    """A role that is not ready by then is killed and counted as a failure; what waits for another role has it anew."""
     stop_timeout_s: Seconds = 20.0
     """After a stop request a role has this long before it is killed."""
     drain_timeout_s: Seconds = 600.0

@@ -39,7 +39,6 @@ from relax_rt.transport.rpc import Client, make_hello
 ATTEMPT_S = 5.0
 LEAVE_S = 1.0
 AGAIN = BackoffPolicy(base_s=0.5, cap_s=10.0)
-EXIT_UNREACHED = 1
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):

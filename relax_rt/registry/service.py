@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from relax_rt.registry.api import Changes, Member, Renewed
@@ -20,7 +21,7 @@ MAX_TEXT = 500
 
 
 class RegistryService:
-    """Implements RegistryApi. Nothing is answered, and no watcher woken, before it is on disk.
+    """Implements RegistryApi. Nothing is answered, no watch either, before it is on disk.
 
     Args:
         store: where the state lives; opened by `start`.
@@ -129,10 +130,9 @@ class RegistryService:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return Changes(self.core.revision, False, [], self.core.committed)
-            try:
-                await asyncio.wait_for(signal.wait(), left_s)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await signal.wait()
 
     async def issue_version(self) -> int:
         """See RegistryApi."""
@@ -168,7 +168,10 @@ class RegistryService:
         """Make the state machine's writes durable, then wake the watchers."""
         writes, self.core.writes = self.core.writes, []
         self._store.put(writes)
-        await self._store.durable()
-        if writes:
-            self._changed.set()
-            self._changed = asyncio.Event()
+        try:
+            await self._store.durable()
+        finally:
+            # Also for a caller who is gone: what it has told is written all the same, and a watch waits for that.
+            if writes:
+                self._changed.set()
+                self._changed = asyncio.Event()

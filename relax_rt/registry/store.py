@@ -119,6 +119,10 @@ class Store:
             # The state in memory is ahead of the file from here on: only a restart brings them together.
             self._failure = error
             raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._failure = RelaxError(f"registry file {self.path} cannot be written", why=why)
+            raise self._failure from error
         self._written += len(batch)
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:

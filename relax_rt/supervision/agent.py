@@ -462,7 +462,8 @@ class Agent:
             self._next_tick = time.monotonic() + TICK_S if deadline is None else deadline
             left = self._next_tick - time.monotonic()
             try:
-                await asyncio.wait_for(self._sooner.wait(), min(TICK_S, max(0.002, left)))
+                async with asyncio.timeout(min(TICK_S, max(0.002, left))):
+                    await self._sooner.wait()
             except TimeoutError:
                 self.post(Tick())
 

@@ -182,6 +182,9 @@ class Supervisor(Requests):
             self._enter(s, "ready", self._patience_s(s))
         elif s.state == "ready" and moved:
             s.deadline = self._now + self._patience_s(s)
+        elif s.state == "starting" and event.waiting and s.deadline is not None:
+            # Whom it waits for may take long to start, and has a deadline of its own.
+            s.deadline = max(s.deadline, self._now + s.spec.start_timeout_s)
         elif s.state == "stopping" and moved and s.spec.drains and not s.finished and s.deadline is not None:
             s.deadline = max(s.deadline, self._now + s.spec.stop_timeout_s)
         if event.extend_s > 0 and s.state in ("starting", "ready", "stopping") and s.deadline is not None:

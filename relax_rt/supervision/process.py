@@ -191,14 +191,14 @@ class RoleProcess:
     def _kill_group(self) -> None:
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._pidfd >= 0:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):
                 pass
 
     def log_truncated(self) -> None:
@@ -252,20 +252,27 @@ class RoleProcess:
         self._judging = loop.create_task(self._judge(status, at))
 
     async def _judge(self, status: int, at: float) -> None:
-        self._on_exit(await asyncio.get_running_loop().run_in_executor(self._judges, self._diagnose, status, at))
+        loop, known = asyncio.get_running_loop(), self._known(status)
+        try:
+            facts = await loop.run_in_executor(self._judges, self._look, known)
+        except Exception as error:  # noqa: BLE001 whoever waits for this exit must hear of it, whatever the evidence
+            left = f"what it left behind cannot be looked at ({type(error).__name__}: {error})"
+            facts = msgspec.structs.replace(known, log=left)
+        self._on_exit(diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at))
 
-    def _diagnose(self, status: int, at: float) -> Diagnosis:
+    def _known(self, status: int) -> Exit:
+        """What needs no looking."""
+        code = status if status >= 0 else None
+        return Exit(exit_code=code, signal=max(0, -status), report=self._report, kill=self._kill)
+
+    def _look(self, known: Exit) -> Exit:
         kill_strays(self.launch.slot, self.launch.epoch, self.pid)
-        asked = self._kill is not None
-        facts = Exit(
-            exit_code=status if status >= 0 else None,
-            signal=-status if status < 0 else 0,
-            report=self._report,
-            kill=self._kill,
-            oom=memory_kill(self.pid, self._oom_kills, self._kernel) if status == -signal.SIGKILL and not asked else "",
+        killed = known.signal == signal.SIGKILL and known.kill is None
+        return msgspec.structs.replace(
+            known,
+            oom=memory_kill(self.pid, self._oom_kills, self._kernel) if killed else "",
             log=read_tail(self.launch.log, self._log_start),
         )
-        return diagnose(self.launch.slot, self.launch.epoch, self.pid, facts, at)
 
 
 def spy(program: str, pid: int, log: Path) -> None:
@@ -304,7 +311,7 @@ def kill_strays(slot: str, epoch: int, session: int = 0) -> None:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):
                 continue
         time.sleep(0.002)
 

@@ -23,7 +23,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         system: part of every run (registry, queue); the run ends when all slots that are not have ended.
         spawn_timeout_s: from the order to start until a process exists. What is waited for there is not the role's:
             its epoch, a zygote's imports, memory of its devices that the dead still hold; each has a shorter limit.
-        start_timeout_s: from spawn to ready.
+        start_timeout_s: from spawn to ready; counted anew from each word of a slot that waits for others.
         stop_timeout_s: from the stop request to the kill.
         drains: after a stop request each progress gives it stop_timeout_s again.
         drain_timeout_s: from the stop request to the kill at most, whatever it asks for.

@@ -71,6 +71,7 @@ class Worker:
         self._turn = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._stack = AsyncExitStack()
+        self._killing: asyncio.Task[None] | None = None
         self._guard: Process
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -182,10 +183,13 @@ class Worker:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     async def kill(self, why: str) -> None:
-        """End it, and all that it started."""
+        """End it, and all that it started; it is gone then, whoever began with it."""
         self.ended = self.ended or why
         self._writer.close()
-        await self._stack.aclose()
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._stack.aclose())
+            self._killing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(self._killing)
 
 
 class RemoteEnvironment:
@@ -245,7 +249,11 @@ class Pool:
         """Workers that had to be replaced."""
 
     async def __aenter__(self) -> Pool:
-        await self._fill()
+        try:
+            await self._fill()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -261,7 +269,7 @@ class Pool:
 
     async def worker(self) -> Worker:
         """The one that has the fewest episodes; raises as `environment`."""
-        if any(worker.ended for worker in self._workers):
+        if sum(not worker.ended for worker in self._workers) < self._size:
             await self._fill()
         return min(self._workers, key=lambda one: len(one.episodes))
 
@@ -274,7 +282,6 @@ class Pool:
             found = await asyncio.gather(
                 *(self._started() for _ in range(self._size - len(there))), return_exceptions=True
             )
-            self._workers += [one for one in found if isinstance(one, Worker)]
             for one in found:
                 if isinstance(one, BaseException):
                     raise one
@@ -289,6 +296,8 @@ class Pool:
                 raise
             self.level = "limits"
             return await self._started()
+        # At once: whoever waits for others as well may be cancelled, and it would be nobody's.
+        self._workers.append(worker)
         return worker
 
 

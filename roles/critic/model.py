@@ -24,6 +24,7 @@ from relax_rt.roles.sample import Sample
 from relax_rt.roles.sections import CriticSettings
 from relax_rt.roles.trainers.budget import Budget, Fitting
 from relax_rt.roles.trainers.checkpoint import passing
+from relax_rt.roles.trainers.digests import digest_of, leave_digest
 from relax_rt.roles.trainers.layout import lay_out, packing_costs
 from relax_rt.roles.trainers.logprobs import at_trained_tokens, hidden_states
 from relax_rt.roles.trainers.packing import MicroBatch, collate, shared_rows
@@ -181,9 +182,10 @@ class CriticModel:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the last snapshot."""
+        """Write the last snapshot, and beside each file its digest."""
         for name, tensors in self._snapshot.items():
             save_file(tensors, folder / name)
+            leave_digest(folder / name, digest_of(folder / name))
 
     def restore(self, folder: Path) -> None:
         """Go on from what `write` wrote.

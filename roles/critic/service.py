@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ class CriticService:
         self, model: CriticModel, working: Callable[[bool], None], report: Callable[[int, CriticReport], None]
     ) -> None:
         self._model, self._working, self._report = model, working, report
-        self._lock = asyncio.Lock()
+        self._lock, self._writing = asyncio.Lock(), asyncio.Lock()
         self._at = Place(0, 0)
         self._samples: dict[int, list[Sample]] = {}
         self._old: dict[int, list[Values]] = {}
@@ -39,12 +39,14 @@ class CriticService:
         self._snapshot_of: Place | None = None
 
     async def _alone(self, work: Callable[[], T]) -> T:
-        async with self._lock:
+        async def at_work() -> T:
             self._working(True)
             try:
                 return await asyncio.to_thread(work)
             finally:
                 self._working(False)
+
+        return await _to_its_end(self._lock, at_work)
 
     async def begin(self, at: Place, folder: str) -> None:
         """See CriticApi."""
@@ -137,7 +139,7 @@ class CriticService:
             self._model.write(Path(folder))
 
         # Beside other calls: it reads only what `snapshot` has set aside.
-        await asyncio.to_thread(work)
+        await _to_its_end(self._writing, lambda: asyncio.to_thread(work))
 
     def _clear(self) -> None:
         self._samples, self._old, self._returns = {}, {}, {}
@@ -155,6 +157,25 @@ class CriticService:
                 why=f"it is at {here}, and the trainer at step {at.step} of epoch {at.epoch}",
                 hint="both go back to the last checkpoint",
             )
+
+
+async def _to_its_end(lock: asyncio.Lock, work: Callable[[], Awaitable[T]]) -> T:
+    """Do something with a lock held. A thread cannot be cancelled: when the caller is, the lock stays with the work,
+    and the same call sent again finds it done."""
+    await lock.acquire()
+
+    async def held() -> T:
+        try:
+            return await work()
+        finally:
+            lock.release()
+
+    task = asyncio.get_running_loop().create_task(held())
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
 
 
 def _sample(piece: Piece, number: int) -> Sample:

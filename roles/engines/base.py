@@ -321,7 +321,8 @@ async def generate(
     await engine.start(arrive, fail)
     try:
         engine.submit(requests)
-        await asyncio.wait_for(over, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await over
     except TimeoutError:
         why = f"{len(done)} of {count} came in {timeout_s:.0f} s"
         raise DeadlineExceeded(f"{count} completions", why=why) from None

@@ -59,11 +59,6 @@ class Sequence:
         return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
-    def to_come(self) -> int:
-        """Most tokens that it can still get."""
-        return 0 if self.finish_reason else self.request.max_new_tokens - len(self.tokens)
-
-    @property
     def due(self) -> bool:
         """A chunk is to be reported."""
         marked = self.request.chunk_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
@@ -115,5 +114,7 @@ async def _ended(task: asyncio.Future[T]) -> None:
     """Not longer at work when this returns."""
     if not task.done():
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        # Not by awaiting it: who is cancelled meanwhile must hear of it, and not take it for the task's own end.
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()

@@ -190,7 +190,8 @@ class GatewayRole(Role):
             finally:
                 server.should_exit = True
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), STOP_S)
+                    async with asyncio.timeout(STOP_S):
+                        await asyncio.gather(serving, return_exceptions=True)
 
     async def teardown(self) -> None:
         if hasattr(self, "listening"):

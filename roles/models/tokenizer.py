@@ -117,12 +117,6 @@ class ChatTokenizer:
         tail = self.encode(text.rpartition(mark)[2])
         return tail[0] if tail and tail[0] in set(self.raw.all_special_ids) else None
 
-    @property
-    def pad_id(self) -> int:
-        """What fills the unused places of a batch; its value is masked everywhere."""
-        pad = self.raw.pad_token_id
-        return int(pad) if pad is not None else min(self.stop_ids)
-
     @cached_property
     def tokenizer_digest(self) -> str:
         """xxh3-128 over everything that turns text into tokens (vocabulary, merges, normaliser, added tokens)."""

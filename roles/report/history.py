@@ -35,8 +35,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     publish_s: float
     tokens: float
     computed_tokens: float
-    length_mean: float
-    truncated_fraction: float
     staleness: dict[int, int]
     keys: list[int]
     skipped: str
@@ -293,8 +291,6 @@ def _step(record: dict[str, Any]) -> Step:
         publish_s=_number(record, "publish_s"),
         tokens=_number(record, "tokens", 0.0),
         computed_tokens=_number(record, "computed_tokens", 0.0),
-        length_mean=_number(record, "length_mean"),
-        truncated_fraction=_number(record, "truncated_fraction"),
         staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
         keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
         skipped=str(record.get("skipped") or ""),

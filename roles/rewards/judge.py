@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from relax_rt.roles.models.tokenizer import ChatTokenizer
     from relax_rt.roles.router import Outcome, Wanted
 
-FILLED_IN = ("question", "completion", "answer")
 SHOWN = 200
 AT_A_TIME = 256
 """Questions of one batch that are at the judge together."""

@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -262,15 +262,6 @@ class Worker:
     def close(self) -> None:
         """Let the thread end after the calls it has."""
         self._calls.put(None)
-
-
-class Scoring(Protocol):
-    """Scores completions, whatever it takes."""
-
-    async def score(
-        self, requests: Sequence[Request], after_each: Callable[[], None] = lambda: None
-    ) -> list[Score | Failed]:
-        """Scores in order; `after_each` is called for each one that is there."""
 
 
 class Scorer:

@@ -192,10 +192,13 @@ class RolloutRole(Role):
                 task.result()
             ask.cancel()
             over.append(asyncio.create_task(self._hand_over()))
-            finished, _ = await asyncio.wait([*over, *jobs], return_when=asyncio.FIRST_COMPLETED)
-            self.failure.check()
-            for task in finished:
-                task.result()
+            going: set[asyncio.Task[Any]] = {*over, *jobs}
+            # Whoever follows the weights ends when the role stops: only an error of it ends the hand-over.
+            while not over[0].done():
+                finished, going = await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
+                self.failure.check()
+                for task in finished:
+                    task.result()
         finally:
             for task in (stop, ask, *jobs, *over):
                 task.cancel()

@@ -110,7 +110,6 @@ class Life:
     def __init__(self, number: int, wanted: Wanted, now: float, most_losses: int, lowest: int = 1) -> None:
         self.number, self.wanted, self._lowest = number, wanted, lowest
         self.deadline = now + wanted.timeout_s
-        self.began_at = now
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[VersionSpan] = []

@@ -27,6 +27,7 @@ TICK_S = 0.1
 VERSIONS_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 AGAIN_S, LASTS_S = 0.2, 10.0
+LEFT = "its `async with` has ended"
 MOST_FAILURES = 5
 """A background job that failed so often, each time before it had lasted, does so for good."""
 
@@ -116,10 +117,13 @@ class Router:
         self._broken = ""
 
     async def __aenter__(self) -> Router:
+        self._broken = ""
         self._jobs = [asyncio.create_task(self._kept(job)) for job in (self._follow, self._tick)]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        # Who asks again when its request is cancelled would wait for ever: nobody tends to it any more.
+        self._broken = self._broken or LEFT
         for number in list(self._callers):
             self._do(self.core.cancel(self._now(), number))
         tasks = [*self._jobs, *self._attempts.values(), *self._probes.values()]
@@ -296,7 +300,8 @@ class Router:
                 caller.parts.put_nowait(None)
 
     def _at_an_end(self) -> RouterEnded:
-        return RouterEnded("a request to the router", why=self._broken, hint="see the log; make a new router")
+        hint = "ask within its `async with`" if self._broken == LEFT else "see the log; make a new router"
+        return RouterEnded("a request to the router", why=self._broken, hint=hint)
 
     async def _tick(self) -> None:
         while True:

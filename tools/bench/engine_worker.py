@@ -214,7 +214,8 @@ async def through_interface(task: Task, engine: Engine, folder: Path, vocabulary
         began, busy = time.monotonic(), processor_s()
         engine.submit([asked(number * 100_000 + i, *one) for i, one in enumerate(work, 1)])
         updates = asyncio.create_task(update()) if updated else None
-        await asyncio.wait_for(seen.over.wait(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await seen.over.wait()
         took, busy = time.monotonic() - began, processor_s() - busy
         if updates is not None:
             updates.cancel()

@@ -7,6 +7,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -189,10 +190,9 @@ class SleepingEngine:
             self._wake.clear()
             self._turn(time.monotonic())
             wait_s = self._due[0][0] - time.monotonic() if self._due else None
-            try:
-                await asyncio.wait_for(self._wake.wait(), wait_s)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
 
     def _turn(self, now: float) -> None:
         """All that has happened until now, in order."""

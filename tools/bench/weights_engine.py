@@ -87,7 +87,8 @@ async def updates(model: pathlib.Path, stage_folder: pathlib.Path, swaps: int) -
     calm: list[tuple[float, float]] = []
     try:
         engine.submit([_endless()])
-        await asyncio.wait_for(first.wait(), FIRST_TOKENS_S)
+        async with asyncio.timeout(FIRST_TOKENS_S):
+            await first.wait()
         for version in range(1, swaps + 2):
             record = await asyncio.to_thread(_stage, stage, layout, weights, version)
             calm.append(await _undisturbed())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,10 +53,9 @@ class Toy(Role):
         self.ctx.progress.advance(1, detail)
 
     async def wait(self) -> None:
-        try:
-            await asyncio.wait_for(self.ctx.stopping.wait(), self.pause_s)
-        except TimeoutError:
-            pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.pause_s):
+                await self.ctx.stopping.wait()
 
     async def open_queue(self) -> QueueClient:
         client = QueueClient(

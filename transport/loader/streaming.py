@@ -316,13 +316,8 @@ class StreamingLoader:
             self._check_columns(sample)
         lengths = [self._length_of(sample) for sample in samples]
         # Thousands of samples take a while, which the event loop must not wait for.
-        plan = await asyncio.to_thread(
-            self._packing.plan,
-            lengths,
-            [sample.key.group for sample in samples],
-            self._ranks,
-            [sample.key for sample in samples],
-        )
+        groups, keys = [sample.key.group for sample in samples], [sample.key for sample in samples]
+        plan = await self._queue.threads.run(lambda: self._packing.plan(lengths, groups, self._ranks, keys))
         for sample in (samples[at] for own in plan[self._rank] for at in own):
             for name in self._columns:
                 # Maps the memory, so that the trainer finds it at hand.

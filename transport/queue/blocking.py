@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from relax_rt.transport.errors import Refused
@@ -15,6 +15,9 @@ from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.sync import SyncQueue, run_blocking
 
 CLOSE_TIMEOUT_S = 30.0
+"""Longest time for cleaning up, besides the time that leaving waits for readers."""
+_BEGIN_S = 30.0
+"""The loop does nothing else when it is to begin with entering or leaving."""
 
 
 class BlockingQueue:
@@ -31,22 +34,34 @@ class BlockingQueue:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
+        # Before there is anything that a failure would leave: it may be open elsewhere.
+        self._queue.check_unentered()
         loop = self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="transfer-queue", daemon=True)
         self._thread.start()
         try:
-            run_blocking(self._queue.__aenter__(), loop, self._timeout_s)
+            self._carry_out(self._queue.__aenter__(), self._timeout_s)
         except BaseException:
-            self._stop()
+            # Also where it came in at the last moment; else there is nothing to leave.
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
-            loop = self._running()
-            run_blocking(self._queue.__aexit__(*exc), loop, CLOSE_TIMEOUT_S)
+            self._carry_out(self._queue.__aexit__(*exc), CLOSE_TIMEOUT_S + self._queue.linger_s)
         finally:
             self._stop()
+
+    def _carry_out(self, work: Coroutine[Any, Any, object], timeout_s: float) -> None:
+        """Enter or leave. Whatever ends the wait for it, it cleans up before the loop may stop."""
+        loop = self._running()
+        task = run_blocking(_begun(work), loop, _BEGIN_S)
+        try:
+            run_blocking(_result(task), loop, timeout_s)
+        except BaseException:
+            run_blocking(_ended(task), loop, 2 * CLOSE_TIMEOUT_S)
+            raise
 
     def _stop(self) -> None:
         loop, thread = self._running(), self._thread
@@ -119,3 +134,19 @@ class BlockingQueue:
     def steps(self) -> SyncQueue:
         """All that a client can do, for queues with prompts, steps and checkpoints (see QueueClient)."""
         return SyncQueue(self._queue.client, self._running(), timeout_s=self._timeout_s)
+
+
+async def _begun(work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+    return asyncio.create_task(work)
+
+
+async def _result(task: asyncio.Task[object]) -> None:
+    """Cancelling this leaves the task alone."""
+    await asyncio.wait([task])
+    task.result()
+
+
+async def _ended(task: asyncio.Task[object]) -> None:
+    """Cancel it, and give it time to clean up."""
+    task.cancel()
+    await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)

@@ -68,6 +68,8 @@ class TransferQueue:
         self.membership: Membership | None = None
         self.host: Host | None = None
         """The broker, when this process serves the queue."""
+        self.linger_s = 0.0
+        """How long leaving waits, at most, for others to read what this process put (see connect)."""
 
     @classmethod
     def serve(
@@ -193,12 +195,17 @@ class TransferQueue:
             await client.warm(ends.warm_bytes)
         await stack.enter_async_context(client)
         if joined.memory is not None:
+            self.linger_s = ends.linger_s
             stack.push_async_callback(_linger, client, ends.linger_s)
         return client
 
-    async def __aenter__(self) -> Self:
+    def check_unentered(self) -> None:
+        """Raises Refused if it was entered before: it can be once."""
         if self._client is not None:
             raise Refused("entering a TransferQueue", why="it was entered before", hint="make another one")
+
+    async def __aenter__(self) -> Self:
+        self.check_unentered()
         async with contextlib.AsyncExitStack() as stack:
             self._client = await self._enter(stack)
             self._stack = stack.pop_all()

@@ -14,14 +14,17 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn, TypeVar, cast
 
 import msgspec
 
 from relax_rt.transport import rpc
-from relax_rt.transport.address import UNIX_PATH_MAX_BYTES, parse_address
-from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, Unreachable
+from relax_rt.transport.address import UNIX_PATH_MAX_BYTES, AddressError, parse_address
+from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, RelaxError, Unreachable
 from relax_rt.transport.fields import parse_fields
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.interface import methods_of
 from relax_rt.transport.journal import SEGMENT_BYTES
 from relax_rt.transport.ledger import LedgerPolicy, QueueLimits
 from relax_rt.transport.payload import PayloadServer
@@ -42,6 +45,8 @@ _DISK = "disk"
 _REOPEN_S, _REOPEN_MAX_S = 0.2, 5.0
 
 log = logging.getLogger(__name__)
+
+A = TypeVar("A")
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -129,6 +134,7 @@ class Host:
         self._lock = self._owning = -1
         self._shm_dir: Path | None = None
         self._server: rpc.Server | None = None
+        self._curve: rpc.CurveKeys | None = None
         self._payload_server: PayloadServer | None = None
         self.broker: Broker | None = None
         self.place: Place | None = None
@@ -159,13 +165,13 @@ class Host:
         if not self._limits.durable:
             self._own(shm_dir)
         spill_dir, node = self.folder / "spill", node_name()
-        payloads, curve = "", None
+        payloads = ""
         if self._listen:
             address = parse_address(self._listen)
             if address.scheme != "tcp":
                 raise Refused(f"listening on {self._listen}", why="other nodes come by tcp", hint="tcp://host:port")
-            curve = make_keys(self.folder).curve()
-            self._payload_server = PayloadServer(shm_dir, spill_dir, keys=curve)
+            self._curve = make_keys(self.folder).curve()
+            self._payload_server = PayloadServer(shm_dir, spill_dir, keys=self._curve)
             payloads = await self._payload_server.listen(str(dataclasses.replace(address, port=0)))
         self.broker = Broker(
             self.folder / "journal",
@@ -180,18 +186,23 @@ class Host:
             segment_bytes=self._segment_bytes,
         )
         await self.broker.open()
+        addresses = await self._answer(self.broker, self.broker.store_desk())
+        self.place = Place(addresses, payloads, node, os.getpid(), str(shm_dir))
+        _write(self.folder / PLACE, msgspec.json.encode(self.place))
+        return self.place
+
+    async def _answer(self, queue: QueueApi, store: StoreApi) -> list[str]:
+        """Listen; answers with the addresses."""
         hello = rpc.make_hello(RUN_ID, Incarnation(BROKER, 0))
-        self._server = rpc.Server(hello, curve=curve, max_connections=16_384)
-        self._server.offer(QueueApi, self.broker)
-        self._server.offer(StoreApi, self.broker.store_desk())
+        self._server = rpc.Server(hello, curve=self._curve, max_connections=16_384)
+        self._server.offer(QueueApi, queue)
+        self._server.offer(StoreApi, store)
         addresses = [await self._server.listen(f"unix://{socket_path(self.folder)}")]
         if self._listen:
             addresses.append(await self._server.listen(self._listen))
             # Whoever knows the address finds us there again.
             self._listen = addresses[-1]
-        self.place = Place(addresses, payloads, node, os.getpid(), str(shm_dir))
-        _write(self.folder / PLACE, msgspec.json.encode(self.place))
-        return self.place
+        return addresses
 
     def _take_lock(self) -> None:
         self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -234,12 +245,17 @@ class Host:
             _write(known, name.encode())
         return name, self.folder / "payloads" if durable else SHM_ROOT / f"{SHM_PREFIX}{name}"
 
-    async def keep(self) -> None:
+    async def keep(self) -> NoReturn:
         """Begin again from the journal whenever the broker fails (its disk was full, say), until cancelled.
 
         Raises:
-            Corrupt: the journal is damaged.
+            Exception: what trying again does not mend (Corrupt: the journal is damaged). Clients are told of it, too.
         """
+        (error,) = await asyncio.gather(self._keep(), return_exceptions=True)
+        await self._give_up(error)
+        raise error
+
+    async def _keep(self) -> NoReturn:
         while True:
             assert self.broker is not None
             # Whatever stopped it: what was acknowledged is in the journal.
@@ -254,13 +270,23 @@ class Host:
                 await asyncio.sleep(delay_s)
 
     async def _opened_again(self) -> bool:
-        await self._stop()
         try:
+            await self._stop()
             await self._open()
-        except (OutOfSpace, Unreachable, OSError) as error:
+        # Where it listens it has listened before: what keeps it from that passes.
+        except (OutOfSpace, Unreachable, AddressError, OSError) as error:
             log.error("queue %s: its broker cannot begin again: %s", self.folder, error)
             return False
         return True
+
+    async def _give_up(self, cause: BaseException) -> None:
+        """Whoever asks from now on is told, and waits no more for a broker that nobody starts again."""
+        log.error("queue %s: its broker failed for good: %s", self.folder, cause)
+        try:
+            await self._stop()
+            await self._answer(_refusing(QueueApi, cause), _refusing(StoreApi, cause))
+        except (RelaxError, OSError) as error:
+            log.error("queue %s: its clients cannot be told so: %s", self.folder, error)
 
     async def _stop(self) -> None:
         if self._server is not None:
@@ -294,6 +320,17 @@ class Host:
                 await asyncio.to_thread(shutil.rmtree, self.place.shm_dir, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
+
+
+def _refusing(api: type[A], cause: BaseException) -> A:
+    """An implementation that refuses everything."""
+
+    async def refuse(*_: object) -> NoReturn:
+        raise Refused(
+            "call of the queue", why=f"its broker failed for good: {cause}", hint="mend that, and serve the queue again"
+        )
+
+    return cast(A, SimpleNamespace(**dict.fromkeys(methods_of(api), refuse)))
 
 
 def _remove_ownerless() -> None:

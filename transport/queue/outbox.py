@@ -47,6 +47,7 @@ class Outbox:
         self._wanted = asyncio.Event()
         self._room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
         self.messages = 0
         self.rows = 0
 
@@ -57,11 +58,14 @@ class Outbox:
 
         Raises:
             OutOfSpace: there was no room for wait_s; they were not put.
+            Refused: it was closed, if only while this waited for room; they were not put.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         if self._pending >= MAX_PENDING:
             await self._wait_for_room(deadline)
+        if self._closed:
+            raise Refused("offer", why="this end of the queue was closed", hint="put before you leave the queue")
         parcel = Parcel(rows, groups, priorities, nbytes, deadline, loop.create_future())
         self._parcels.append(parcel)
         self._pending += len(rows)
@@ -75,7 +79,7 @@ class Outbox:
     async def _wait_for_room(self, deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
-                while self._pending >= MAX_PENDING:
+                while self._pending >= MAX_PENDING and not self._closed:
                     self._room.clear()
                     await self._room.wait()
         except TimeoutError:
@@ -154,12 +158,13 @@ class Outbox:
         return [parcel for parcel in parcels if not parcel.answer.done()]
 
     async def close(self) -> None:
-        """Stop; what was not sent is given up."""
+        """Stop; what was not sent is given up, and who waits at the door is told."""
+        self._closed = True
+        self._room.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for parcel in self._parcels:
-            parcel.answer.cancel()
+        self._settle([*self._parcels])
         self._parcels.clear()
 
 

@@ -24,6 +24,7 @@ from relax_rt.transport.queue.pins import Pins
 from relax_rt.transport.queue.reasons import Reasons
 from relax_rt.transport.queue.space import Space
 from relax_rt.transport.queue.statistics import ClientStatistics
+from relax_rt.transport.queue.threads import Threads
 
 FIRST_SLICE_S, SLICE_S = 0.1, 1.0
 """Long waits are made of calls of this length, so that none holds the window of calls for long."""
@@ -94,7 +95,10 @@ class Session:
         self._on_lost = on_lost
         self._reasons, self._polls = Reasons(on_wait), Reasons()
         self._calls = Calls(str(who), patience_s, self._reasons.wait())
-        self._space = Space(self.arena, self._collect, self._reasons, space_wait_s, length_field, max_sample_bytes)
+        self.threads = Threads()
+        self._space = Space(
+            self.arena, self._collect, self._reasons, self.threads, space_wait_s, length_field, max_sample_bytes
+        )
         self._offers = Offers(self._offer, self._space, self._fields, self._reasons)
         self._pins = Pins(self._tell_unread)
         self.marks = Marks(api, self._call)
@@ -127,6 +131,7 @@ class Session:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         await self._leave()
+        self.threads.close()
         self.arena.close()
         self.reader.close()
 

@@ -11,6 +11,7 @@ from relax_rt.transport.errors import OutOfSpace, Refused
 from relax_rt.transport.fields import Sizes, check_sizes, column_sizes, row_sizes
 from relax_rt.transport.queue.api import Extent, Put, RowPut, SampleKey, VersionSpan
 from relax_rt.transport.queue.reasons import Reasons
+from relax_rt.transport.queue.threads import Threads
 
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _STEPS = 8
@@ -51,6 +52,7 @@ class Space:
         arena: of this incarnation.
         collect: asks the broker for extents that came free, and says how many bytes are missing.
         reasons: where waits are told.
+        threads: where large copies are made.
         wait_s: how long to wait where nothing else is said.
         length_field: the column whose length counts as a sample's tokens.
         max_bytes: of one sample; 0: any.
@@ -61,11 +63,12 @@ class Space:
         arena: Writer,
         collect: Callable[[int], Awaitable[list[Extent]]],
         reasons: Reasons,
+        threads: Threads,
         wait_s: float,
         length_field: str,
         max_bytes: int,
     ) -> None:
-        self._arena, self._collect, self._reasons = arena, collect, reasons
+        self._arena, self._collect, self._reasons, self._threads = arena, collect, reasons, threads
         self._wait_s, self._length_field, self._max_bytes = wait_s, length_field, max_bytes
 
     async def rows(self, rows: Rows, until: Until | None = None) -> Places:
@@ -109,7 +112,7 @@ class Space:
         with self._reasons.wait() as wait:
             while True:
                 try:
-                    return put() if nbytes < _THREAD_BYTES else await asyncio.to_thread(put)
+                    return put() if nbytes < _THREAD_BYTES else await self._threads.run(put)
                 except OutOfSpace as error:
                     if loop.time() >= (deadline if until is None else until()):
                         raise

@@ -11,14 +11,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from relax_rt.transport.errors import Corrupt, DeadlineExceeded, Refused
-from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.manifest import Layout, Manifest, Sent, TensorEntry
+from relax_rt.transport.weights.manifest import Layout, TensorEntry
 from relax_rt.transport.weights.safetensors_header import (
     LENGTH,
     FileTensor,
@@ -27,7 +25,6 @@ from relax_rt.transport.weights.safetensors_header import (
     encode_header,
     header_bytes,
 )
-from relax_rt.transport.weights.stage import verify
 
 if TYPE_CHECKING:
     import torch
@@ -271,24 +268,6 @@ def wire_version(layout: Layout, data: memoryview, wire: WireDtype) -> bytes:
     blob = encode_wire(layout, data, wire)
     decode_wire(memoryview(blob), layout, data)
     return blob
-
-
-class WireSource:
-    """A version in fewer bits: a WeightSource. Its manifest is that of the version as it arrives."""
-
-    def __init__(self, record: VersionRecord, manifest: Manifest, read: Callable[[], memoryview]) -> None:
-        self.record, self.manifest, self.carrier, self._read = record, manifest, "shared_memory", read
-        self.payload: Sent = "full"
-        self.nbytes = manifest.wire_bytes
-
-    def copy_into(self, into: memoryview) -> None:
-        """See WeightSource."""
-        decode_wire(self._read(), self.manifest.layout, into)
-        verify(self.manifest, into)
-
-    def mapped(self) -> AbstractContextManager[memoryview]:
-        """See WeightSource."""
-        raise Refused(f"mapping policy version {self.record.version}", why="it lies there in fewer bits")
 
 
 def _target(module: str, adapter: Adapter, entries: Mapping[str, TensorEntry]) -> TensorEntry:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh_model import save_fresh
 
 import relax_rt
 from relax_rt.config.problems import BadInput
@@ -18,7 +19,7 @@ from relax_rt.transport.errors import RelaxError
 
 pytest.importorskip("torch")
 from relax_rt.roles.debugging import Shown
-from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.models.tiny import character_tokenizer
 
 HEAD = """
 [run]
@@ -77,11 +78,7 @@ class Count:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fresh")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder)
-    tiny_model(len(tokenizer), seed=0).save_pretrained(folder)
-    return folder
+    return save_fresh(tmp_path_factory.mktemp("fresh"))
 
 
 @pytest.fixture

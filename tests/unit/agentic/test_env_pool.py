@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agentic_parts import Engine, factory, limits, talk
@@ -119,6 +120,72 @@ async def test_one_that_ends_its_process_is_blamed_for_it(tmp_path: Path) -> Non
         with pytest.raises(Broken, match="the process ended: exit code 3"):
             await dying.step(REPLY)
         await dying.close()
+
+
+async def test_workers_that_have_started_are_the_pools_although_whoever_waited_for_others_is_gone(
+    tmp_path: Path,
+) -> None:
+    begun: list[Any] = []
+    both = asyncio.Event()
+
+    class Half:
+        """All but the second start at once, that never."""
+
+        def __init__(self, *_: object) -> None:
+            self.ended, self.episodes = "", set[int]()
+            begun.append(self)
+            self.never = len(begun) == 2
+
+        async def start(self) -> None:
+            if self.never:
+                both.set()
+                await asyncio.Event().wait()
+
+        async def kill(self, why: str) -> None:
+            self.ended = why
+
+    pool = Pool(Spec("game.py:Game", {}, str(tmp_path)), 2, 20.0, WorkerLimits(), kind=Half)  # type: ignore[arg-type]
+    filling = asyncio.create_task(pool._fill())
+    async with asyncio.timeout(20):
+        await both.wait()
+    filling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await filling
+    assert pool._workers == begun[:1]
+    begun[0].episodes.add(1)
+    # The one that is missing is started when it is wanted.
+    assert await pool.worker() is begun[2] and pool._workers == [begun[0], begun[2]]
+
+
+async def test_workers_of_a_pool_that_cannot_begin_are_ended(tmp_path: Path) -> None:
+    begun: list[Any] = []
+
+    class Half:
+        def __init__(self, *_: object) -> None:
+            self.ended = ""
+            begun.append(self)
+
+        async def start(self) -> None:
+            if self is not begun[0]:
+                raise RelaxError("a worker", why="no room")
+
+        async def kill(self, why: str) -> None:
+            self.ended = why
+
+    pool = Pool(Spec("game.py:Game", {}, str(tmp_path)), 2, 20.0, WorkerLimits(), kind=Half)  # type: ignore[arg-type]
+    with pytest.raises(RelaxError, match="no room"):
+        await pool.__aenter__()
+    assert [one.ended for one in begun] == ["the slot ends", ""]
+
+
+async def test_a_worker_is_gone_for_whoever_kills_it_also_beside_another(tmp_path: Path) -> None:
+    async with pool_of(tmp_path) as pool:
+        worker = await pool.worker()
+        first = asyncio.create_task(worker.kill("one"))
+        await asyncio.sleep(0)
+        first.cancel()
+        await worker.kill("two")
+        assert worker.ended == "one" and not living(tmp_path)
 
 
 async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: Path) -> None:

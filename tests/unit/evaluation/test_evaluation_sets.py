@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fresh_model import save_fresh
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation_branch import Branch
 from relax_rt.roles.evaluation_judge import MOST_STUCK, Judge, Text
 from relax_rt.roles.evaluation_sets import MAIN, Course, courses, load_set, recipes
-from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.sections import EvaluationSet, RLConfig
 from relax_rt.transport.errors import RelaxError, Unreachable
@@ -84,9 +84,7 @@ def rows(path: Path, questions: range) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config with two further sets, of which a part of the items is trained on."""
     folder = tmp_path_factory.mktemp("sets")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    tiny_model(len(tokenizer), seed=0).save_pretrained(folder / "model")
+    save_fresh(folder / "model")
     rows(folder / "train.jsonl", range(100))
     rows(folder / "hard.jsonl", range(90, 130))
     (folder / "judge.py").write_text(JUDGE)

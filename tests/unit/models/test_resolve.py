@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from fresh_model import save_fresh
 
 from relax_rt.roles.models.cache import build_once, cache_dir
 from relax_rt.roles.models.resolve import resolve_model
-from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
+from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 
@@ -110,12 +111,7 @@ def test_an_unwritable_cache_names_the_variable(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without its warm start."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder)
-    tiny_model(len(tokenizer), seed=0).save_pretrained(folder)
-    return folder
+    return save_fresh(tmp_path_factory.mktemp("tiny"))
 
 
 def test_the_tiny_tokenizer_renders_and_reads_back(tiny_folder: Path) -> None:

@@ -40,6 +40,62 @@ async def test_everything_comes_back(tmp_path: Path) -> None:
     await again.close()
 
 
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_watch_that_is_cancelled_as_a_change_comes_ends_so(tmp_path: Path, turns: int) -> None:
+    """Else whoever watches again and again could not be ended."""
+    service = RegistryService(Store(tmp_path / "registry.sqlite", "a"), identity=lambda: WHO)
+    await service.start()
+    watching = asyncio.create_task(watch_for_ever(service))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    told = asyncio.create_task(service._changed.wait())
+    entering = asyncio.create_task(service.enter_self("registry/0", 1, "unix:///x"))
+    await told
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    watching.cancel()
+    done, _ = await asyncio.wait([watching], timeout=5.0)
+    assert done and watching.cancelled()
+    await entering
+    await service.close()
+
+
+async def test_what_a_caller_who_is_gone_has_told_wakes_the_watchers(tmp_path: Path) -> None:
+    service = RegistryService(Store(tmp_path / "registry.sqlite", "a"), identity=lambda: WHO)
+    await service.start()
+    before = service.core.revision
+    watching = asyncio.create_task(service.watch(before, 60.0))
+    entering = asyncio.create_task(service.enter_self("registry/0", 1, "unix:///x"))
+    await asyncio.sleep(0)
+    assert service.core.revision > before and not entering.done()
+    entering.cancel()
+    async with asyncio.timeout(20.0):
+        found = await watching
+    assert entering.cancelled() and [member.who.slot for member in found.members] == ["registry/0"]
+    await service.close()
+    again = Store(tmp_path / "registry.sqlite", "a")
+    assert [entry.member.who.slot for entry in (await again.open()).entries] == ["registry/0"]
+    await again.close()
+
+
+async def test_a_write_that_fails_for_no_reason_of_sqlite_ends_the_registry(tmp_path: Path) -> None:
+    store = Store(tmp_path / "registry.sqlite", "a")
+    await store.open()
+    store.put([Entry(Member(WHO, 1 << 63))])
+    for _ in range(2):
+        with pytest.raises(RelaxError, match=r"registry\.sqlite cannot be written: OverflowError"):
+            async with asyncio.timeout(20.0):
+                await store.durable()
+    with pytest.raises(RelaxError, match="OverflowError"):
+        await store.close()
+
+
+async def watch_for_ever(service: RegistryService) -> None:
+    revision = 0
+    while True:
+        revision = (await service.watch(revision, 60.0)).revision
+
+
 async def test_callers_share_transactions_and_a_cancelled_one_disturbs_nobody(tmp_path: Path) -> None:
     store = Store(tmp_path / "registry.sqlite", "a")
     await store.open()

@@ -421,6 +421,29 @@ async def run_role(role: RewardRole, tokenizer: ChatTokenizer, batches: list[Fak
     return queue
 
 
+async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    role, _ = role_with(lambda completion, answer, **_: 0.0)
+    loading, ended = asyncio.Event(), asyncio.Event()
+
+    async def start() -> None:
+        loading.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    def load() -> None:
+        raise RelaxError("the tokenizer")
+
+    monkeypatch.setattr(role.rewards, "start", start)
+    monkeypatch.setattr(role, "_composed", lambda: role.rewards)
+    monkeypatch.setattr(role, "_load", load)
+    async with asyncio.timeout(20):
+        with pytest.raises(RelaxError, match="the tokenizer"):
+            await role.setup()
+    assert loading.is_set() and ended.is_set()
+
+
 async def test_the_role_scores_what_the_policy_said(tokenizer: ChatTokenizer) -> None:
     seen: list[Any] = []
 

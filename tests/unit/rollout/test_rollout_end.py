@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -69,6 +70,53 @@ async def test_an_engine_that_cannot_be_closed_keeps_no_groups() -> None:
     with pytest.raises(BufferError):
         await role_with(calls, BufferError("exported")).teardown()
     assert calls == ["close engine", "mark", "give back, losses 0", "close queue"]
+
+
+class Stopping:
+    """A role that was asked to stop; `_follow` ends while its sequences are handed over."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.followed, self.handed = asyncio.Event(), False
+        self.role = RolloutRole.__new__(RolloutRole)
+
+        async def for_ever() -> None:
+            await asyncio.Event().wait()
+
+        async def follow() -> None:
+            await begun.wait()
+            self.followed.set()
+            if error is not None:
+                raise error
+
+        async def hand_over() -> None:
+            begun.set()
+            await self.followed.wait()
+            # The end of `_follow` is seen before this goes on.
+            for _ in range(20):
+                await asyncio.sleep(0)
+            self.handed = True
+
+        begun, stopping = asyncio.Event(), asyncio.Event()
+        stopping.set()
+        waits = dict.fromkeys(("_ask", "_deliver", "_journal", "_report"), for_ever)
+        failure = SimpleNamespace(wait=for_ever, check=lambda: None)
+        parts = {"ctx": SimpleNamespace(stopping=stopping), "device": None, "failure": failure}
+        vars(self.role).update(**waits, **parts, _follow=follow, _hand_over=hand_over)
+
+
+async def test_the_end_of_following_the_weights_does_not_end_the_hand_over() -> None:
+    stopping = Stopping()
+    async with asyncio.timeout(20):
+        await stopping.role.run()
+    assert stopping.handed
+
+
+async def test_an_engine_that_cannot_follow_ends_the_hand_over() -> None:
+    stopping = Stopping(ArithmeticError("of the weights"))
+    with pytest.raises(ArithmeticError, match="of the weights"):
+        async with asyncio.timeout(20):
+            await stopping.role.run()
+    assert not stopping.handed
 
 
 @pytest.mark.parametrize(

@@ -349,8 +349,8 @@ async def test_waiting_role_beats_while_its_loop_answers(pair: tuple[socket.sock
     progress.waiting("for samples")
     while await asyncio.to_thread(beats, ours, 0.5) < 2:
         pass
-    # The loop does not answer while this blocks it: what was asked before may still be told.
-    assert beats(ours, 1.0) <= 3
+    # The loop does not answer while this blocks it: what was asked before may still be told, then nothing.
+    beats(ours, 1.0)
     assert beats(ours, 0.3) == 0
     while not await asyncio.to_thread(beats, ours, 0.5):
         pass

@@ -370,6 +370,17 @@ def test_an_idle_role_has_time_for_a_beat_however_short_its_limit() -> None:
     assert b.state("a/0") == "ready"
 
 
+def test_a_start_that_waits_for_another_role_lasts_as_long_as_it_says_so() -> None:
+    b = Bench(spec("a/0", start_timeout_s=10))
+    b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
+    for _ in range(10):
+        b(Progress("a/0", 0, waiting="the first committed weights"), after=9)
+    assert b.state("a/0") == "starting" and b.of(DumpStacks) == []
+    b(Progress("a/0", 0), after=9)
+    b(Tick(), after=1)
+    assert b.of(DumpStacks) == ["a/0"]
+
+
 def test_start_timeout_dumps_kills_and_counts_and_can_be_extended() -> None:
     b = Bench(spec("a/0", start_timeout_s=10, max_restarts=0))
     b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
@@ -382,6 +393,19 @@ def test_start_timeout_dumps_kills_and_counts_and_can_be_extended() -> None:
     assert b.of(Kill) == ["a/0"]
     b.dies("a/0", "hang")
     assert b.done.exit_code == 1
+
+
+def test_a_start_goes_on_beyond_its_timeout_while_slow_work_gets_on() -> None:
+    """A trainer that compares a large checkpoint extends its start by what the last part took."""
+    b = Bench(spec("a/0", start_timeout_s=10, dump_grace_s=1))
+    b(RunStarted()), b(SlotSpawned("a/0", 1, 5))
+    for n in range(100):
+        b(Progress("a/0", n, extend_s=9), after=9)
+        assert b.state("a/0") == "starting"
+    b(Tick(), after=9.5)
+    assert b.of(DumpStacks) == []
+    b(Tick(), after=0.5)
+    assert b.of(DumpStacks) == ["a/0"]
 
 
 def test_what_a_spawn_waits_for_does_not_count_against_the_start_timeout() -> None:

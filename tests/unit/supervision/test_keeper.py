@@ -90,11 +90,7 @@ def test_kills_daemons_that_left_the_tree_of_processes(paths: RunPaths, tmp_path
     process = keeper(paths, DAEMON + "time.sleep(600)", str(pid_file))
     until(lambda: pid_file.exists() and pid_file.read_text())
     daemon = int(pid_file.read_text())
-    (agent,) = (
-        procfs.children(process.pid)
-        if len(procfs.children(process.pid)) == 1
-        else [pid for pid in procfs.children(process.pid) if pid != daemon]
-    )
+    (agent,) = (pid for pid in procfs.children(process.pid) if pid != daemon)
     os.kill(agent, signal.SIGKILL)
     process.wait(20)
     assert procfs.start_time(daemon) == 0

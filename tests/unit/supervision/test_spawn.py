@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
@@ -146,6 +147,43 @@ async def test_kill_after_the_exit_hits_nobody_and_changes_no_diagnosis(
     found = await toy.diagnosis()
     assert found.kind == "exception" or found.exit_code == 3
     assert "too late" not in found.cause
+
+
+async def test_an_exit_is_told_also_where_its_evidence_cannot_be_looked_at(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> str:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("relax_rt.supervision.process.read_tail", refused)
+    toy = await world.start(IDLE)
+    toy.process.kill("hang", "it stood still")
+    found = await toy.diagnosis()
+    assert (found.kind, found.cause) == ("hang", "it stood still")
+    assert found.last_lines == ["what it left behind cannot be looked at (OSError: the disk is gone)"]
+
+
+async def test_a_stray_that_may_not_be_killed_is_passed_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have become another user's."""
+    real, refused = os.kill, []
+
+    def kill(pid: int, number: int) -> None:
+        if number == signal.SIGKILL and not refused:
+            refused.append(pid)
+            raise PermissionError(1, "Operation not permitted")
+        real(pid, number)
+
+    stray = "import subprocess\nsubprocess.Popen(['sleep', '60'], process_group=0)\nraise SystemExit(3)"
+    monkeypatch.setattr(os, "kill", kill)
+    procfs.become_subreaper()
+    try:
+        toy = await world.start(stray)
+        assert (await toy.diagnosis()).exit_code == 3
+    finally:
+        # Else orphans of other tests would come to this process, which does not reap them.
+        procfs.prctl(procfs.PR_SET_CHILD_SUBREAPER, 0)
+    _, status = await asyncio.to_thread(os.waitpid, refused[0], 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
 
 
 PREPARED = f"""

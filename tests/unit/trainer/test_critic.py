@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,6 +309,74 @@ async def test_calls_may_come_twice(model_dir: Path, tmp_path: Path) -> None:
     await world.service.values(Place(1, 1), 0, pieces)
     with pytest.raises(Refused, match="not all have returns"):
         await world.service.learn(Place(1, 1))
+
+
+class Slow:
+    """A model whose work takes until it is let go on; says what begins and ends."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.begun, self.again, self.go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def _work(self, what: str) -> None:
+        self.said.append(f"{what} begins")
+        (self.again if self.begun.is_set() else self.begun).set()
+        self.go_on.wait(20)
+        self.said.append(f"{what} ends")
+
+    def values(self, samples: list[Sample]) -> list[Any]:
+        return [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+
+    def learn(self, *_: Any) -> CriticReport:
+        self._work("learn")
+        return CriticReport(True, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def write(self, folder: Path) -> None:
+        self._work("write")
+
+    def reset(self) -> None:
+        self.said.append("reset")
+        self.again.set()
+
+    def snapshot(self) -> None:
+        pass
+
+    async def left_at_work(self, call: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
+        """The caller is gone in the middle of the work, and these come before its end."""
+        first = asyncio.create_task(call())
+        assert await asyncio.to_thread(self.begun.wait, 20)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        found = asyncio.gather(*(other() for other in others), return_exceptions=True)
+        # Who does not wait for its end has time to show it.
+        await asyncio.to_thread(self.again.wait, 0.2)
+        self.go_on.set()
+        return await found
+
+
+async def test_a_step_whose_caller_is_gone_is_alone_to_its_end_and_done_once(tmp_path: Path) -> None:
+    model: Any = Slow()
+    service, at = CriticService(model, lambda _: None, lambda *_: None), Place(1, 0)
+    await service.begin(at, "")
+    await service.values(at, 0, [Piece(s.meta.group, s.tokens.tobytes(), s.loss_mask.tobytes()) for s in SAMPLES])
+    await service.returns(at, 0, [r.tobytes() for r in RETURNS])
+    model.again.clear()
+    found = await model.left_at_work(
+        lambda: service.learn(at), lambda: service.learn(at), lambda: service.begin(Place(2, 0), "")
+    )
+    assert isinstance(found[0], CriticReport) and found[1] is None
+    assert model.said == ["reset", "learn begins", "learn ends", "reset"]
+
+
+async def test_a_write_whose_caller_is_gone_is_alone_in_its_folder(tmp_path: Path) -> None:
+    model: Any = Slow()
+    service, at = CriticService(model, lambda _: None, lambda *_: None), Place(1, 0)
+    await service.begin(at, "")
+    await service.snapshot(at)
+    model.again.clear()
+    call: Callable[[], Any] = lambda: service.write(at, str(tmp_path))  # noqa: E731
+    assert await model.left_at_work(call, call) == [None]
+    assert model.said == ["reset", *["write begins", "write ends"] * 2]
 
 
 async def test_a_critic_that_could_not_begin_is_nowhere(model_dir: Path, tmp_path: Path) -> None:

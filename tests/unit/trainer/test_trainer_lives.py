@@ -41,13 +41,36 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("part", ["model.safetensors", "relax_rt.json"])
-async def test_a_damaged_checkpoint_no_longer_counts(lives: Lives, model: Path, part: str) -> None:
+def flip(path: Path) -> None:
+    """The highest bit of the exponent of a number far behind; or a bit of text."""
+    content = bytearray(path.read_bytes())
+    content[-1 if path.suffix == ".safetensors" else len(content) // 2] ^= 0x40 if path.suffix == ".safetensors" else 1
+    path.write_bytes(content)
+
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer-00001-of-00001.safetensors", "relax_rt.json"
+
+
+@pytest.mark.parametrize(
+    ("part", "harm"),
+    [
+        *((part, harm) for part in (MODEL, OPTIMIZER, STATE) for harm in (truncate, flip)),
+        (OPTIMIZER, Path.unlink),
+        ("tokenizer.json", flip),
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
+)
+async def test_a_damaged_checkpoint_no_longer_counts(
+    lives: Lives, model: Path, part: str, harm: Callable[[Path], None]
+) -> None:
     await lives.life(model, steps=9, stop_after=4)
     assert lives.folders() == ["step-000002", "step-000004"]
-    truncate(lives.checkpoints / "step-000004" / part)
+    assert {MODEL, OPTIMIZER, "config.json", "tokenizer.json"} <= files_of(lives.checkpoints / "step-000004")
+    harm(lives.checkpoints / "step-000004" / part)
     ctx = await lives.life(model, steps=9, stop_after=3)
-    assert [one["checkpoint"] for one in ctx.told("checkpoint_damaged")] == ["step-000004"]
+    (said,) = ctx.told("checkpoint_damaged")
+    assert said["checkpoint"] == "step-000004" and said["why"]
+    assert part in said["why"] or part == STATE
     (aside,) = ctx.told("checkpoint_set_aside")
     assert aside["folder"] == "damaged-step-000004" and aside["why"]
     assert [one["step"] for one in ctx.told("resumed")] == [2]
@@ -61,6 +84,39 @@ async def test_a_damaged_checkpoint_no_longer_counts(lives: Lives, model: Path, 
     assert ctx.told("resumed")[0]["step"] == 3 and not ctx.told("checkpoint_damaged")
     assert lives.folders() == ["damaged-step-000004", "step-000004", "step-000006"]
     assert read_state(lives.checkpoints / "step-000004").epoch == ctx.who.epoch
+
+
+def files_of(folder: Path) -> set[str]:
+    """Files that a checkpoint has digests of: all but the one that says so."""
+    files = set(read_state(folder).files)
+    assert files == {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {STATE}
+    return files
+
+
+def without_digests(folder: Path) -> None:
+    """As an earlier version wrote it."""
+    said = json.loads((folder / STATE).read_bytes())
+    lacking = ("files", "own")
+    (folder / STATE).write_text(json.dumps({name: value for name, value in said.items() if name not in lacking}))
+
+
+async def test_a_checkpoint_of_another_run_of_the_model_ends_the_run_and_stays(model: Path, tmp_path: Path) -> None:
+    for name, rate in (("one", 1e-3), ("other", 2e-3)):
+        (tmp_path / name).mkdir()
+        async with lives_of(tmp_path / name) as lives:
+            await lives.life(model, steps=9, stop_after=4, learning_rate=rate)
+            if name == "one":
+                continue
+            other = lives.checkpoints / "step-000004"
+            shutil.rmtree(other)
+            shutil.copytree(tmp_path / "one" / "run" / "checkpoints" / "step-000004", other)
+            with pytest.raises(BadInput, match=r"step-000004.*another run: its policy version 5 of digest"):
+                await lives.life(model, steps=9)
+            assert lives.folders() == ["step-000002", "step-000004"] and not lives.contexts[-1].records
+            assert not lives.contexts[-1].told("checkpoint_damaged")
+            # As it says.
+            shutil.rmtree(other)
+            assert (await lives.life(model, steps=3)).told("resumed")[0]["step"] == 2
 
 
 async def test_where_none_can_be_read_the_run_ends_and_nothing_is_touched(lives: Lives, model: Path) -> None:
@@ -102,6 +158,7 @@ async def test_nothing_of_a_checkpoint_that_the_critic_refuses_stays(lives: Live
     known = {name: json.loads((lives.checkpoints / name / "sampling.json").read_text()) for name in lives.folders()}
     assert [one["history"]["items"]["i"][0] for one in known.values()] == [2 * GROUPS, 4 * GROUPS]
     (lives.checkpoints / "step-000002" / "sampling.json").unlink()
+    without_digests(lives.checkpoints / "step-000002")
     seen: list[int] = []
 
     class Critic:
@@ -145,7 +202,8 @@ async def test_checkpoints_of_another_model_end_the_run_and_stay(lives: Lives, m
     # A checkpoint that does not say what it is of is held against the model by the shapes alone.
     path = lives.checkpoints / "step-000002" / "relax_rt.json"
     said = path.read_bytes()
-    path.write_text(json.dumps({name: value for name, value in json.loads(said).items() if name != "model"}))
+    kept = {name: value for name, value in json.loads(said).items() if name not in ("model", "own")}
+    path.write_text(json.dumps(kept))
     with pytest.raises(BadInput, match=r"step-000002.*shape"):
         await lives.life(other, steps=9)
     path.write_bytes(said)

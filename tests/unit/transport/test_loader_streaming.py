@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from relax_rt.transport.ledger import LedgerPolicy
 from relax_rt.transport.loader.blocking import BlockingLoader
 from relax_rt.transport.loader.plan import Packing
 from relax_rt.transport.loader.streaming import Step, StreamingLoader
+from relax_rt.transport.queue import space
 from relax_rt.transport.queue.api import Failure
 from relax_rt.transport.queue.client import QueueClient
 from relax_rt.transport.queue.facade import TransferQueue
+from relax_rt.transport.queue.sync import SyncQueue
 from relax_rt.transport.versions import VersionRecord
 
 
@@ -353,6 +356,26 @@ async def test_a_rank_that_is_killed_leaves_nothing_lost_and_the_gang_begins_ane
         by_state = (await broker.stats()).by_state
     assert by_state["finished"] == total
     assert len(rest[0]) + len(rest[1]) == len({*rest[0], *rest[1]}) == left
+
+
+async def test_threads_that_all_wait_for_the_queue_do_not_hold_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every put is a large one.
+    monkeypatch.setattr(space, "_THREAD_BYTES", 1)
+    async with asyncio.timeout(60), serve(tmp_path), connect(tmp_path, "trainer/0") as queue:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+
+        def work() -> list[int]:
+            here = SyncQueue(queue, loop, timeout_s=10)
+            here._run(offer(queue, 0, 2))
+            with here.loader(TASK, groups=2, steps=1, wait_s=10) as loader:
+                return [number for step in loader for number in sorted(int(one["number"]) for one in step.samples)]
+
+        assert await asyncio.to_thread(work) == [0, 1]
+    with pytest.raises(Refused, match="the client was closed"):
+        await queue.threads.run(lambda: None)
 
 
 def test_a_process_without_an_event_loop_iterates_over_a_queue_that_stands_alone(tmp_path: Path) -> None:

@@ -186,3 +186,22 @@ async def test_close_gives_up_what_was_not_sent() -> None:
     await box.close()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*puts, return_exceptions=True))
     await Outbox(far.send).close()
+
+
+async def test_close_tells_who_waits_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING", 2)
+    far = Far()
+    far.gate.clear()
+    box = Outbox(far.send)
+    inside = [asyncio.create_task(put(box, n)) for n in range(3)]
+    async with asyncio.timeout(10):
+        while far.sent != [0, 1]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await box.close()
+    assert box._pending == 0
+    async with asyncio.timeout(10):
+        ends = await asyncio.gather(*inside, return_exceptions=True)
+    assert [type(end) for end in ends] == [asyncio.CancelledError, asyncio.CancelledError, Refused]
+    with pytest.raises(Refused, match="this end of the queue was closed"):
+        await put(box, 3)
+    assert far.sent == [0, 1]

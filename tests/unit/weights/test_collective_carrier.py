@@ -14,7 +14,7 @@ import pytest
 from relax_rt.transport.errors import Corrupt, Gone, Refused
 from relax_rt.transport.process_stat import start_time
 from relax_rt.transport.versions import VersionRecord
-from relax_rt.transport.weights.collective.carrier import ReceivedSource, on_host, spread
+from relax_rt.transport.weights.collective.carrier import HostPlace, on_host, spread
 from relax_rt.transport.weights.collective.communicator import DeviceMemory, HostMemory
 from relax_rt.transport.weights.collective.events import Limits
 from relax_rt.transport.weights.collective.group import GLOO, Collective, RankSpec, _serve_store
@@ -34,23 +34,21 @@ async def test_a_staged_version_is_whole_at_every_receiver(tmp_path: Path) -> No
     with stage.writing(layout, 0) as (file, view):
         view[:] = os.urandom(layout.nbytes)
         manifest = stage.seal(1, layout, file, view)
-    receivers = {name: allocate(tmp_path / name, layout.nbytes) for name in ("a", "b")}
+    places = {name: HostPlace(tmp_path / name, layout.nbytes) for name in ("a", "b")}
+    receivers = {name: place.memory for name, place in places.items()}
     group = Collective([RankSpec(n) for n in ("trainer", "a", "b")], GLOO, Limits(hello_s=60.0))
     async with group:
         outcome = await spread(group, "trainer", stage.folder, manifest, receivers, 90.0)
     assert sorted(outcome.delivered) == ["a", "b"] and not outcome.lost
-    record = VersionRecord(1, 0, 1, manifest.digest)
     sent = (stage.folder / manifest.file).read_bytes()[:SIZE]
     into = bytearray(layout.nbytes)
-    source = ReceivedSource(record, read_manifest(stage.folder, 1), receivers["a"])
-    source.copy_into(memoryview(into))
+    place, staged = places["a"], read_manifest(stage.folder, 1)
+    place.copy_into(staged, memoryview(into))
     assert into == sent
-    with source.mapped() as view:
-        assert view.readonly and view == sent
     with opened(receivers["a"], writable=True) as memory:
         memory.data[BUCKET_BYTES + 3] ^= 1
     with pytest.raises(Corrupt, match=f"bytes {BUCKET_BYTES}-"):
-        source.copy_into(memoryview(into))
+        place.copy_into(staged, memoryview(into))
     stage.retire(2)
     with pytest.raises(Gone):
         await spread(group, "trainer", stage.folder, manifest, receivers, 1.0)

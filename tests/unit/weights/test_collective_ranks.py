@@ -33,6 +33,14 @@ async def test_a_rank_that_fails_before_its_fork_was_told_costs_no_other(monkeyp
     told: list[tuple[Key, int, int]] = []
     forked = ranks._forked
     monkeypatch.setattr(ranks, "_forked", lambda *what: told.append(what))  # held back until the rank has spoken
+    exits: list[tuple[int, str]] = []
+    exited = ranks._exited
+
+    def in_order(pid: int, how: str) -> None:
+        """The launcher tells of an end after the fork: held back with it."""
+        exits.append((pid, how)) if pid not in ranks._pids else exited(pid, how)
+
+    monkeypatch.setattr(ranks, "_exited", in_order)
     blamed: list[Key] = []
     monkeypatch.setattr(ranks, "_end_launcher", lambda: blamed.append(told[-1][0]))
     try:
@@ -44,6 +52,8 @@ async def test_a_rank_that_fails_before_its_fork_was_told_costs_no_other(monkeyp
                     news.clear()
                     await asyncio.wait({asyncio.ensure_future(news.wait())}, timeout=0.05)
                 forked(*told[number])
+                while exits:
+                    exited(*exits.pop(0))
                 while key not in [one for one, _ in ends]:
                     news.clear()
                     await asyncio.wait({asyncio.ensure_future(news.wait())}, timeout=0.05)

@@ -151,27 +151,3 @@ class BroadcastSource:
     def mapped(self) -> AbstractContextManager[memoryview]:
         """See WeightSource."""
         raise Refused(f"mapping policy version {self.record.version}", why="the next broadcast is received over it")
-
-
-class ReceivedSource:
-    """A version as a rank of this node has received it. See WeightSource.
-
-    The memory is this version's until the next `spread` into it begins: its owner lets engines fetch in between.
-    """
-
-    def __init__(self, record: VersionRecord, manifest: Manifest, memory: HostMemory) -> None:
-        self.record, self.manifest, self.carrier, self._memory = record, manifest, "collective", memory
-        self.payload: Sent = "full"
-        self.nbytes = manifest.sent_bytes
-
-    def copy_into(self, into: memoryview) -> None:
-        """See WeightSource."""
-        with host.opened(self._memory, writable=False) as view:
-            copy_verified(self.manifest, view.data, into)
-
-    @contextmanager
-    def mapped(self) -> Iterator[memoryview]:
-        """See WeightSource."""
-        with host.opened(self._memory, writable=False) as view:
-            verify(self.manifest, view.data)
-            yield view.data.toreadonly()

@@ -106,9 +106,15 @@ class Ranks:
 
     async def close(self) -> None:
         """End everything, and see it gone."""
-        if self._starting is not None:
-            with suppress(OSError, asyncio.CancelledError):
-                await self._starting
+        try:
+            if (starting := self._starting) is not None:
+                await asyncio.wait([starting])
+                if not starting.cancelled() and not isinstance(error := starting.exception(), OSError | None):
+                    raise error
+        finally:
+            await self._end_all()
+
+    async def _end_all(self) -> None:
         self._spoken = False
         for key in list(self._channels):
             self.kill(key)

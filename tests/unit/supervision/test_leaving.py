@@ -1,0 +1,98 @@
+"""A role that fails leaves, whatever of it is still at work: its thread, its coroutine, its connections."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+
+from relax_rt import host
+from relax_rt.host import LiveProbeFailed, live
+from relax_rt.role import Role
+
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEFT_S", "CLOSE_S", "TEARDOWN_S"):
+        monkeypatch.setattr(host, name, 0.1)
+
+
+def test_a_thread_at_work_keeps_no_failed_role() -> None:
+    free, done = threading.Event(), threading.Event()
+
+    async def role() -> None:
+        def work() -> None:
+            free.wait(2 * SOON_S)
+            done.set()
+
+        at_work = asyncio.create_task(asyncio.to_thread(work))
+        await asyncio.sleep(0)
+        at_work.cancel()
+        raise ValueError("why it ended")
+
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="why it ended"):
+        host.run_and_leave(role())
+    assert time.monotonic() - began < SOON_S and not done.is_set()
+    free.set()
+    assert done.wait(SOON_S)
+
+
+def test_a_thread_of_a_role_that_has_done_its_work_is_waited_for() -> None:
+    done = threading.Event()
+
+    async def role() -> None:
+        asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.3), done.set()))
+
+    host.run_and_leave(role())
+    assert done.is_set()
+
+
+class Enduring(Role):
+    """Swallows its cancellation, and finds itself broken."""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await asyncio.sleep(SOON_S)
+            except asyncio.CancelledError:
+                if self.ctx.free:  # type: ignore[attr-defined]
+                    raise
+
+    async def live(self) -> None:
+        raise ValueError("the device is gone")
+
+
+async def test_work_and_connections_that_do_not_end_hide_no_failure() -> None:
+    left: list[str] = []
+
+    async def listen() -> None:
+        pass
+
+    async def close(how: str) -> None:
+        left.append(how)
+        await asyncio.sleep(2 * SOON_S)
+
+    ctx: Any = SimpleNamespace(
+        stopping=asyncio.Event(),
+        settings=SimpleNamespace(live_every_s=0.01),
+        membership=None,
+        log=structlog.get_logger(),
+        listen=listen,
+        close=close,
+        free=False,
+    )
+    began = time.monotonic()
+    with pytest.raises(LiveProbeFailed, match="the device is gone"):
+        await live(Enduring, ctx, lambda: None)
+    assert time.monotonic() - began < SOON_S and "the device is gone" in left[0]
+    ctx.free = True
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
