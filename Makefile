@@ -38,8 +38,8 @@ $(VENV)/.megatron: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[megatron]'
 	@touch $@
 
-test-long: $(STAMP)  ## runs under faults that take their time
-	$(BIN)/python -m pytest -m long
+test-long: $(STAMP)  ## runs under faults that take their time, and tests of properties with new random draws
+	RELAX_HYPOTHESIS=random $(BIN)/python -m pytest -m "long or hypothesis"
 
 lint: $(STAMP)  ## formatting, lints, types, layers
 	$(BIN)/ruff check .

@@ -65,6 +65,12 @@ class TinyRun:
     def slot(self, name: str) -> dict[str, Any]:
         return next((dict(s) for s in self.ps().get("slots", []) if s["slot"] == name), {})
 
+    def pid(self, name: str) -> int:
+        """Of a slot's process. Never 0: a signal to that would reach the tests' own group."""
+        pid = self.slot(name).get("pid", 0)
+        assert pid > 0, f"{name} has no process now"
+        return int(pid)
+
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """Wait for a condition; the run's end or the deadline fails the test with the run's last lines."""
         deadline = time.monotonic() + DEADLINE_S

@@ -82,7 +82,8 @@ def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> N
         for number, (name, fault) in enumerate(FAULTS.items(), 1)
     ]
     with Injector(toys.run_dir, 1, most_disk_bytes=0) as injector:
-        session = play(toys.run_dir, injector, strikes, settle_s=60.0)
+        # A slot that is still on its way back from the last one is struck when it is there.
+        session = play(toys.run_dir, injector, strikes, settle_s=60.0, defer=True)
     assert {o.strike.fault for o in session.outcomes if o.withheld} == {"disk"}, session.outcomes
     assert session.recovered and not session.over
     steps = len([e for e in toys.poll() if e["kind"] == "first_work"])
@@ -90,7 +91,7 @@ def test_every_fault_is_told_with_its_end_and_the_run_goes_on(toys: ToyRun) -> N
     assert toys.end() == 0
     events = toys.poll()
     told = [e for e in events if e["kind"] == "fault_injected"]
-    assert [e["name"] for e in told] == [name for name in FAULTS if name != "disk"]
+    assert sorted(e["name"] for e in told) == sorted(name for name in FAULTS if name != "disk")
     assert all(e["pid"] and e["epoch"] and e["seed"] == 1 for e in told)
     lasted = {e["number"] for e in events if e["kind"] == "fault_ended"}
     assert lasted == {e["number"] for e in told if e["seconds"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sglang_parts import PYTHON, needs_server
 from struck_rollout import AT_VERSION, STRUCK
-from test_sglang_failures import shared_memory
+from test_sglang_failures import left_since, shared_memory
 from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     run = TinyRun(tmp_path_factory.mktemp("run") / "run", **OVERRIDES).start()
     try:
         assert run.wait() == 0, run.text()
-        assert shared_memory() <= before
+        assert not left_since(before)
         yield run
     finally:
         run.end()

@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.integration
 
-STEPS, BATCH, HELD = 10, 16, 4
+STEPS, BATCH, HELD = 16, 16, 4
 OVERRIDES: dict[str, Any] = {
     "roles.env.environment": '"program:python agent.py {seed}"',
     "roles.env.options": '{ preload = ["json", "http.client"], stdin = "none" }',
@@ -88,7 +88,7 @@ def kill_in_the_middle(run: TinyRun, slot: str) -> None:
         old.unlink()
     (job / "hold").touch()
     run.until("episodes in the middle", lambda: len(list((job / "held").iterdir())) >= HELD)
-    os.kill(run.slot(slot)["pid"], signal.SIGKILL)
+    os.kill(run.pid(slot), signal.SIGKILL)
     (job / "hold").unlink()
 
 
@@ -97,7 +97,7 @@ def kill_a_reward_worker(run: TinyRun) -> None:
     job = run.config.parent
     (job / "trap").touch()
     run.until("a reward that is being computed", (job / "trapped").exists)
-    below = procfs.descendants(run.slot("env/0")["pid"])
+    below = procfs.descendants(run.pid("env/0"))
     (worker,) = (pid for pid in below if b"rewards.workers.serve" in command(pid))
     os.kill(worker, signal.SIGKILL)
 

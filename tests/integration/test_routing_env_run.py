@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_experts import build_sparse_model
 from tiny_run import TinyRun, steps_that_count
 
 torch = pytest.importorskip("torch")
@@ -20,8 +21,6 @@ if str(SUITE) not in sys.path:
     sys.path.insert(0, str(SUITE))
 
 from harness import replayed, routed  # noqa: E402
-
-from relax_rt.roles.models.tiny import CONTEXT, character_tokenizer  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
@@ -134,36 +133,12 @@ print(json.dumps({"reward": length % 7 / 6}))
 """
 
 
-def build(folder: Path) -> None:
-    """A random Qwen3-MoE of the tiny model's tokenizer, whose gates are far from undecided."""
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        initializer_range=0.15,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[TinyRun]:
     job = tmp_path / "job"
     job.mkdir()
-    build(job / "model")
+    # Gates that are far from undecided.
+    build_sparse_model(job / "model", norm_topk_prob=True, initializer_range=0.15)
     (job / "roles.toml").write_text(CONFIG)
     (job / "game.py").write_text(GAME)
     (job / "agent.py").write_text(AGENT)

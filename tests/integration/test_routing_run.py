@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from test_partial_rollout import JOB, LONG, REWARD, Held, kill_until
+from tiny_experts import build_sparse_model
 from tiny_run import TinyRun
 
 from relax_rt.transport.queue.api import Mark
@@ -24,39 +25,15 @@ transformers = pytest.importorskip("transformers")
 from relax_rt.config.loader import load_config  # noqa: E402
 from relax_rt.roles.data.source import PromptSource  # noqa: E402
 from relax_rt.roles.engines.routing import sparse_layers  # noqa: E402
-from relax_rt.roles.models.tiny import CONTEXT, character_tokenizer  # noqa: E402
 from relax_rt.roles.models.tokenizer import load_tokenizer  # noqa: E402
 from relax_rt.roles.sections import RLConfig  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
-def build(folder: Path) -> None:
-    """A random Qwen3-MoE with the tiny model's tokenizer."""
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[TinyRun]:
-    build(tmp_path / "model")
+    build_sparse_model(tmp_path / "model")
     shutil.copytree(JOB, tmp_path / "job")
     (tmp_path / "job" / "reward.py").write_text(REWARD)
     settings = {

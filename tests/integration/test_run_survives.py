@@ -140,16 +140,22 @@ def test_a_killed_agent_takes_everything_along_and_up_again_resumes(runs: list[T
     run.gone(run.run_id())
 
 
+def of_runs() -> set[Path]:
+    """Directories with the name of a run's; tests and benchmarks have others of like names."""
+    found = {path for root in (rundir.SHM_ROOT, rundir.SOCKET_ROOT) for path in root.glob(f"{rundir.PREFIX}*")}
+    return {path for path in found if rundir.RUN_ID.fullmatch(path.name.removeprefix(rundir.PREFIX))}
+
+
 def strays(run: TinyRun, before: set[Path]) -> list[Path]:
     """New directories that say they are this run's, or do not say whose; other tests' runs make theirs meanwhile."""
-    new = [path for root in (Path("/dev/shm"), Path("/tmp")) for path in root.glob("relax-*") if path not in before]
+    new = of_runs() - before
     owners = {path: rundir.read_json(Path("/tmp", path.name, rundir.OWNER)) for path in new}
     return [path for path, owner in owners.items() if not owner or owner["run_dir"] == str(run.run_dir)]
 
 
 def refused(run: TinyRun) -> str:
     """The output of an `up` that must refuse: exit code 2, nothing started, nothing left."""
-    before = set(Path("/dev/shm").glob("relax-*")) | set(Path("/tmp").glob("relax-*"))
+    before = of_runs()
     done = subprocess.run(run.command(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     deadline = time.monotonic() + 20

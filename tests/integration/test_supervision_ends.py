@@ -75,7 +75,7 @@ def test_operator_restarts_a_slot(tmp_path: Path) -> None:
         before = run.pid("worker/0")
         control.restart(run.run_dir, "worker/0")
         run.event("slot_ready", slot="worker/0", nth=1)
-        assert run.pid("worker/0") not in (0, before)
+        assert run.pid("worker/0") != before
         with pytest.raises(Refused, match="no such slot"):
             control.restart(run.run_dir, "worker/7")
 

@@ -75,7 +75,7 @@ def test_rollouts_elsewhere_follow_the_trainer_by_one_stream_a_version(nodes: No
         with joined(run, nodes.second, tmp_path / "there") as there:
             run.until("steps", lambda: run.last_step() >= 4)
             # The server of the stage comes back at another port.
-            os.kill(run.slot("queue/0")["pid"], signal.SIGKILL)
+            os.kill(run.pid("queue/0"), signal.SIGKILL)
             killed_at = run.last_step()
             assert run.wait() == 0, run.text()
             assert there.wait(60) == 0

@@ -122,7 +122,10 @@ class LiveRun:
         return self
 
     def pid(self, slot: str) -> int:
-        return next(s.pid for s in control.status(self.run_dir).slots if s.slot == slot)
+        """Of a slot's process. Never 0: a signal to that would reach the tests' own group."""
+        pid = next(s.pid for s in control.status(self.run_dir).slots if s.slot == slot)
+        assert pid > 0, f"{slot} has no process now"
+        return pid
 
     def ends(self) -> int:
         """Exit code of `up`."""
