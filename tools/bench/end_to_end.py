@@ -280,7 +280,7 @@ def main() -> int:
         if problem := end_to_end_accuracy.refused(options):
             parser.error(problem)
         return end_to_end_accuracy.main(options)
-    for name in ("seeds", "steps", "items", "dtype", "at_most"):
+    for name in ("seeds", "steps", "items", "dtype", "max_staleness", "late", "at_most"):
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is of --accuracy FOLDER, which is not given")
     return compare(options)

@@ -1,19 +1,23 @@
 """Is as much learned from as many samples? The system against one plain process, over seeds, with a negative control.
 
-    python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--steps 40] [--items 512] [--at-most N]
+    python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--max-staleness 0,1] [--late] [--at-most N]
 
-For each seed the quickstart job runs as a system of processes, and as one plain process (plain_grpo.py), for as many
-steps and so as many samples: same prompts in the same order, same held-out items. The learning rate goes down to 0 over
-the run, so that both are compared where they have settled and not on their way. The negative control is the plain
-process at half of its steps: learning of which half was lost.
+For each seed the quickstart job runs as a system of processes, once for each value of --max-staleness, and as one plain
+process (plain_grpo.py), for as many steps and so as many samples: same prompts in the same order, same held-out items.
+The learning rate goes down to 0 over the run, so that all are compared where they have settled and not on their way.
+The negative control is the plain process at half of its steps: learning of which half was lost.
 
-equivalent: at least 3 seeds and 500 held-out items, the 90% interval of the difference in held-out accuracy lies inside
-±0.08, the control is told apart, and each run was trained on all its samples. Else: not shown, with the reasons. The
-interval is that of tools/soak/equivalence_statistics.py. The exit status is 0 for equivalent.
+equivalent: at least 3 seeds and 500 held-out items, for each value the 90% interval of the difference in held-out
+accuracy lies inside ±0.08, the control is told apart, and each run was trained on all its samples. Else: not shown,
+with the reasons. The interval is that of tools/soak/equivalence_statistics.py. The exit status is 0 for equivalent.
+
+Samples of the plain process are of the weights that they train, those of the system up to max_staleness updates older.
+--late has the plain process train on samples one update old as well, which shows what that alone costs, and is not
+judged.
 
 Each finished run is kept in FOLDER as one file and not made again, so that this can be ended at any time and taken up
-later, or be made in pieces (--at-most 1). On two quiet cores a seed is to take about 17 minutes, 13 of them plain. With
---threads 1 the plain process leaves a core to another of these, for other seeds of the same FOLDER.
+later, or be made in pieces (--at-most 1). A plain run takes some 13 minutes of two quiet cores, or 22 of one: with
+--threads 1 it leaves a core to another of these, for other seeds of the same FOLDER. One of the system takes about 4.
 """
 
 from __future__ import annotations
@@ -33,10 +37,9 @@ import msgspec
 from convergence import MARGIN, MOST_SEEDS, Conclusion, Interval, Pair, Ran, Score, carry_all, conclude, interval
 from end_to_end_runs import CONFIG, run_plain
 
-from relax_rt.config.loader import load_config
-from relax_rt.roles.sections import RLConfig
-
-OURS, PLAIN, HALF = "relax-rt", "plain", "plain, half of the steps"
+OURS = "max_staleness "
+"""What the name of an arm of the system begins with."""
+PLAIN, LATE, HALF = "plain", "plain, one update late", "plain, half of the steps"
 THREADS = 2
 """Of the plain process, if nothing is said: the faster number on two cores. What is learned does not hang on it."""
 
@@ -49,6 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about.add_argument("--steps", type=int, default=40, help="of each run")
     about.add_argument("--items", type=int, default=512, help="held out")
     about.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both sides; default: the job's")
+    about.add_argument("--max-staleness", default="0,1", help="of the system: a comma-separated list")
+    about.add_argument("--late", action="store_true", help="show a plain process with samples one update old, too")
     about.add_argument("--threads", type=int, default=THREADS, choices=(1, 2), help="of the plain process")
     about.add_argument("--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there")
 
@@ -59,6 +64,12 @@ def refused(options: argparse.Namespace) -> str:
         count = len(seeds_of(options))
     except ValueError as error:
         return f"--seeds {options.seeds}: {error}"
+    try:
+        ages = ages_of(options)
+    except ValueError as error:
+        return f"--max-staleness {options.max_staleness}: {error}"
+    if min(ages) < 0:
+        return f"--max-staleness {options.max_staleness}: updates, 0 or more"
     if not 0 < count <= MOST_SEEDS:
         return f"--seeds {options.seeds}: 1 to {MOST_SEEDS} of them"
     if options.steps < 2 or options.steps % 2:
@@ -71,18 +82,26 @@ def seeds_of(options: argparse.Namespace) -> list[int]:
     return sorted({int(word) for word in options.seeds.split(",")})
 
 
-def settings_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What a run of either is given beside the job's file."""
-    config = load_config(CONFIG)
-    assert isinstance(config, RLConfig)
+def ages_of(options: argparse.Namespace) -> list[int]:
+    """Values of max_staleness that the system runs with."""
+    return sorted({int(word) for word in options.max_staleness.split(",")})
+
+
+def arms_of(options: argparse.Namespace) -> list[str]:
+    """What is run for each seed."""
+    return [*(f"{OURS}{age}" for age in ages_of(options)), PLAIN, *([LATE] if options.late else [])]
+
+
+def settings_of(seed: int, arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a run is given beside the job's file."""
     dtypes = {f"roles.{role}.dtype": options.dtype for role in ("trainer", "rollout", "evaluator")}
     return {
         **(dtypes if options.dtype else {}),
         "run.seed": seed,
         "algorithm.steps": options.steps,
         "algorithm.learning_rate_schedule": "linear",
-        # The job's own; what is trained on is held against it.
-        "algorithm.max_staleness": config.algorithm.max_staleness,
+        # What is trained on is held against it.
+        "algorithm.max_staleness": int(arm.removeprefix(OURS)) if arm.startswith(OURS) else int(arm == LATE),
         "evaluation.every_steps": 0,
         "evaluation.items": options.items,
     }
@@ -90,12 +109,12 @@ def settings_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def carry_out(seed: int, arm: str, settings: dict[str, Any], threads: int = THREADS) -> Ran:
     """One run to its end; one that fails has that as its problem."""
-    if arm == OURS:
+    if arm.startswith(OURS):
         return convergence.carry_out(seed, arm, settings, CONFIG)
     ran, steps = Ran(seed=seed, arm=arm, settings=settings), settings["algorithm.steps"]
     try:
         sets = [f"{key}={value}" for key, value in settings.items()]
-        records = run_plain(threads, steps, steps // 2, 2.0, settings["evaluation.items"], sets)
+        records = run_plain(threads, steps, steps // 2, 2.0, settings["evaluation.items"], sets, late=arm == LATE)
     except SystemExit as error:
         if not isinstance(error.code, str):  # we are to end
             raise
@@ -121,8 +140,7 @@ def take_plain(ran: Ran, records: Sequence[dict[str, Any]]) -> None:
                 ran.after = score
             elif record["step"] == steps // 2:
                 ran.half = score
-    # Its samples are of the weights that they train.
-    ran.ages = {"0": samples}
+    ran.ages = {str(int(ran.arm == LATE)): samples}
     if len(ran.rewards) != steps or ran.after is None or ran.half is None:
         ran.problems.append(f"it ended after {len(ran.rewards)} of {steps} steps, or was not evaluated")
 
@@ -133,28 +151,43 @@ def samples_of(ran: Ran) -> int:
 
 
 def compare(found: Sequence[Ran]) -> tuple[dict[str, Interval | None], Conclusion]:
-    """The intervals against the plain process, and what may be concluded."""
+    """The intervals against the plain process, and what may be concluded of the arms of the system."""
     by = {(one.seed, one.arm): one for one in found}
-    pairs: dict[str, list[Pair]] = {OURS: [], HALF: []}
+    ours = sorted({one.arm for one in found if one.arm.startswith(OURS)})
     problems = [f"seed {one.seed}, {one.arm}: {what}" for one in found for what in one.problems]
+    pairs: dict[str, list[Pair]] = {arm: [] for arm in [*ours, *({LATE} & {one.arm for one in found}), HALF]}
     for seed in sorted({one.seed for one in found}):
-        ours, plain = by.get((seed, OURS)), by.get((seed, PLAIN))
+        plain = by.get((seed, PLAIN))
         if plain is None or plain.after is None:
             continue
         if plain.half is not None:
             pairs[HALF].append(Pair(seed, plain.after, plain.half))
-        if ours is not None and ours.after is not None:
-            pairs[OURS].append(Pair(seed, plain.after, ours.after))
-            if samples_of(ours) != samples_of(plain):
-                problems.append(f"seed {seed}: {samples_of(ours)} samples, the plain process {samples_of(plain)}")
+        for arm in pairs:
+            other = by.get((seed, arm))
+            if other is None or other.after is None:
+                continue
+            pairs[arm].append(Pair(seed, plain.after, other.after))
+            if samples_of(other) != samples_of(plain):
+                counts = f"{samples_of(other)} samples, the plain process {samples_of(plain)}"
+                problems.append(f"seed {seed}, {arm}: {counts}")
     intervals = {name: interval(own) for name, own in pairs.items()}
-    return intervals, conclude(intervals[OURS], {HALF: intervals[HALF]}, problems, name=OURS)
+    return intervals, judge(intervals, ours, problems)
+
+
+def judge(intervals: dict[str, Interval | None], ours: Sequence[str], problems: Sequence[str]) -> Conclusion:
+    """Equivalent only if each arm of the system is."""
+    control = {HALF: intervals[HALF]}
+    reasons = [why for arm in ours for why in conclude(intervals[arm], control, name=arm).reasons]
+    none = [] if ours else ["no run of the system"]
+    # The control's reasons stand in each.
+    reasons = list(dict.fromkeys([*none, *problems, *reasons]))
+    return Conclusion("not shown" if reasons else "equivalent", reasons)
 
 
 def main(options: argparse.Namespace) -> int:
     """Make what is not there yet, and judge; answers with the exit status."""
-    arms = itertools.product(seeds_of(options), (OURS, PLAIN))
-    todo = [(seed, arm, settings_of(seed, options)) for seed, arm in arms]
+    arms = itertools.product(seeds_of(options), arms_of(options))
+    todo = [(seed, arm, settings_of(seed, arm, options)) for seed, arm in arms]
     run = functools.partial(carry_out, threads=options.threads)
     found = carry_all(options.accuracy, todo, run, options.at_most)
     intervals, conclusion = compare(found)
@@ -169,11 +202,11 @@ def main(options: argparse.Namespace) -> int:
 
 def show(found: Sequence[Ran], intervals: dict[str, Interval | None], conclusion: Conclusion) -> None:
     """The tables and the verdict."""
-    print(f"{'seed':>4}  {'':10}{'steps':>6}{'samples':>9}{'before':>8}{'half':>8}{'after':>8}{'s':>8}")
+    print(f"{'seed':>4}  {'':24}{'steps':>6}{'samples':>9}{'before':>8}{'half':>8}{'after':>8}{'s':>8}")
     for one in found:
         shares = (f"{'-' if s is None else format(s.share, '.3f'):>8}" for s in (one.before, one.half, one.after))
         seconds = one.seconds[-1] if one.seconds else 0.0
-        print(f"{one.seed:>4}  {one.arm:10}{len(one.rewards):>6}{samples_of(one):>9}{''.join(shares)}{seconds:>8.0f}")
+        print(f"{one.seed:>4}  {one.arm:24}{len(one.rewards):>6}{samples_of(one):>9}{''.join(shares)}{seconds:>8.0f}")
     columns = f"{'seeds':>6}{'items':>7}{'mean':>8}{'90% interval':>18}{'se seeds':>10}{'items':>8}"
     print(f"\n{'against the plain process':26}{columns}")
     for name, one in intervals.items():

@@ -57,15 +57,27 @@ def run_system(steps: int, every: int, items: int) -> list[dict[str, Any]]:
 
 
 def run_plain(
-    threads: int, steps: int, every: int, target: float, items: int, sets: Sequence[str] = ()
+    threads: int,
+    steps: int,
+    every: int,
+    target: float,
+    items: int,
+    sets: Sequence[str] = (),
+    *,
+    late: bool = False,
 ) -> list[dict[str, Any]]:
-    """Records of the plain process. `sets`: key=value over the job, as of `relax-rt up --set`."""
+    """Records of the plain process.
+
+    Args:
+        sets: key=value over the job, as of `relax-rt up --set`. late: samples are one update old.
+    """
     command = [sys.executable, str(HERE / "plain_grpo.py"), str(CONFIG), f"--threads={threads}", f"--steps={steps}"]
     command += [
         f"--evaluate-every={every}",
         f"--target={target}",
         f"--items={items}",
         *(f"--set={one}" for one in sets),
+        *(["--late"] if late else []),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(

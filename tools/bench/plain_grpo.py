@@ -2,7 +2,8 @@
 
 Same model, prompts, rewards, loss, batch and learning rate as a roles.toml, written as one loop: sample the whole batch
 with a KV cache, score, train in padded micro-batches, copy the weights to the sampling model. It prints one JSON line a
-step and one an evaluation; seconds spent in evaluation are not counted.
+step and one an evaluation; seconds spent in evaluation are not counted. With --late each step but the first trains on
+samples of the weights before the last update, by the decoupled loss as the system does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,28 @@ from relax_rt.roles.trainers.rates import learning_rate
 MICRO_BATCH = 16
 
 
+@dataclass
+class Batch:
+    """Left-padded prompts [b, p], their mask, sampled tokens [b, n] (-1 after the end), their log-probabilities when
+    sampled [b, n], rewards [prompts, group]."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    out: torch.Tensor
+    old: torch.Tensor
+    rewards: np.ndarray
+
+
 class Plain:
     """A model that trains in float32, with bfloat16 autocast if the job's trainer has that dtype, and its copy of the
     rollouts' dtype that samples."""
 
-    def __init__(self, config: RLConfig, threads: int) -> None:
+    def __init__(self, config: RLConfig, threads: int, *, late: bool = False) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         torch.manual_seed(config.run.seed)
-        self.config = config
+        self.config, self.late = config, late
+        self.waiting: Batch | None = None
         folder = resolve_model(config.model.path, Path(config.config_dir))
         self.tokenizer = load_tokenizer(folder)
         self.source = PromptSource.load(
@@ -114,49 +129,48 @@ class Plain:
         values = [0.0 if isinstance(score, Failed) else score.total for score in scores]
         return np.array(values)
 
-    def step(self, number: int) -> dict[str, Any]:
-        """One GRPO step."""
+    def sample(self, number: int) -> Batch:
+        """The batch of a step, of the weights that the sampler has now."""
         table = self.config.algorithm
-        began = time.perf_counter()
         first = (number - 1) * table.prompts_per_step
         items = [self.source.prompt(first + i) for i in range(table.prompts_per_step) for _ in range(table.group_size)]
         ids, mask, out, old = self.generate([i.tokens for i in items])
         rewards = asyncio.run(self.rewards(items, out)).reshape(table.prompts_per_step, table.group_size)
+        return Batch(ids, mask, out, old, rewards)
+
+    def step(self, number: int) -> dict[str, Any]:
+        """One GRPO step. Late, the batch of the next one is sampled before the weights of this one are there."""
+        began = time.perf_counter()
+        batch = self.waiting if self.waiting is not None else self.sample(number)
+        if self.late:
+            self.waiting = self.sample(number + 1)
         by_std = self.advantage.normalise_std
-        advantages = np.stack([group_advantages(r, normalise_std=by_std) for r in rewards]).reshape(-1)
+        advantages = np.stack([group_advantages(r, normalise_std=by_std) for r in batch.rewards]).reshape(-1)
         generated = time.perf_counter()
-        self._train(number, ids, mask, out, old, torch.tensor(advantages, dtype=torch.float32))
+        self._train(number, batch, torch.tensor(advantages, dtype=torch.float32))
         with torch.no_grad():
             for copy, master in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
                 copy.copy_(master)
         ended = time.perf_counter()
         return {
             "step": number,
-            "reward_mean": float(rewards.mean()),
-            "samples": len(items),
-            "tokens": int((out >= 0).sum()),
+            "reward_mean": float(batch.rewards.mean()),
+            "samples": len(batch.out),
+            "tokens": int((batch.out >= 0).sum()),
             "generate_s": generated - began,
             "train_s": ended - generated,
             "step_s": ended - began,
         }
 
-    def _train(
-        self,
-        number: int,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        out: torch.Tensor,
-        old: torch.Tensor,
-        advantages: torch.Tensor,
-    ) -> None:
+    def _train(self, number: int, batch: Batch, advantages: torch.Tensor) -> None:
         table = self.config.algorithm
-        total = int((out >= 0).sum())
+        total = int((batch.out >= 0).sum())
         kept = advantages.abs().gt(1e-6).nonzero()[:, 0]
         for rows in kept.split(MICRO_BATCH) if len(kept) else ():
-            part = out[rows]
+            part = batch.out[rows]
             live = (part >= 0).float()
-            full = torch.cat([ids[rows], part.clamp(min=0)], 1)
-            seen = torch.cat([mask[rows], live.long()], 1)
+            full = torch.cat([batch.ids[rows], part.clamp(min=0)], 1)
+            seen = torch.cat([batch.mask[rows], live.long()], 1)
             position = (seen.cumsum(1) - 1).clamp(min=0)
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 logits = self.model(
@@ -164,8 +178,7 @@ class Plain:
                 ).logits[:, :-1]
             lp = torch.log_softmax(logits.float() / self.config.sampling.temperature, -1)
             lp = lp.gather(-1, part.clamp(min=0)[..., None])[..., 0]
-            ratio = (lp - old[rows]).masked_fill(live == 0, 0.0).exp()
-            each, _ = clipped(ratio, advantages[rows, None] * live, self.loss.clip_low, self.loss.clip_high)
+            each = self._loss((lp - batch.old[rows]).masked_fill(live == 0, 0.0), advantages[rows, None] * live)
             (each.sum() / total).backward()
         if len(kept):
             for group in self.optimizer.param_groups:
@@ -173,6 +186,15 @@ class Plain:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), table.max_grad_norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)
+
+    def _loss(self, log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Of each token, from its log-probability less that of when it was sampled."""
+        if not self.late:
+            return clipped(log_ratio.exp(), advantages, self.loss.clip_low, self.loss.clip_high)[0]
+        # One update a batch: the proximal policy is the one that is trained, and its ratio 1.
+        weight = log_ratio.detach().exp()
+        weight = weight.masked_fill(weight > self.loss.weight_cap, 0.0)
+        return -weight * (log_ratio - log_ratio.detach()).exp() * advantages
 
     def evaluate(self, count: int) -> dict[str, Any]:
         """Held-out accuracy, with the same scoring as the evaluator role."""
@@ -193,10 +215,11 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=512, help="held-out items of an evaluation")
     parser.add_argument("--target", type=float, default=2.0, help="stop at this held-out exact match")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the config")
+    parser.add_argument("--late", action="store_true", help="train on samples one update old")
     args = parser.parse_args()
     config = load_config(args.config, args.set)
     assert isinstance(config, RLConfig)
-    plain = Plain(config, args.threads)
+    plain = Plain(config, args.threads, late=args.late)
     spent = 0.0
     for number in range(1, args.steps + 1):
         record = plain.step(number)
