@@ -3,7 +3,7 @@
 Same model, prompts, rewards, loss, batch and learning rate as a roles.toml, written as one loop: sample the whole batch
 with a KV cache, score, train in padded micro-batches, copy the weights to the sampling model. It prints one JSON line a
 step and one an evaluation; seconds spent in evaluation are not counted. With --late each step but the first trains on
-samples of the weights before the last update, by the decoupled loss as the system does.
+samples of the weights before the last update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_rt.config.loader import load_config
 from relax_rt.roles.algorithms.advantages.group import group_advantages
-from relax_rt.roles.algorithms.losses.ppo import clipped
+from relax_rt.roles.algorithms.losses.ppo import DecoupledOptions
 from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.checks import settings
 from relax_rt.roles.data.source import PromptSource
@@ -70,7 +70,9 @@ class Plain:
         self.sampler = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, rollout.dtype)).eval()
         table = config.algorithm
         parts = Objective.of(table, base=Path(config.config_dir)).parts
-        self.advantage, self.loss = parts.advantage.options, parts.loss.options
+        if not isinstance(parts.loss.options, DecoupledOptions) or table.updates_per_step > 1:
+            raise SystemExit("the plain process has decoupled_ppo, with one update a step: the job's loss is another")
+        self.advantage, self.weight_cap = parts.advantage.options, parts.loss.options.weight_cap
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             table.learning_rate,
@@ -188,12 +190,10 @@ class Plain:
             self.optimizer.zero_grad(set_to_none=False)
 
     def _loss(self, log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Of each token, from its log-probability less that of when it was sampled."""
-        if not self.late:
-            return clipped(log_ratio.exp(), advantages, self.loss.clip_low, self.loss.clip_high)[0]
+        """Of each token, by decoupled PPO, from its log-probability less that of when it was sampled."""
         # One update a batch: the proximal policy is the one that is trained, and its ratio 1.
         weight = log_ratio.detach().exp()
-        weight = weight.masked_fill(weight > self.loss.weight_cap, 0.0)
+        weight = weight.masked_fill(weight > self.weight_cap, 0.0)
         return -weight * (log_ratio - log_ratio.detach()).exp() * advantages
 
     def evaluate(self, count: int) -> dict[str, Any]:
