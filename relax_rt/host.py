@@ -203,7 +203,7 @@ def main() -> int:
     except RelaxError as error:
         return _fail(control, "config", error, EXIT_CONFIG)
 
-    async def run() -> None:
+    async def run() -> bool:
         ctx = HostContext(
             config=config,
             settings=settings,
@@ -228,7 +228,7 @@ def main() -> int:
         if role_class.is_gang(settings):
             # Other ranks wait for the store, also those that know of it by environment variables only.
             await asyncio.to_thread(Gang.here().serve)
-        await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
+        return await live(role_class, ctx, lambda: send_now(control, FinishedMsg()))
 
     try:
         run_and_leave(run())
@@ -238,18 +238,17 @@ def main() -> int:
     return EXIT_FINISHED
 
 
-def run_and_leave(work: Coroutine[Any, Any, None]) -> None:
+def run_and_leave(work: Coroutine[Any, Any, bool]) -> None:
     """Run a role on a loop of its own, as `uvloop.run`; but what it leaves running keeps nobody waiting for long: user
-    code may swallow its cancellation, and the threads of a role that failed may be at work for hours. What the work
-    raises is raised."""
+    code may swallow its cancellation, and a thread of a role that failed or was stopped in its setup may be at work for
+    hours. What the work raises is raised."""
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    failed = True
+    patient = False
     try:
-        runner.run(work)
-        failed = False
+        patient = runner.run(work)
     finally:
         # A loop with tasks or threads that do not end cannot be closed: it ends with the process.
-        if not runner.run(_end_tasks()) and not (failed and runner.run(_threads_left())):
+        if not runner.run(_end_tasks()) and (patient or not runner.run(_threads_left())):
             runner.close()
 
 
@@ -288,8 +287,11 @@ def _tie_to_agent(orders: Orders) -> socket.socket:
     return control
 
 
-async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], object]) -> None:
+async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], object]) -> bool:
     """A role's life: setup, run, teardown.
+
+    Returns:
+        Whether it was set up to the end: what its threads do then is of use.
 
     Raises:
         StaleEpoch: a newer incarnation holds the slot.
@@ -297,11 +299,12 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
     """
     role, how = role_class(ctx), FINISHED
     failure: Exception | None = None
+    whole = False
     watches: list[asyncio.Task[NoReturn]] = []
     stop_wait = asyncio.create_task(ctx.stopping.wait())
     try:
         # A role that is asked to stop during setup is not set up to the end.
-        if await _first(role.setup(), stop_wait):
+        if whole := await _first(role.setup(), stop_wait):
             await ctx.listen()
             if ctx.membership is not None:
                 watches.append(asyncio.create_task(ctx.membership.keep()))
@@ -316,8 +319,7 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
     finally:
         stop_wait.cancel()
         try:
-            async with asyncio.timeout(TEARDOWN_S):
-                await role.teardown()
+            await _within("its teardown", role.teardown(), TEARDOWN_S)
         except Exception as error:
             if failure is None:
                 raise
@@ -327,10 +329,10 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
             for watch in watches:
                 watch.cancel()
             try:
-                async with asyncio.timeout(CLOSE_S):
-                    await ctx.close(how)
+                await _within("its connections' close", ctx.close(how), CLOSE_S)
             except TimeoutError:
                 ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
+    return whole
 
 
 class LiveProbeFailed(RelaxError):
@@ -369,6 +371,22 @@ async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) ->
     for other in done:
         await other
     return False
+
+
+async def _within(what: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Await the work for so long at most; then it is cancelled, and left behind if it does not end for that.
+
+    Raises:
+        TimeoutError: it was not done in time.
+    """
+    task = asyncio.create_task(work)
+    await asyncio.wait([task], timeout=limit_s)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=LEFT_S)
+        if not task.done() or task.cancelled():
+            raise TimeoutError(f"{what} was not done within {limit_s:g} s")
+    await task
 
 
 def _fail(control: socket.socket, kind: Kind, error: BaseException, exit_code: int) -> int:

@@ -88,6 +88,9 @@ class Publisher:
         self._idle.set()
         self._closing = False
         self._copy_wait_s = table.ack_timeout_s + STAGE_WAIT_S + COPY_S
+        # Each of its parts has a limit; a disk or a driver that never answers has none.
+        self._limit_s = self._copy_wait_s + STAGE_WAIT_S + COPY_S + table.directory_timeout_s + REGISTRY_WAIT_S
+        self._begun_at = 0.0
         self._facts: dict[int, dict[str, float | int]] = {}
         self._doing = ""
         self._copied_at: float | None = None
@@ -98,6 +101,7 @@ class Publisher:
         """Publish the backend's weights as this version; returns when the publication before it is through."""
         await self.through()
         self._copied.clear()
+        self._begun_at = time.monotonic()
         self.current = asyncio.create_task(self._publish(weights))
 
     async def through(self, publication: asyncio.Task[VersionRecord] | None = None) -> None:
@@ -107,6 +111,7 @@ class Publisher:
             return
         try:
             while not publication.done():
+                self._overdue()
                 self._ctx.progress.waiting(f"the publication before: {self._doing}")
                 await asyncio.wait([publication], timeout=RETRY_S)
         finally:
@@ -138,11 +143,20 @@ class Publisher:
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Raise what went wrong in the background."""
+        """Raise what went wrong in the background, or that a publication has taken too long."""
+        self._overdue()
         broadcast = self._spread.current if self._spread is not None else None
         for task in (self.current, self._watching, broadcast):
             if task is not None and task.done():
                 task.result()
+
+    def _overdue(self) -> None:
+        """
+        Raises:
+            DeadlineExceeded: a publication is under way for longer than all its parts may take.
+        """
+        if self.current is not None and not self.current.done() and time.monotonic() - self._begun_at > self._limit_s:
+            raise DeadlineExceeded(f"the weights were not published within {self._limit_s:g} s", why=self._doing)
 
     async def close(self) -> None:
         """Give up what is under way."""

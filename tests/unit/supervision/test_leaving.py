@@ -27,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_thread_at_work_keeps_no_failed_role() -> None:
     free, done = threading.Event(), threading.Event()
 
-    async def role() -> None:
+    async def role() -> bool:
         def work() -> None:
             free.wait(2 * SOON_S)
             done.set()
@@ -48,11 +48,38 @@ def test_a_thread_at_work_keeps_no_failed_role() -> None:
 def test_a_thread_of_a_role_that_has_done_its_work_is_waited_for() -> None:
     done = threading.Event()
 
-    async def role() -> None:
+    async def role() -> bool:
         asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.3), done.set()))
+        return True
 
     host.run_and_leave(role())
     assert done.is_set()
+
+
+class Loading(Role):
+    """Is asked to stop while a thread of its setup is at work."""
+
+    async def setup(self) -> None:
+        at_work = asyncio.create_task(asyncio.to_thread(self.ctx.free.wait, 2 * SOON_S))  # type: ignore[attr-defined]
+        self.ctx.stopping.set()
+        await at_work
+
+    async def run(self) -> None:
+        raise AssertionError("it was never set up")
+
+
+def test_a_thread_of_a_setup_that_was_cut_short_keeps_nobody() -> None:
+    free = threading.Event()
+
+    async def role() -> bool:
+        return await live(Loading, context(free=free), lambda: None)
+
+    began = time.monotonic()
+    try:
+        host.run_and_leave(role())
+        assert time.monotonic() - began < SOON_S
+    finally:
+        free.set()
 
 
 class Enduring(Role):
@@ -70,7 +97,15 @@ class Enduring(Role):
         raise ValueError("the device is gone")
 
 
-async def test_work_and_connections_that_do_not_end_hide_no_failure() -> None:
+class Unending(Enduring):
+    """Its teardown swallows its cancellation, too."""
+
+    async def teardown(self) -> None:
+        await Enduring.run(self)
+
+
+def context(*, close_s: float = 0.0, free: Any = False) -> Any:
+    """What `live` needs of one, with `left`: what it was closed with."""
     left: list[str] = []
 
     async def listen() -> None:
@@ -78,21 +113,27 @@ async def test_work_and_connections_that_do_not_end_hide_no_failure() -> None:
 
     async def close(how: str) -> None:
         left.append(how)
-        await asyncio.sleep(2 * SOON_S)
+        await asyncio.sleep(close_s)
 
-    ctx: Any = SimpleNamespace(
+    return SimpleNamespace(
         stopping=asyncio.Event(),
         settings=SimpleNamespace(live_every_s=0.01),
         membership=None,
         log=structlog.get_logger(),
         listen=listen,
         close=close,
-        free=False,
+        free=free,
+        left=left,
     )
+
+
+@pytest.mark.parametrize("role", [Enduring, Unending])
+async def test_work_and_connections_that_do_not_end_hide_no_failure(role: type[Role]) -> None:
+    ctx = context(close_s=2 * SOON_S)
     began = time.monotonic()
     with pytest.raises(LiveProbeFailed, match="the device is gone"):
-        await live(Enduring, ctx, lambda: None)
-    assert time.monotonic() - began < SOON_S and "the device is gone" in left[0]
+        await live(role, ctx, lambda: None)
+    assert time.monotonic() - began < SOON_S and "the device is gone" in ctx.left[0]
     ctx.free = True
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()

@@ -351,6 +351,21 @@ async def test_what_holds_an_optimizer_step_is_seen_and_counted(
         assert world.ctx.progress.waits[-1] == ""
 
 
+@pytest.mark.parametrize("asked", ["check", "through"])
+async def test_no_publication_is_under_way_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    for name in ("STAGE_WAIT_S", "COPY_S", "REGISTRY_WAIT_S", "RETRY_S"):
+        monkeypatch.setattr(module, name, 0.05)
+    async with world_of(tmp_path, Sharded(), ack_timeout_s=0.1, directory_timeout_s=0.1) as world:
+        world.backend.go_on.clear()
+        await world.publish(1)
+        world.publisher.check()
+        await soon(lambda: time.monotonic() - world.publisher._begun_at > world.publisher._limit_s)
+        with pytest.raises(DeadlineExceeded, match=r"not published within .* version 1 is brought to the stage"):
+            await world.publisher.through() if asked == "through" else world.publisher.check()
+
+
 async def test_an_optimizer_step_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STAGE_WAIT_S", "COPY_S", "RETRY_S"):
         monkeypatch.setattr(module, name, 0.05)
