@@ -157,8 +157,8 @@ def _slow_numbers(config: RLConfig) -> list[str]:
     if not rounded or computes_bfloat16() is not False:
         return []
     return [
-        "this CPU has no instructions for bfloat16 (amx_bf16, avx512_bf16), and computes with it slower than with "
-        f"float32: set {', '.join(rounded)}"
+        "this CPU has no instructions for bfloat16 (amx_bf16, avx512_bf16), and may compute with it much slower than "
+        f"with float32, which takes twice the memory: try {', '.join(rounded)}"
     ]
 
 

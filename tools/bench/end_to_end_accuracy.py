@@ -28,6 +28,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -128,19 +129,20 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any], threads: int = THRE
 
 def take_plain(ran: Ran, records: Sequence[dict[str, Any]]) -> None:
     """What the plain process says of itself."""
-    steps, samples = ran.settings["algorithm.steps"], 0
+    steps, ages = ran.settings["algorithm.steps"], Counter[str]()
     for record in records:
         if record["kind"] == "step":
             ran.rewards.append(round(float(record["reward_mean"]), 4))
             ran.seconds.append(round(float(record["elapsed_s"]), 2))
-            samples += int(record["samples"])
+            # The first step has nothing but fresh ones.
+            ages[str(int(ran.arm == LATE and record["step"] > 1))] += int(record["samples"])
         elif record["kind"] == "evaluation":
             score = Score(round(record["exact"] * record["items"]), int(record["items"]))
             if record["step"] == steps:
                 ran.after = score
             elif record["step"] == steps // 2:
                 ran.half = score
-    ran.ages = {str(int(ran.arm == LATE)): samples}
+    ran.ages = dict(ages)
     if len(ran.rewards) != steps or ran.after is None or ran.half is None:
         ran.problems.append(f"it ended after {len(ran.rewards)} of {steps} steps, or was not evaluated")
 

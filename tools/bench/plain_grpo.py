@@ -142,9 +142,9 @@ class Plain:
 
     def step(self, number: int) -> dict[str, Any]:
         """One GRPO step. Late, the batch of the next one is sampled before the weights of this one are there."""
-        began = time.perf_counter()
+        table, began = self.config.algorithm, time.perf_counter()
         batch = self.waiting if self.waiting is not None else self.sample(number)
-        if self.late:
+        if self.late and number < table.steps:
             self.waiting = self.sample(number + 1)
         by_std = self.advantage.normalise_std
         advantages = np.stack([group_advantages(r, normalise_std=by_std) for r in batch.rewards]).reshape(-1)

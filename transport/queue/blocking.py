@@ -48,6 +48,7 @@ class BlockingQueue:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._running()
         try:
             self._carry_out(self._queue.__aexit__(*exc), CLOSE_TIMEOUT_S + self._queue.linger_s)
         finally:
@@ -56,7 +57,11 @@ class BlockingQueue:
     def _carry_out(self, work: Coroutine[Any, Any, object], timeout_s: float) -> None:
         """Enter or leave. Whatever ends the wait for it, it cleans up before the loop may stop."""
         loop = self._running()
-        task = run_blocking(_begun(work), loop, _BEGIN_S)
+        try:
+            task = run_blocking(_begun(work), loop, _BEGIN_S)
+        except Refused:
+            work.close()  # it was never begun
+            raise
         try:
             run_blocking(_result(task), loop, timeout_s)
         except BaseException:

@@ -58,14 +58,14 @@ class Outbox:
 
         Raises:
             OutOfSpace: there was no room for wait_s; they were not put.
-            Refused: it was closed, if only while this waited for room; they were not put.
+            Refused: it was closed; they were not put, or, as it then says, may have been.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         if self._pending >= MAX_PENDING:
             await self._wait_for_room(deadline)
         if self._closed:
-            raise Refused("offer", why="this end of the queue was closed", hint="put before you leave the queue")
+            raise _closed()
         parcel = Parcel(rows, groups, priorities, nbytes, deadline, loop.create_future())
         self._parcels.append(parcel)
         self._pending += len(rows)
@@ -94,6 +94,8 @@ class Outbox:
             try:
                 await self._deliver(parcels)
             finally:
+                # Only where this task is cancelled, by close(), is one without an answer.
+                _fail(parcels, _closed(": it was on its way and may have been put"))
                 self._settle(parcels)
 
     async def _deliver(self, parcels: list[Parcel]) -> None:
@@ -104,10 +106,6 @@ class Outbox:
         """These are under way no more."""
         self._pending -= sum(len(parcel.rows) for parcel in parcels)
         self._room.set()
-        for parcel in parcels:
-            # Only when this task is cancelled: close() is under way.
-            if not parcel.answer.done():
-                parcel.answer.cancel()
 
     def _next(self) -> list[Parcel]:
         parcels = [self._parcels.popleft()]
@@ -164,8 +162,13 @@ class Outbox:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        _fail([*self._parcels], _closed())
         self._settle([*self._parcels])
         self._parcels.clear()
+
+
+def _closed(more: str = "") -> Refused:
+    return Refused("offer", why="this end of the queue was closed" + more, hint="put before you leave the queue")
 
 
 def _of_one(error: BaseException) -> bool:
@@ -183,7 +186,7 @@ def _answer(parcels: list[Parcel], ids: list[int]) -> None:
         at += len(parcel.groups)
 
 
-def _fail(parcels: list[Parcel], error: BaseException) -> None:
+def _fail(parcels: Sequence[Parcel], error: BaseException) -> None:
     for parcel in parcels:
         if not parcel.answer.done():
             parcel.answer.set_exception(error)

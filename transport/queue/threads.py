@@ -24,19 +24,19 @@ class Threads:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="relax-queue")
+        self._closed = False
 
     async def run(self, work: Callable[[], T]) -> T:
         """Carry out work that waits for nothing.
 
         Raises:
-            Refused: this was closed.
+            Refused: this was closed. RuntimeError: the machine gives no further thread.
         """
-        try:
-            working = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        except RuntimeError as error:
-            raise Refused("call of a client of the queue", why="the client was closed") from error
-        return await working
+        if self._closed:
+            raise Refused("call of a client of the queue", why="the client was closed")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         """What was begun goes to its end."""
+        self._closed = True
         self._executor.shutdown(wait=False)

@@ -122,7 +122,7 @@ def test_what_is_taken_from_the_plain_process() -> None:
     assert ran.ages == {"0": 384}
     late = Ran(seed=1, arm=LATE, settings=settings_of(1, LATE, options()))
     take_plain(late, plain_records())
-    assert late.ages == {"1": 384}
+    assert late.ages == {"0": 96, "1": 288}
     short = Ran(seed=1, arm=PLAIN, settings=settings_of(1, PLAIN, options()))
     take_plain(short, plain_records(3))
     assert short.problems == ["it ended after 3 of 4 steps, or was not evaluated"]

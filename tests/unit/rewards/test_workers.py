@@ -83,7 +83,9 @@ def comes_back_twice(completion, answer):
 async def waits(completion, answer):
     if completion == "block":
         time.sleep(600)
-    await asyncio.sleep(600 if completion == "slow" else 0.01)
+    if completion.startswith("begun "):
+        open(completion.split(" ", 1)[1], "w").close()
+    await asyncio.sleep(600 if completion.startswith(("slow", "begun")) else 0.01)
     return float(completion == answer)
 
 def ranks(completions, answer, tokens):
@@ -215,8 +217,10 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path, 
     # The call is not to be late before its process is found and killed.
     async for pool in made(tmp_path, word, "namespaces", timeout_s=30.0, size=2):
         # What was begun in it fails, and says how it ended.
-        task = asyncio.create_task(call(pool, "waits", "slow"))
-        await asyncio.sleep(0.2)
+        task = asyncio.create_task(call(pool, "waits", f"begun {tmp_path / 'begun'}"))
+        async with asyncio.timeout(30):
+            while not (tmp_path / "begun").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         for pid in workers(word):
             os.kill(pid, 9)
         (result,) = await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,23 @@ def test_entering_that_takes_too_long_cleans_up() -> None:
     assert slow.told == ["in", "out"]
 
 
+def loops() -> int:
+    return sum(thread.name == "transfer-queue" for thread in threading.enumerate())
+
+
 def test_entering_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
     queue = TransferQueue.serve(tmp_path / "queue", {"train": ("x",)})
     with queue.blocking() as first:
-        before = threading.active_count()
+        before = loops()
         with pytest.raises(Refused, match="it was entered before"), queue.blocking():
             pass
-        assert threading.active_count() == before
+        assert loops() == before
         first.put([{"x": np.arange(3)}], wait_s=10)
+
+
+def test_leaving_one_that_was_not_entered_is_refused_and_says_so(recwarn: pytest.WarningsRecorder) -> None:
+    queue = BlockingQueue(TransferQueue(Slow(entered=True).enter))
+    with pytest.raises(Refused, match="it was not entered"):
+        queue.__exit__()
+    gc.collect()
+    assert not recwarn.list
