@@ -1,6 +1,6 @@
 """Side by side in one run: the quickstart job as a system of processes, the same GRPO in one plain process, and TRL's.
 
-    python tools/bench/end_to_end.py [--quick] [--target 0.3] [--json]
+    python tools/bench/end_to_end.py [--quick] [--target 0.3] [--max-staleness N] [--json]
     python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--steps 40] [--at-most N]
 
 Prints seconds a step, tokens generated, tokens and samples trained a second, and the training time to the same held-out
@@ -239,7 +239,8 @@ def compare(options: argparse.Namespace) -> int:
     """All of them in one run; answers with the exit status."""
     quick, target = options.quick, options.target
     steps, every, items = (12, 0, 32) if quick else (60, 10, 512)
-    system = run_system(steps, every, items)
+    staleness = {} if options.max_staleness is None else {"algorithm.max_staleness": int(options.max_staleness)}
+    system = run_system(steps, every, items, staleness)
     batch = max(len(r["keys"]) for r in system if r["kind"] == "step")
     trials = {n: run_plain(n, 6, 0, 2.0, items) for n in (1, 2)}
     plain_s = {n: plain_figures(records, batch)["step_s"] for n, records in trials.items()}
@@ -272,6 +273,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few steps, no time to accuracy")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
     parser.add_argument("--target", type=float, default=0.3, help="held-out exact match to reach")
+    parser.add_argument(
+        "--max-staleness", help="of the system, if not the job's; with --accuracy a comma-separated list (0,1)"
+    )
     end_to_end_accuracy.add_options(parser)
     options = parser.parse_args()
     # So that what was started is ended as well.
@@ -280,7 +284,9 @@ def main() -> int:
         if problem := end_to_end_accuracy.refused(options):
             parser.error(problem)
         return end_to_end_accuracy.main(options)
-    for name in ("seeds", "steps", "items", "dtype", "max_staleness", "late", "at_most"):
+    if options.max_staleness is not None and not options.max_staleness.isdecimal():
+        parser.error(f"--max-staleness {options.max_staleness}: one number, as --accuracy FOLDER is not given")
+    for name in ("seeds", "steps", "items", "dtype", "late", "at_most"):
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is of --accuracy FOLDER, which is not given")
     return compare(options)

@@ -41,6 +41,8 @@ from end_to_end_runs import CONFIG, run_plain
 OURS = "max_staleness "
 """What the name of an arm of the system begins with."""
 PLAIN, LATE, HALF = "plain", "plain, one update late", "plain, half of the steps"
+AGES = "0,1"
+"""Values of max_staleness that are compared, if nothing is said."""
 THREADS = 2
 """Of the plain process, if nothing is said: the faster number on two cores. What is learned does not hang on it."""
 
@@ -53,7 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about.add_argument("--steps", type=int, default=40, help="of each run")
     about.add_argument("--items", type=int, default=512, help="held out")
     about.add_argument("--dtype", choices=("float32", "bfloat16"), help="of both sides; default: the job's")
-    about.add_argument("--max-staleness", default="0,1", help="of the system: a comma-separated list")
     about.add_argument("--late", action="store_true", help="show a plain process with samples one update old, too")
     about.add_argument("--threads", type=int, default=THREADS, choices=(1, 2), help="of the plain process")
     about.add_argument("--at-most", type=int, metavar="N", help="carry N further runs out now, and judge what is there")
@@ -85,7 +86,7 @@ def seeds_of(options: argparse.Namespace) -> list[int]:
 
 def ages_of(options: argparse.Namespace) -> list[int]:
     """Values of max_staleness that the system runs with."""
-    return sorted({int(word) for word in options.max_staleness.split(",")})
+    return sorted({int(word) for word in (options.max_staleness or AGES).split(",")})
 
 
 def arms_of(options: argparse.Namespace) -> list[str]:

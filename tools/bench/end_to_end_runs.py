@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def read_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"')]
 
 
-def run_system(steps: int, every: int, items: int) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run of the system."""
+def run_system(steps: int, every: int, items: int, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run of the system. `more`: settings over the job's."""
     folder = Path(tempfile.mkdtemp(prefix="relax-bench-"))
     sets = {
         "run.dir": json.dumps(str(folder / "run")),
@@ -44,6 +44,7 @@ def run_system(steps: int, every: int, items: int) -> list[dict[str, Any]]:
         "evaluation.every_steps": every,
         "evaluation.items": items,
         "evaluation.during_items": items,
+        **more,
     }
     command = [str(Path(sys.executable).with_name("relax-rt")), "up", str(CONFIG)]
     command += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]

@@ -144,11 +144,16 @@ def test_without_a_goal_nothing_is_shown() -> None:
 def test_the_exit_status_tells_what_is_missed_or_not_shown(
     plain_s: float, trl: bool, quick: bool, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(end_to_end, "run_system", lambda *_: system())
+    asked: list[Any] = []
+    monkeypatch.setattr(end_to_end, "run_system", lambda *given: asked.append(given[-1]) or system())
     monkeypatch.setattr(end_to_end, "run_plain", lambda *_: peer(plain_s))
     monkeypatch.setattr(end_to_end, "run_trl", lambda *_: peer(20.0) if trl else [])
     monkeypatch.setattr(end_to_end, "write_job", lambda *_: None)
-    assert end_to_end.compare(argparse.Namespace(quick=quick, target=0.3, json=True)) == status
+    options = argparse.Namespace(quick=quick, target=0.3, json=True, max_staleness=None)
+    assert end_to_end.compare(options) == status
+    options.max_staleness = "0"
+    assert end_to_end.compare(options) == status
+    assert asked == [{}, {"algorithm.max_staleness": 0}]
 
 
 def test_time_is_that_of_the_weights() -> None:
