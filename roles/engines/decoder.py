@@ -25,7 +25,7 @@ from relax_rt.roles.engines.weights import FlatWeights
 from relax_rt.roles.media.eyes import Eyes, load_seeing
 from relax_rt.roles.media.pictures import Glance
 from relax_rt.roles.media.sight import sees
-from relax_rt.roles.models.forward import check_plain
+from relax_rt.roles.models.forward import cache_keyword, check_plain
 
 PREFILL_TOKENS = 2048
 """Tokens computed in one forward pass besides decoding: bounds its memory and the pause it makes in decoding."""
@@ -89,6 +89,7 @@ class Decoder:
         kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         layers = int(text.num_hidden_layers)
         self._cache = SlotCache(layers, max_sequences, kv_heads, head_dim, self.dtype, self.device)
+        self._cache_keyword = cache_keyword(self._model.base_model if self.eyes is None else self.eyes.layers)
         self.weights = FlatWeights(self._model, self.dtype, self.device)
         self._model.to(self.device)  # buffers; the parameters are there
         self._prefixes: PrefixStore[Prefix] = PrefixStore(prefix_positions)
@@ -376,8 +377,8 @@ class Decoder:
         out = layers(
             position_ids=positions.to(self.device),
             attention_mask=None if mask is None else mask.to(self.device),
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_keyword: self._cache},
             **rest,
         )
         hidden: torch.Tensor = out.last_hidden_state

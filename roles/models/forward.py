@@ -3,6 +3,7 @@ layer, with every earlier position visible; what a model does besides would be l
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def check_plain(model: Any, folder: Path) -> None:
     gap, most = float((whole - ours).abs().max()), float(whole.abs().max())
     if not gap <= CLOSE * most:
         raise _refused(folder, f"its logits differ by {gap:.3g} (of {most:.3g}) from those of its layers and its head")
+
+
+def cache_keyword(layers: Any) -> str:
+    """What a model's layers call the cache that they are given: `past_key_values` until transformers 5.23."""
+    return "cache" if "cache" in inspect.signature(layers.forward).parameters else "past_key_values"
 
 
 def not_computed(text: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_rt.config.loader import load_config
 from relax_rt.roles.algorithms.advantages.group import group_advantages
@@ -27,6 +27,7 @@ from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.checks import settings
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.evaluation import evaluate
+from relax_rt.roles.models.forward import cache_keyword
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.rewards.loader import load_reward
@@ -91,7 +92,8 @@ class Plain:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         position = (mask.cumsum(1) - 1).clamp(min=0)
-        cache, current, seen = None, ids, mask
+        cache, current, seen = DynamicCache(config=self.sampler.config), ids, mask
+        keyword = cache_keyword(self.sampler)
         done = torch.zeros(len(prompts), dtype=torch.bool)
         tokens, logprobs = [], []
         for _ in range(self.config.sampling.max_new_tokens):
@@ -99,11 +101,10 @@ class Plain:
                 current,
                 attention_mask=seen,
                 position_ids=position,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{keyword: cache},
             )
-            cache = out.past_key_values
             lp = torch.log_softmax(out.logits[:, -1].float() / self.config.sampling.temperature, -1)
             token = torch.multinomial(lp.exp(), 1)[:, 0]
             tokens.append(torch.where(done, -1, token))
