@@ -243,6 +243,9 @@ class TrainerRole(Role):
 
     async def teardown(self) -> None:
         if self._saving is not None:
+            # It waits for a version that, as it looks, never comes.
+            if self.publisher.overdue and self._saved_version is self.publisher.current:
+                self._saving.cancel()
             # Its failure was raised in `run`, or `run` has a failure of its own to tell.
             await asyncio.gather(self._saving, return_exceptions=True)
         if hasattr(self, "publisher"):

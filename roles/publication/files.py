@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from relax_rt.config.problems import BadInput
@@ -14,12 +18,16 @@ from relax_rt.roles.locations import model_folder
 from relax_rt.roles.publication.carriers import files_folder
 from relax_rt.roles.publication.place import stage_folder
 from relax_rt.roles.sections import RLConfig
-from relax_rt.transport.errors import Gone, OutOfSpace, Refused, RelaxError
+from relax_rt.transport.errors import DeadlineExceeded, Gone, OutOfSpace, Refused, RelaxError
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.directory import WeightDirectory
 from relax_rt.transport.weights.source import StageSource
 
 LOOK_S = 0.5
+HUNG_S = 60.0
+"""Longer than its own limit a copy takes only where a call of the file system does not come back."""
+CLOSE_S = 5.0
+"""For a copy that was given up to notice it. A thread in a call that does not come back is left behind."""
 LASTING = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 )
@@ -42,6 +50,7 @@ class WeightFiles:
         self._ctx, self._folder, self._only_way, self._timeout_s = ctx, folder, only_way, timeout_s
         self._closing = False
         self._next: VersionRecord | None = None
+        self._newest = 0
         self._behind: asyncio.Task[None] | None = None
         self._directory: WeightDirectory | None = None
         try:
@@ -78,15 +87,24 @@ class WeightFiles:
         if self._only_way:
             await asyncio.to_thread(self._retire, record)
             return
-        self._next = record
+        self._next, self._newest = record, record.version
         if self._behind is None or self._behind.done():
             self._behind = asyncio.create_task(self._follow())
 
     async def through(self) -> None:
         """Wait until the newest version is in the folder, or was given up: each copy has its time. A role that is
         asked to stop has little, and does not wait."""
+        # The copy under way, and the newest after it.
+        limit_s = 2 * self._timeout_s + HUNG_S
+        until = time.monotonic() + limit_s
         try:
             while self._behind is not None and not self._behind.done() and not self._ctx.stopping.is_set():
+                if time.monotonic() > until:
+                    what = f"the newest weights in {self._folder}"
+                    self._not_filed(
+                        self._newest, DeadlineExceeded(what, why=f"the file system has not answered for {limit_s:g} s")
+                    )
+                    return
                 self._ctx.progress.waiting(f"the newest weights are put into {self._folder}")
                 await asyncio.wait([self._behind], timeout=LOOK_S)
         finally:
@@ -96,14 +114,13 @@ class WeightFiles:
         """Give up what is being written."""
         self._closing = True
         if self._behind is not None:
-            await asyncio.gather(self._behind, return_exceptions=True)
+            await asyncio.wait([self._behind], timeout=CLOSE_S)
 
     async def _follow(self) -> None:
         while self._next is not None and not self._closing:
             record, self._next = self._next, None
             try:
-                await asyncio.to_thread(self._write, record)
-                await asyncio.to_thread(self._retire, record)
+                await in_own_thread(partial(self._put, record))
             except Gone:
                 continue  # the stage keeps the newest committed one: there is a newer
             except (RelaxError, OSError) as error:
@@ -125,12 +142,38 @@ class WeightFiles:
         with source.mapped() as view:
             directory.write(record, source.manifest, view, self._timeout_s)
 
+    def _put(self, record: VersionRecord) -> None:
+        self._write(record)
+        self._retire(record)
+
     def _retire(self, record: VersionRecord) -> None:
         self._opened().retire(record.version)
 
     def _not_filed(self, version: int, error: Exception) -> None:
         self._ctx.event("weights_not_filed", version=version, why=str(error))
         self._ctx.log.warning("a version was not put into the folder", version=version, why=str(error))
+
+
+async def in_own_thread(work: Callable[[], None]) -> None:
+    """As asyncio.to_thread, in a daemon thread: nobody waits for it when the process ends, wherever it hangs."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def end(error: Exception | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(None)
+
+    def run() -> None:
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 it is raised where it is awaited
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody awaits it any more
+            loop.call_soon_threadsafe(end, failure)
+
+    threading.Thread(target=run, name="weight-files", daemon=True).start()
+    await done
 
 
 def _judged(error: OutOfSpace | Refused) -> OutOfSpace | Refused | BadInput:

@@ -111,7 +111,7 @@ class Publisher:
             return
         try:
             while not publication.done():
-                self._overdue()
+                self._check_overdue()
                 self._ctx.progress.waiting(f"the publication before: {self._doing}")
                 await asyncio.wait([publication], timeout=RETRY_S)
         finally:
@@ -144,19 +144,22 @@ class Publisher:
 
     def check(self) -> None:
         """Raise what went wrong in the background, or that a publication has taken too long."""
-        self._overdue()
+        self._check_overdue()
         broadcast = self._spread.current if self._spread is not None else None
         for task in (self.current, self._watching, broadcast):
             if task is not None and task.done():
                 task.result()
 
-    def _overdue(self) -> None:
-        """
-        Raises:
-            DeadlineExceeded: a publication is under way for longer than all its parts may take.
-        """
-        if self.current is not None and not self.current.done() and time.monotonic() - self._begun_at > self._limit_s:
-            raise DeadlineExceeded(f"the weights were not published within {self._limit_s:g} s", why=self._doing)
+    @property
+    def overdue(self) -> bool:
+        """Whether a publication is under way for longer than all its parts may take."""
+        if self.current is None or self.current.done():
+            return False
+        return time.monotonic() - self._begun_at > self._limit_s
+
+    def _check_overdue(self) -> None:
+        if self.overdue:
+            raise DeadlineExceeded(f"the publication was not through within {self._limit_s:g} s", why=self._doing)
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -180,14 +183,17 @@ class Publisher:
             staged = await self._staged(weights.version)
         finally:
             self._copied.set()
-        self._doing = f"version {weights.version} is to be committed in the registry"
         record = VersionRecord(weights.version, weights.parent, weights.step, staged.manifest.digest, weights.changed)
         if self._files is not None:
+            self._doing = f"version {weights.version} is put into the folder of files, before its commit"
             await self._files.before(record)
         if self._spread is not None:
+            self._doing = f"whom version {weights.version} is broadcast to is written down, before its commit"
             await self._spread.before(staged.manifest)
+        self._doing = f"version {weights.version} is to be committed in the registry"
         record = await self._patiently(lambda: self._ctx.registry.commit_version(record))
         self._committed = record.version
+        self._doing = f"version {record.version} is committed; the memory of those before it is freed"
         if self._spread is not None:
             self._spread.begin()
         facts: dict[str, float | int] = {
@@ -216,6 +222,7 @@ class Publisher:
         )
         await self._ctx.ready(record.version)
         if self._files is not None:
+            self._doing = f"version {record.version} is committed; those before it are removed from the folder of files"
             await self._files.after(record)
         return record
 

@@ -202,6 +202,28 @@ async def test_a_trainer_that_failed_or_is_stopped_does_not_wait_for_a_slow_disk
     assert disk.begun == [7] and not [*(tmp_path / "files" / "run-1").glob("[v.]*")]
 
 
+async def test_a_file_system_that_never_answers_keeps_no_run_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, disk = Context(tmp_path, directory="files"), Disk(monkeypatch)
+    for name in ("HUNG_S", "CLOSE_S"):
+        monkeypatch.setattr(weight_files, name, 0.05)
+    files = WeightFiles.of(cast(RoleContext, ctx))
+    assert files is not None
+    files._timeout_s = 0.1
+    await files.after(stage(ctx, fill(LAYOUT), 7))
+    await disk.at(7)
+    await asyncio.wait_for(files.through(), 5)
+    await asyncio.wait_for(files.close(), 5)
+    ((kind, told),) = ctx.events
+    assert (kind, told["version"]) == ("weights_not_filed", 7) and "not answered for 0.25 s" in told["why"]
+    # The host of a role that has done its work waits for the default executor.
+    await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 5)
+    disk.may.release()
+    assert files._behind is not None
+    await asyncio.wait_for(files._behind, 10)
+
+
 async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_next_version(tmp_path: Path) -> None:
     (tmp_path / "files").write_text("in the way")
     ctx = Context(tmp_path, directory="files")

@@ -362,8 +362,42 @@ async def test_no_publication_is_under_way_for_ever(
         await world.publish(1)
         world.publisher.check()
         await soon(lambda: time.monotonic() - world.publisher._begun_at > world.publisher._limit_s)
-        with pytest.raises(DeadlineExceeded, match=r"not published within .* version 1 is brought to the stage"):
+        with pytest.raises(DeadlineExceeded, match=r"not through within .* version 1 is brought to the stage"):
             await world.publisher.through() if asked == "through" else world.publisher.check()
+
+
+class HungFolder:
+    """A disk that does not answer, before the commit or after it."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.free = at, asyncio.Event()
+
+    async def before(self, record: VersionRecord) -> None:
+        if self.at == "before":
+            await self.free.wait()
+
+    async def after(self, record: VersionRecord) -> None:
+        if self.at == "after":
+            await self.free.wait()
+
+    async def close(self) -> None:
+        self.free.set()
+
+
+@pytest.mark.parametrize(("at", "told"), [("before", "put into the folder"), ("after", "removed from the folder")])
+async def test_what_is_overdue_names_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, told: str
+) -> None:
+    for name in ("STAGE_WAIT_S", "COPY_S", "REGISTRY_WAIT_S", "RETRY_S"):
+        monkeypatch.setattr(module, name, 0.05)
+    async with world_of(tmp_path, ack_timeout_s=0.1, directory_timeout_s=0.1) as world:
+        world.publisher._files = cast(Any, HungFolder(at))
+        await world.publish(1)
+        assert not world.publisher.overdue
+        await soon(lambda: world.publisher.overdue)
+        with pytest.raises(DeadlineExceeded, match=told):
+            world.publisher.check()
+        assert bool(world.ctx.registry.committed) is (at == "after")
 
 
 async def test_an_optimizer_step_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
