@@ -247,8 +247,11 @@ def run_and_leave(work: Coroutine[Any, Any, bool]) -> None:
     try:
         patient = runner.run(work)
     finally:
+        tasks_left = runner.run(_end_tasks())
+        if patient:
+            runner.run(runner.get_loop().shutdown_default_executor())
         # A loop with tasks or threads that do not end cannot be closed: it ends with the process.
-        if not runner.run(_end_tasks()) and (patient or not runner.run(_threads_left())):
+        if (patient or not runner.run(_threads_left())) and not tasks_left:
             runner.close()
 
 
@@ -362,6 +365,7 @@ async def _first(work: Coroutine[Any, Any, None], *others: asyncio.Task[Any]) ->
     task = asyncio.create_task(work)
     done, _ = await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
+        _not_from_inside(task)
         await task
         return True
     task.cancel()
@@ -386,7 +390,19 @@ async def _within(what: str, work: Coroutine[Any, Any, None], limit_s: float) ->
         await asyncio.wait([task], timeout=LEFT_S)
         if not task.done() or task.cancelled():
             raise TimeoutError(f"{what} was not done within {limit_s:g} s")
+    _not_from_inside(task)
     await task
+
+
+def _not_from_inside(task: asyncio.Task[None]) -> None:
+    """A CancelledError of the work's own is no Exception: nobody would tell what failed.
+
+    Raises:
+        RelaxError: the work ended by a cancellation that nobody asked it for.
+    """
+    if task.cancelled():
+        name = getattr(task.get_coro(), "__qualname__", "the role's work")
+        raise RelaxError(f"{name} was cancelled from inside: it awaited a task that was cancelled, and let that pass")
 
 
 def _fail(control: socket.socket, kind: Kind, error: BaseException, exit_code: int) -> int:

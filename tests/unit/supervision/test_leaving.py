@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import structlog
 from relax_rt import host
 from relax_rt.host import LiveProbeFailed, live
 from relax_rt.role import Role
+from relax_rt.transport.errors import RelaxError
 
 SOON_S = 20.0
 
@@ -125,6 +127,53 @@ def context(*, close_s: float = 0.0, free: Any = False) -> Any:
         free=free,
         left=left,
     )
+
+
+class Careless(Role):
+    """Awaits a task that it has cancelled, and lets that pass."""
+
+    where = ""
+
+    async def setup(self) -> None:
+        await self.maybe("setup")
+
+    async def run(self) -> None:
+        await self.maybe("run")
+
+    async def teardown(self) -> None:
+        await self.maybe("teardown")
+
+    async def maybe(self, where: str) -> None:
+        if where == self.where:
+            task = asyncio.create_task(asyncio.sleep(SOON_S))
+            task.cancel()
+            await task
+
+
+@pytest.mark.parametrize("where", ["setup", "run", "teardown"])
+async def test_a_cancellation_of_its_own_is_told_as_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Careless, "where", where)
+    with pytest.raises(RelaxError, match=f"Careless.{where} was cancelled from inside"):
+        await live(Careless, context(), lambda: None)
+
+
+def test_a_task_that_swallows_its_cancellation_cuts_off_no_thread_that_is_of_use() -> None:
+    done = threading.Event()
+
+    async def swallow() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(SOON_S)
+        await asyncio.sleep(SOON_S)
+
+    async def role() -> bool:
+        asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.5), done.set()))
+        kept.append(asyncio.create_task(swallow()))
+        await asyncio.sleep(0)
+        return True
+
+    kept: list[asyncio.Task[None]] = []
+    host.run_and_leave(role())
+    assert done.is_set()
 
 
 @pytest.mark.parametrize("role", [Enduring, Unending])
