@@ -49,6 +49,10 @@ class BlockingQueue:
 
     def __exit__(self, *exc: object) -> None:
         self._running()
+        if threading.current_thread() is self._thread:
+            raise Refused(
+                "leaving the queue", why="it was done on its own event loop", hint="leave it where you entered"
+            )
         try:
             self._carry_out(self._queue.__aexit__(*exc), CLOSE_TIMEOUT_S + self._queue.linger_s)
         finally:

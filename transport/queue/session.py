@@ -225,6 +225,10 @@ class Session:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                why = "this end of the queue was closed while it was under way: what it puts may have been put"
+                raise Refused("call of the queue", why=why, hint="end your calls before you leave the queue") from None
             orphan = asyncio.ensure_future(self._settle(task, undo))
             self._background.add(orphan)
             orphan.add_done_callback(self._background.discard)

@@ -102,6 +102,18 @@ def test_entering_a_second_time_leaves_the_first_alone(tmp_path: Path) -> None:
         first.put([{"x": np.arange(3)}], wait_s=10)
 
 
+def test_leaving_on_its_own_loop_is_refused_and_it_goes_on(tmp_path: Path) -> None:
+    with TransferQueue.serve(tmp_path / "queue", {"train": ("x",)}).blocking() as queue:
+        loop, ends = queue._running(), queue.__exit__
+
+        async def leave() -> None:
+            with pytest.raises(Refused, match="on its own event loop"):
+                ends()
+
+        asyncio.run_coroutine_threadsafe(leave(), loop).result(20)
+        queue.put([{"x": np.arange(3)}], wait_s=10)
+
+
 def test_leaving_one_that_was_not_entered_is_refused_and_says_so(recwarn: pytest.WarningsRecorder) -> None:
     queue = BlockingQueue(TransferQueue(Slow(entered=True).enter))
     with pytest.raises(Refused, match="it was not entered"):

@@ -16,7 +16,7 @@ from broker_world import until
 from facade_world import World, settled
 
 from relax_rt.transport import TransferQueue
-from relax_rt.transport.errors import OutOfSpace
+from relax_rt.transport.errors import OutOfSpace, Refused
 from relax_rt.transport.queue import broker as queue_broker
 
 KIB = 1 << 10
@@ -203,3 +203,18 @@ async def test_memory_of_queues_that_are_no_more_is_removed_and_that_of_living_o
     world.folder.rename(hidden)
     async with TransferQueue.serve(other, {"train": ["tokens"]}):
         assert not shm.exists()
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+async def test_who_waits_for_room_when_the_queue_is_left_is_told(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "queue"
+    async with TransferQueue.serve(folder, {"train": ["tokens"]}, capacity_bytes=1 << 20):
+        async with TransferQueue.connect(folder, capacity_bytes=1 << 20, slab_bytes=256 * KIB) as producer:
+            await producer.put([sample(n) for n in range(8)], wait_s=20)
+            more = [sample(n) for n in range(8)]
+            columns = {"tokens": np.stack([one["tokens"] for one in more]), "n": np.arange(8)}
+            putting = asyncio.create_task(producer.put(more if how == "rows" else columns, wait_s=60))
+            await until(lambda: bool(producer.waiting_on))
+        async with asyncio.timeout(20):
+            with pytest.raises(Refused, match="may have been put"):
+                await putting
