@@ -32,6 +32,7 @@ class Starter:
     [
         ("trainer", 2, "so many are a gang, whose ranks start together"),
         ("evaluator", 2, "at most 1, not 2"),
+        ("evaluator", 0, "evaluation.every_steps is set"),
         ("rollout", 0, "at least 1, not 0"),
         ("reward", 0, "a run needs at least one reward"),
         ("reward", 5000, "at most 4096"),
@@ -44,7 +45,7 @@ def test_count_that_cannot_be_is_refused_with_the_reason(tmp_path: Path, kind: s
 
 
 def test_count_that_can_be_is_not(tmp_path: Path) -> None:
-    run = Starter(tmp_path)
+    run = Starter(tmp_path, "evaluation.every_steps=0")
     run.check("rollout", 2)
     run.check("rollout", 200, cores=64)
     run.check("evaluator", 0)
