@@ -36,7 +36,11 @@ def load_target(target: str, base: Path = Path()) -> Any:
     except NoTarget:
         raise
     except Exception as error:
-        raise NoTarget(f"{place} cannot be imported", why=f"{type(error).__name__}: {error}") from error
+        beside = base / f"{place}.py" if isinstance(error, ModuleNotFoundError) and error.name == place else None
+        hint = (
+            f"did you mean '{place}.py:{name}'? A file is named with its ending" if beside and beside.is_file() else ""
+        )
+        raise NoTarget(f"{place} cannot be imported", why=f"{type(error).__name__}: {error}", hint=hint) from error
     if not hasattr(module, name):
         known = [n for n in vars(module) if not n.startswith("_")]
         raise NoTarget(f"{place} has no '{name}'", hint=did_you_mean(name, known) or f"it has: {', '.join(known)}")

@@ -34,7 +34,7 @@ from relax_rt.supervision.rundir import (
 from relax_rt.transport.errors import RelaxError
 
 MIB = 1 << 20
-MOST_TOLD = 5
+MOST_TOLD, MOST_NAMED = 5, 25
 NOT_ITS_OWN = ("config_dir", "run.dir", "supervision.nodes.listen")
 """Keys that a run may have otherwise when it is resumed."""
 OUTPUT = "up"
@@ -207,13 +207,14 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
         if changed and all(key in may_change for key, _, _ in changed):
             _check_not_past(job, run_dir, changed)
             return
-        other = differences(run_dir / RESOLVED_CONFIG, config)
-        more = f", and {len(other) - MOST_TOLD} more" if len(other) > MOST_TOLD else ""
-        told = f": {'; '.join(other[:MOST_TOLD])}{more}" if other else ""
+        other = [one for one in changed if one[0] not in may_change]
+        rest = [key for key, _, _ in other[MOST_TOLD:MOST_NAMED]]
+        more = f"; and so are {', '.join(rest)}{', …' if len(other) > MOST_NAMED else ''}" if rest else ""
+        told = f": {'; '.join(_was_and_is(one) for one in other[:MOST_TOLD])}{more}" if other else ""
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} belongs to a run with another config",
             why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
-            hint="choose another run.name or run.dir, or move the old directory away",
+            hint="choose another run.name or run.dir, set these back, or move the old directory away",
         )
 
 
@@ -229,14 +230,14 @@ def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, A
             )
 
 
-def differences(path: Path, config: RunConfig) -> list[str]:
-    """The keys that a resolved config has otherwise than this one, with its value and the present one; without those
-    that say where the run is. Empty if it cannot be read."""
-    return [f"{key} was {_told(was)}, is {_told(have)}" for key, was, have in _changed(path, config)]
+def _was_and_is(changed: tuple[str, Any, Any]) -> str:
+    key, was, have = changed
+    return f"{key} was {_told(was)}, is {_told(have)}"
 
 
 def _changed(path: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Those keys, with the value that each had and the one it has now."""
+    """The keys that a resolved config has otherwise than this one, with the value that each had and the one it has now;
+    without those that say where the run is. Empty if it cannot be read."""
     try:
         before = json.loads(path.read_text())
     except (OSError, ValueError):

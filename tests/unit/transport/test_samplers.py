@@ -270,6 +270,9 @@ def test_a_faulty_sampler_is_named_and_the_queue_goes_on(fault: str, want: Want,
 def test_samplers_of_ones_own_are_named_by_module_or_file(tmp_path: Path) -> None:
     made = load_sampler(f"{__name__}:Faulty", {"twice": 3})
     assert type(made).__name__ == "Faulty" and vars(made)["twice"] == 3
+    (tmp_path / "beside_it.py").write_text("")
+    with pytest.raises(Refused, match=r"did you mean 'beside_it.py:Last'\? A file is named with its ending"):
+        load_sampler("beside_it:Last", {}, tmp_path)
     (tmp_path / "mine.py").write_text(
         "import msgspec\n"
         "from relax_rt.transport.samplers import Choice\n"
