@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,8 @@ class History(msgspec.Struct):
         evaluations: of what [data] holds out, in the order made. sets: those of further sets, and of the same where
             there are several completions an item; by name.
         cold: of the cold start, if there was one.
-        generated_tokens: by all rollouts together, as far as they told; generated_s: from their first record to their
-            last.
+        generated_tokens: by all rollouts together, as far as they told; generated_s: from their first record of each
+            session to the last one that told of more.
         lives: every process known of, in the order started.
         restarts: by role.
         account: the queue's last account of itself, if it gave one.
@@ -137,7 +137,7 @@ def read_history(run_dir: Path) -> History:
     ends = _Sessions(starts)
     path = _Path(history)
     rollouts: dict[str, int] = {}
-    spoke: list[float] = []
+    told: list[tuple[float, bool]] = []
     for record in read_metrics(run_dir):
         t = _t(record)
         if t != t:
@@ -156,16 +156,26 @@ def read_history(run_dir: Path) -> History:
                 history.cold.take(record)
             case "rollout":
                 who = str(record.get("by") or record.get("slot"))
-                rollouts[who] = max(rollouts.get(who, 0), int(_number(record, "tokens", 0.0)))
-                spoke = [spoke[0] if spoke else t, t]
+                tokens, before = int(_number(record, "tokens", 0.0)), rollouts.get(who, 0)
+                rollouts[who] = max(before, tokens)
+                told.append((t, tokens > before))
     for event in read_events(run_dir):
         ends.see(_t(event))
     history.sessions = ends.spans()
     history.steps = path.steps()
     history.generated_tokens = sum(rollouts.values())
-    history.generated_s = history.active(spoke[1]) - history.active(spoke[0]) if spoke else 0.0
+    history.generated_s = sum(_generating_s(told, start, end) for start, end in history.sessions)
     _Supervision(history).read(read_events(run_dir))
     return history
+
+
+def _generating_s(told: Sequence[tuple[float, bool]], start: float, end: float) -> float:
+    """Of one session: a rollout that only started and had nothing to do was not generating slowly."""
+    within = [(t, more) for t, more in told if start <= t <= end]
+    if not within:
+        return 0.0
+    begun = within[0][0]
+    return max((t for t, more in within if more), default=begun) - begun
 
 
 class _Path:

@@ -129,3 +129,16 @@ def test_who_generated_more_than_is_told(tmp_path: Path, slot: str, end: str, un
     out.event("run_started", START + 9)
     out.close()
     assert read_history(tmp_path).untold is untold
+
+
+def test_a_session_in_which_nothing_was_generated_makes_no_rate_lower(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    told = [(2, "a", 0), (7, "a", 500), (12, "a", 1000), (18, "a", 1000), (105, "b", 0), (125, "b", 0)]
+    for start in (0, 100):
+        out.event("run_started", START + start)
+        out.event("slot_ready", START + start + 30, slot="rollout/0", epoch=1)
+    for t, by, tokens in told:
+        out.metric("rollout", START + t, by, tokens=tokens)
+    out.close()
+    history = read_history(tmp_path)
+    assert (history.generated_tokens, history.generated_s) == (1000, 10.0)
