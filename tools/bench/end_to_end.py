@@ -286,7 +286,7 @@ def main() -> int:
         return end_to_end_accuracy.main(options)
     if options.max_staleness is not None and not options.max_staleness.isdecimal():
         parser.error(f"--max-staleness {options.max_staleness}: one number, as --accuracy FOLDER is not given")
-    for name in ("seeds", "steps", "items", "dtype", "late", "at_most"):
+    for name in ("seeds", "steps", "items", "dtype", "late", "threads", "at_most"):
         if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is of --accuracy FOLDER, which is not given")
     return compare(options)

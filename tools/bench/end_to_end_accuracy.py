@@ -16,14 +16,15 @@ Samples of the plain process are of the weights that they train, those of the sy
 judged.
 
 Each finished run is kept in FOLDER as one file and not made again, so that this can be ended at any time and taken up
-later, or be made in pieces (--at-most 1). A plain run takes some 13 minutes of two quiet cores, or 22 of one: with
---threads 1 it leaves a core to another of these, for other seeds of the same FOLDER. One of the system takes about 4.
+later, or be made in pieces (--at-most 1). A plain run takes some 13 minutes of two quiet cores, or 16 to 22 of one:
+with --threads 1 it leaves a core to another of these, for other seeds of the same FOLDER. The system takes 4 to 6.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import itertools
 import json
 import subprocess
@@ -43,6 +44,9 @@ OURS = "max_staleness "
 PLAIN, LATE, HALF = "plain", "plain, one update late", "plain, half of the steps"
 AGES = "0,1"
 """Values of max_staleness that are compared, if nothing is said."""
+SOURCE = "plain_grpo.py"
+"""Its digest is kept as one of a plain run's settings: a run of another plain_grpo.py is none of these. What it
+imports is not looked at."""
 THREADS = 2
 """Of the plain process, if nothing is said: the faster number on two cores. What is learned does not hang on it."""
 
@@ -97,8 +101,10 @@ def arms_of(options: argparse.Namespace) -> list[str]:
 def settings_of(seed: int, arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """What a run is given beside the job's file."""
     dtypes = {f"roles.{role}.dtype": options.dtype for role in ("trainer", "rollout", "evaluator")}
+    source = (Path(__file__).parent / SOURCE).read_bytes()
     return {
         **(dtypes if options.dtype else {}),
+        **({} if arm.startswith(OURS) else {SOURCE: hashlib.sha256(source).hexdigest()}),
         "run.seed": seed,
         "algorithm.steps": options.steps,
         "algorithm.learning_rate_schedule": "linear",
@@ -115,7 +121,7 @@ def carry_out(seed: int, arm: str, settings: dict[str, Any], threads: int = THRE
         return convergence.carry_out(seed, arm, settings, CONFIG)
     ran, steps = Ran(seed=seed, arm=arm, settings=settings), settings["algorithm.steps"]
     try:
-        sets = [f"{key}={value}" for key, value in settings.items()]
+        sets = [f"{key}={value}" for key, value in settings.items() if key != SOURCE]
         records = run_plain(threads, steps, steps // 2, 2.0, settings["evaluation.items"], sets, late=arm == LATE)
     except SystemExit as error:
         if not isinstance(error.code, str):  # we are to end

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -21,6 +22,7 @@ from end_to_end_accuracy import (
     LATE,
     OURS,
     PLAIN,
+    SOURCE,
     arms_of,
     carry_out,
     compare,
@@ -145,6 +147,7 @@ def test_both_are_given_the_same_seed_steps_and_items(monkeypatch: pytest.Monkey
     for arm, own in settings.items():
         ran = carry_out(7, arm, own)
         assert (ran.problems, ran.arm) == ([], arm)
+    assert {arm for arm, own in settings.items() if own.pop(SOURCE, None)} == {PLAIN, LATE}
     sets = {arm: [f"{key}={value}" for key, value in own.items()] for arm, own in settings.items()}
     assert asked == [
         (settings[f"{OURS}0"], "roles.toml"),
@@ -176,6 +179,14 @@ def test_each_value_is_judged_and_the_late_process_is_only_shown() -> None:
     behind = [structs.replace(one, after=Score(200, 700)) if one.arm == ONE else one for one in found]
     said, reasons = verdict(behind)
     assert said == "not shown" and ONE in reasons and f"{OURS}0" not in reasons
+
+
+def test_a_plain_run_of_other_code_is_not_taken(tmp_path: Path) -> None:
+    settings = settings_of(1, PLAIN, options())
+    ran = Ran(seed=1, arm=PLAIN, settings={**settings, SOURCE: "another"})
+    convergence.place(tmp_path, 1, PLAIN).write_bytes(msgspec.json.encode(ran))
+    with pytest.raises(SystemExit, match="other settings"):
+        convergence.known(tmp_path, 1, PLAIN, settings)
 
 
 def test_what_is_run_for_each_seed() -> None:
