@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,11 +113,8 @@ def check_gone_on_with(run: TinyRun, tmp_path: Path) -> int:
     return found
 
 
-def kill_until(run: TinyRun, signum: int, what: str, by: str = "") -> None:
+def kill_until(run: TinyRun, signum: int, what: str, happened: Callable[[], bool]) -> None:
     """End rollout/0 in mid-generation, again and again until it has happened."""
-
-    def happened() -> bool:
-        return any(event["by"].startswith(by) for event in run.events(what))
 
     def struck() -> bool:
         slot = run.slot("rollout/0")
@@ -134,7 +131,13 @@ def kill_until(run: TinyRun, signum: int, what: str, by: str = "") -> None:
 
 def test_a_killed_rollout_costs_what_it_sampled_since_its_last_mark(run: TinyRun, tmp_path: Path) -> None:
     run.start()
-    kill_until(run, signal.SIGKILL, "group_gone_on_with")
+    # Who goes on with a group may be the next to be killed: what counts is a sample that was made.
+    kill_until(
+        run,
+        signal.SIGKILL,
+        "a sample that was gone on with",
+        lambda: any(record.get("gone_on_with") for record in run.records("made")),
+    )
     assert run.wait() == 0, run.text()
     assert check_gone_on_with(run, tmp_path) > 0
 
@@ -142,7 +145,8 @@ def test_a_killed_rollout_costs_what_it_sampled_since_its_last_mark(run: TinyRun
 @pytest.mark.long
 def test_a_stopped_rollout_hands_over_all_that_it_sampled(run: TinyRun, tmp_path: Path) -> None:
     run.start()
-    kill_until(run, signal.SIGTERM, "groups_handed_over", by="rollout/0")
+    what = "groups_handed_over"
+    kill_until(run, signal.SIGTERM, what, lambda: any(e["by"].startswith("rollout/0") for e in run.events(what)))
     assert run.wait() == 0, run.text()
     assert check_gone_on_with(run, tmp_path) > 0
     assert next(e["late"] for e in run.events("groups_handed_over") if e["by"].startswith("rollout/0")) == 0
