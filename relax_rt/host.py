@@ -331,11 +331,19 @@ async def live(role_class: type[Role], ctx: HostContext, finished: Callable[[], 
         finally:
             for watch in watches:
                 watch.cancel()
-            try:
-                await _within("its connections' close", ctx.close(how), CLOSE_S)
-            except TimeoutError:
-                ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
+            await _closed(ctx, how, failure)
     return whole
+
+
+async def _closed(ctx: HostContext, how: str, failure: Exception | None) -> None:
+    try:
+        await _within("its connections' close", ctx.close(how), CLOSE_S)
+    except TimeoutError:
+        ctx.log.warning("connections did not close in time: they end with the process", limit_s=CLOSE_S)
+    except Exception as error:
+        if failure is None:
+            raise
+        failure.add_note(f"its connections' close failed as well: {type(error).__name__}: {error}")
 
 
 class LiveProbeFailed(RelaxError):
@@ -355,6 +363,11 @@ async def probe(role: Role, every_s: float) -> NoReturn:
                 await role.live()
         except TimeoutError as error:
             raise LiveProbeFailed(f"live probe failed: no answer within live_every_s = {every_s:g} s") from error
+        except asyncio.CancelledError as error:
+            if (own := asyncio.current_task()) is None or own.cancelling():
+                raise
+            why = "it awaited a task that was cancelled, and let that pass"
+            raise LiveProbeFailed(f"live probe failed: it was cancelled from inside: {why}") from error
         except Exception as error:
             raise LiveProbeFailed(f"live probe failed: {type(error).__name__}: {error}") from error
 

@@ -139,6 +139,11 @@ class Careless(Role):
 
     async def run(self) -> None:
         await self.maybe("run")
+        if self.where == "live":
+            await self.ctx.stopping.wait()
+
+    async def live(self) -> None:
+        await self.maybe("live")
 
     async def teardown(self) -> None:
         await self.maybe("teardown")
@@ -150,11 +155,44 @@ class Careless(Role):
             await task
 
 
+@pytest.fixture
+def patient(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is ended by a limit."""
+    for name in ("LEFT_S", "CLOSE_S", "TEARDOWN_S"):
+        monkeypatch.setattr(host, name, SOON_S)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("where", ["setup", "run", "teardown"])
 async def test_a_cancellation_of_its_own_is_told_as_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Careless, "where", where)
     with pytest.raises(RelaxError, match=f"Careless.{where} was cancelled from inside"):
         await live(Careless, context(), lambda: None)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_live_probe_that_is_cancelled_from_inside_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Careless, "where", "live")
+    ctx = context()
+    with pytest.raises(LiveProbeFailed, match="cancelled from inside"):
+        await live(Careless, ctx, lambda: None)
+    assert "cancelled from inside" in ctx.left[0]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_close_that_fails_hides_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(how: str) -> None:
+        raise OSError("the socket is gone")
+
+    monkeypatch.setattr(Careless, "where", "run")
+    ctx = context()
+    ctx.close = broken
+    with pytest.raises(RelaxError, match=r"Careless.run was cancelled") as told:
+        await live(Careless, ctx, lambda: None)
+    assert "the socket is gone" in told.value.__notes__[0]
+    monkeypatch.setattr(Careless, "where", "")
+    with pytest.raises(OSError, match="the socket is gone"):
+        await live(Careless, ctx, lambda: None)
 
 
 def test_a_task_that_swallows_its_cancellation_cuts_off_no_thread_that_is_of_use() -> None:
