@@ -284,7 +284,7 @@ class TrainerRole(Role):
         if self._choices is not None:
             # Before anything is admitted.
             await self._choices.choose(self.step)
-        await self.queue.rollback(self.step, self.weights)
+        await self.queue.rollback(found.ledger_step if found is not None else self.step, self.weights)
         await self.publisher.begin(self.weights)
         self._doing("its groups are gathered")
         return True
@@ -348,7 +348,7 @@ class TrainerRole(Role):
                 await self.critic.begin(0, None)
             return None
         folder, state = found
-        await self._covered(folder, state.step)
+        await self._covered(folder, state.ledger_step)
         self.ctx.event("resumed", checkpoint=folder.name, step=state.step, version=state.version)
         return state
 

@@ -51,6 +51,7 @@ class WeightFiles:
         self._closing = False
         self._next: VersionRecord | None = None
         self._newest = 0
+        self._told = 0
         self._behind: asyncio.Task[None] | None = None
         self._directory: WeightDirectory | None = None
         try:
@@ -123,7 +124,7 @@ class WeightFiles:
                 await in_own_thread(partial(self._put, record))
             except Gone:
                 continue  # the stage keeps the newest committed one: there is a newer
-            except (RelaxError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 a copy costs no more than itself, and is told
                 self._not_filed(record.version, error)
 
     def _opened(self) -> WeightDirectory:
@@ -150,8 +151,12 @@ class WeightFiles:
         self._opened().retire(record.version)
 
     def _not_filed(self, version: int, error: Exception) -> None:
-        self._ctx.event("weights_not_filed", version=version, why=str(error))
-        self._ctx.log.warning("a version was not put into the folder", version=version, why=str(error))
+        if version and version == self._told:
+            return
+        self._told = version
+        why = str(error) if isinstance(error, RelaxError | OSError) else f"{type(error).__name__}: {error}"
+        self._ctx.event("weights_not_filed", version=version, why=why)
+        self._ctx.log.warning("a version was not put into the folder", version=version, why=why)
 
 
 async def in_own_thread(work: Callable[[], None]) -> None:

@@ -152,14 +152,19 @@ class Publisher:
 
     @property
     def overdue(self) -> bool:
-        """Whether a publication is under way for longer than all its parts may take."""
+        """Whether the copy of a publication, or all of it, is under way for longer than its parts may take."""
         if self.current is None or self.current.done():
             return False
-        return time.monotonic() - self._begun_at > self._limit_s
+        return time.monotonic() - self._begun_at > self._limit_now_s
+
+    @property
+    def _limit_now_s(self) -> float:
+        return self._limit_s if self._copied.is_set() else self._copy_wait_s
 
     def _check_overdue(self) -> None:
+        limit_s = self._limit_now_s
         if self.overdue:
-            raise DeadlineExceeded(f"the publication was not through within {self._limit_s:g} s", why=self._doing)
+            raise DeadlineExceeded(f"the publication was not through within {limit_s:g} s", why=self._doing)
 
     async def close(self) -> None:
         """Give up what is under way."""

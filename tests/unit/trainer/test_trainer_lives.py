@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import shutil
@@ -15,15 +16,17 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from trainer_parts import GROUPS, Lives, lives_of, model_with_tokenizer  # noqa: E402
+from trainer_parts import EVERY, GROUPS, SOON_S, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.roles.publication.publisher import Publisher  # noqa: E402
 from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.roles.trainers import checkpoint  # noqa: E402
 from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
 from relax_rt.roles.trainers.sieve import NothingKept  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
-from relax_rt.transport.errors import GivenUp, Refused, RelaxError  # noqa: E402
+from relax_rt.transport.errors import DeadlineExceeded, GivenUp, Refused, RelaxError  # noqa: E402
+from relax_rt.transport.versions import VersionRecord  # noqa: E402
 
 
 @pytest.fixture
@@ -405,3 +408,23 @@ async def test_too_many_in_a_row_end_the_trainer(lives: Lives, model: Path) -> N
         await lives.life(model, steps=20, harm=spoil(*spoilt))
     assert "learning rate" in caught.value.hint
     assert [one["step"] for one in lives.contexts[-1].told("step_skipped")] == list(spoilt)
+
+
+async def test_a_failed_trainer_does_not_wait_for_the_checkpoint_of_a_version_that_never_comes(
+    lives: Lives, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Publisher._publish
+
+    async def hang(self: Publisher, weights: VersionRecord) -> VersionRecord:
+        if weights.step != EVERY:
+            return await publish(self, weights)
+        self._copied.set()
+        self._begun_at -= self._limit_s
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Publisher, "_publish", hang)
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(DeadlineExceeded, match="the publication was not through"):
+            await lives.life(model, steps=9)
+    assert lives.folders() == []

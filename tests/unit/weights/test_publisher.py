@@ -370,14 +370,17 @@ class HungFolder:
     """A disk that does not answer, before the commit or after it."""
 
     def __init__(self, at: str) -> None:
-        self.at, self.free = at, asyncio.Event()
+        self.at, self.asked, self.free = at, asyncio.Event(), asyncio.Event()
 
     async def before(self, record: VersionRecord) -> None:
-        if self.at == "before":
-            await self.free.wait()
+        await self._hang("before")
 
     async def after(self, record: VersionRecord) -> None:
-        if self.at == "after":
+        await self._hang("after")
+
+    async def _hang(self, at: str) -> None:
+        if at == self.at:
+            self.asked.set()
             await self.free.wait()
 
     async def close(self) -> None:
@@ -385,16 +388,14 @@ class HungFolder:
 
 
 @pytest.mark.parametrize(("at", "told"), [("before", "put into the folder"), ("after", "removed from the folder")])
-async def test_what_is_overdue_names_what_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, told: str
-) -> None:
-    for name in ("STAGE_WAIT_S", "COPY_S", "REGISTRY_WAIT_S", "RETRY_S"):
-        monkeypatch.setattr(module, name, 0.05)
-    async with world_of(tmp_path, ack_timeout_s=0.1, directory_timeout_s=0.1) as world:
-        world.publisher._files = cast(Any, HungFolder(at))
+async def test_what_is_overdue_names_what_it_waits_for(tmp_path: Path, at: str, told: str) -> None:
+    async with world_of(tmp_path) as world:
+        folder = HungFolder(at)
+        world.publisher._files = cast(Any, folder)
         await world.publish(1)
+        await asyncio.wait_for(folder.asked.wait(), SOON_S)
         assert not world.publisher.overdue
-        await soon(lambda: world.publisher.overdue)
+        world.publisher._begun_at -= world.publisher._limit_s
         with pytest.raises(DeadlineExceeded, match=told):
             world.publisher.check()
         assert bool(world.ctx.registry.committed) is (at == "after")
