@@ -136,7 +136,7 @@ class Objective:
         """Whether a group can be trained on before the rest of the batch is there."""
         return "batch" not in self.needs
 
-    def advantages(self, samples: Sequence[Sample]) -> None:
+    def advantages(self, samples: Sequence[Sample]) -> int:
         """Give each sample its advantages, float32 [T], 0 where nothing is trained.
 
         The truncation policy is applied first; a sample that it masks counts in no statistic and is not trained on.
@@ -144,19 +144,25 @@ class Objective:
         Args:
             samples: whole groups; all of the step, unless `streams`.
 
+        Returns:
+            Tokens whose advantage the loss took away beforehand (its `prepare`, as that of `m2po`).
+
         Raises:
             Refused: a sample lacks what is needed. OwnPartFailed: a user's function failed, or returned another shape.
         """
         kept, rewards = self._truncated(samples)
         inputs = AdvantageInputs([self._trajectory(s, r) for s, r in zip(kept, rewards, strict=True)])
-        values = arrays(self.parts.advantage, self.parts.advantage(inputs), inputs)
+        values, left_out = arrays(self.parts.advantage, self.parts.advantage(inputs), inputs), 0
         if "prepare" in self.parts.loss.part.extras:
+            before = [one.copy() for one in values]
             prepared = self.parts.loss.extra("prepare", inputs, values)
             values = arrays(self.parts.loss, prepared, inputs, extra="prepare")
+            left_out = sum(int(((was != 0) & (now == 0)).sum()) for was, now in zip(before, values, strict=True))
         for sample in samples:
             sample.advantages = np.zeros(len(sample.tokens), np.float32)
         for sample, advantages in zip(kept, values, strict=True):
             sample.advantages = advantages
+        return left_out
 
     def returns(self, samples: Sequence[Sample]) -> list[NDArray[np.float32] | None]:
         """What a critic's values of these samples should have been, as the advantage's `returns` says.

@@ -44,6 +44,7 @@ def step_record(
         "sampled_entropy": sampled_entropy(samples),
         "tokens_refused": batch.refused_tokens,
         "tokens_masked": sum(end - start for s in batch.leased for start, end in s.masked),
+        "tokens_left_out": batch.left_out_tokens,
         "parts": batch.parts,
         **_filtered(batch),
         "skipped": "" if result.applied else result.why,

@@ -55,6 +55,7 @@ class Batch:
         count: what the gradients so far are to be divided by.
         scored: groups that came, also those that filters left out. filtered: groups left out, by filter.
         beside: what compares the policies over tokens without gradients (`mismatch.beside_gradients`).
+        left_out_tokens: whose advantage the loss took away before the update.
         refused_tokens: of samples that the queue refused as over-stale since the step before.
         spent: on `wait`, `train` and `publish`. held_s: how long the update waited for the weights to be copied.
     """
@@ -72,6 +73,7 @@ class Batch:
     scored: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
     beside: Metrics = field(default_factory=dict)
+    left_out_tokens: int = 0
     refused_tokens: int = 0
     held_s: float = 0.0
 
@@ -186,7 +188,7 @@ def accumulate(batch: Batch, backend: TrainerBackend, objective: Objective, vers
     samples = batch.samples[batch.accumulated :]
     if "proximal" in objective.needs:
         set_proximal(samples, backend, version, wanted=objective.proximal_first)
-    objective.advantages(samples)
+    batch.left_out_tokens += objective.advantages(samples)
     batch.count += backend.accumulate(samples).count
     batch.accumulated = len(batch.samples)
     batch.parts += 1

@@ -71,7 +71,7 @@ def take_updates(
     proximal = "proximal" in objective.needs
     if proximal:
         set_proximal(batch.samples, backend, version)
-    objective.advantages(batch.samples)
+    batch.left_out_tokens = objective.advantages(batch.samples)
     if not proximal:
         batch.beside = beside_gradients(batch.samples, backend, objective, over)
     parts, results = list(_parts(batch.samples, updates)), []

@@ -275,7 +275,7 @@ def test_m2po_takes_out_tokens_over_the_whole_batch() -> None:
     batch[0].behaviour_logprobs = np.array([0, -1.0, -0.1], np.float32)  # rises by 1 and 0.1, advantage positive
     batch[1].behaviour_logprobs = np.array([0, -0.1, -2.0], np.float32)  # rises, advantage negative: no trust region
     objective = Objective.of(AlgorithmTable(name="m2po"))
-    objective.advantages(batch)
+    assert objective.advantages(batch) == 1
     assert not objective.streams
     assert [s.advantages.tolist() for s in batch if s.advantages is not None] == [
         [0, 0, pytest.approx(0.7070, abs=1e-3)],

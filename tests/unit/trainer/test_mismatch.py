@@ -128,6 +128,18 @@ def test_every_item_is_there_at_each_step(model_dir: Path) -> None:
     assert (record["tokens_refused"], record["tokens_masked"]) == (17, masked) and record["tokens_rejected"] > 0
 
 
+def test_what_a_trust_region_takes_out_before_the_update_is_reported(model_dir: Path) -> None:
+    trainer, batch = backend(model_dir, name="m2po", loss={"name": "m2po", "threshold": 1e-9}), batch_of({})
+    _, record = step(trainer, batch, "trained")
+    left = sum(int((s.advantages != 0).sum()) for s in batch.samples if s.advantages is not None)
+    plain, whole = backend(model_dir), batch_of({})
+    step(plain, whole, "trained")
+    every = sum(int((s.advantages != 0).sum()) for s in whole.samples if s.advantages is not None)
+    assert 0 < record["tokens_left_out"] == every - left < every
+    assert record["tokens_rejected"] == 0
+    assert step(plain, batch_of({}), "trained")[1]["tokens_left_out"] == 0
+
+
 def test_a_step_that_is_thrown_away_has_its_report(model_dir: Path) -> None:
     trainer, batch = backend(model_dir), batch_of({})
     loss, calls = trainer.objective.loss, []
