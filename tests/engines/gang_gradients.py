@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,8 @@ class Alone:
         if label not in self._kept:
             self._model.zero_grad()
             means, count = gradients_alone(self._model, objective, batch, self._temperature), objective.count(batch)
-            self._kept[label] = {name: value.numpy() * count for name, value in means.items()}
+            plain = {name: value.numpy() * count for name, value in means.items()}
+            self._kept[label] = {own: part for name, value in plain.items() for own, part in by_expert(name, value)}
         return self._kept[label]
 
     def judge(self, batch: Sequence[Sample]) -> None:
@@ -43,6 +44,18 @@ class Alone:
         for sample in batch:
             values = alone(self._model, sample.tokens, self._temperature)[0].detach().numpy() * sample.loss_mask
             sample.proximal_logprobs, sample.proximal_version = values.astype(np.float32), VERSION
+
+
+def by_expert(name: str, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """A tensor as checkpoints name it: transformers computes with the experts of a layer in one, [experts, rows, …]."""
+    folder, _, tensor = name.rpartition(".")
+    if not folder.endswith(".experts"):
+        yield name, value
+        return
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[tensor]
+    for expert, rows in enumerate(value):
+        for part, own in zip(parts, np.split(rows, len(parts)), strict=True):
+            yield f"{folder}.{expert}.{part}.weight", own
 
 
 def off(found: Sequence[Gradients], wanted: Gradients) -> float:
