@@ -1,4 +1,4 @@
-"""A real offline run of Weights & Biases; skipped where wandb is not installed."""
+"""A real offline run of Weights & Biases."""
 
 from __future__ import annotations
 
