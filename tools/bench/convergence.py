@@ -119,8 +119,9 @@ def known(folder: Path, seed: int, arm: str, settings: dict[str, Any]) -> Ran | 
         ran = msgspec.json.decode(path.read_bytes(), type=Ran)
     except msgspec.MsgspecError as error:
         raise SystemExit(f"{path} is no finished run: {error}; remove it to run it again") from None
-    told = {key: value for key, value in ran.settings.items() if key != "roles.trainer.target"}
-    if told != {key: value for key, value in settings.items() if key != "roles.trainer.target"}:
+    keys = {*ran.settings, *settings} - {"roles.trainer.target"}
+    if other := sorted(key for key in keys if ran.settings.get(key) != settings.get(key)):
+        told = "; ".join(f"{key} was {ran.settings.get(key)}, is {settings.get(key)}" for key in other)
         raise SystemExit(f"{path} was made with other settings ({told}); take another folder, or remove it")
     return ran
 

@@ -154,9 +154,12 @@ def main() -> int:
             step_s, load = statistics.fmean(ran.steps_s), os.getloadavg()[0]
             print(f"{time.strftime('%X')} {mode}: {step_s:.3f} s a step, load {load:.1f}", file=sys.stderr, flush=True)
     show(found, cases, options)
-    if options.json and not options.only:
-        print(json.dumps(rows(found, cases, options.factor)))
-    return 0
+    if options.only:
+        return 0
+    result = rows(found, cases, options.factor)
+    if options.json:
+        print(json.dumps(result))
+    return 0 if all(one["holds"] for one in result if one["goal"] is not None) else 1
 
 
 def case(mode: str, options: argparse.Namespace) -> Case:

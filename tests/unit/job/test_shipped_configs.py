@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_rt.config.job import load_job
 from relax_rt.config.loader import load_config
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.source import distinct, fill
@@ -18,6 +19,8 @@ from relax_rt.roles.sections import RLConfig, RolloutSettings
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART, SGLANG_CPU = ROOT / "examples/quickstart/roles.toml", ROOT / "examples/sglang_cpu/roles.toml"
 CONFIGS = [QUICKSTART, SGLANG_CPU, ROOT / "tests/tiny_job/roles.toml"]
+RUN_HERE = sorted(path for path in ROOT.glob("examples/*/roles.toml") if not (path.parent / "nodes.toml").exists())
+"""Those with an inventory are planned for other machines (test_plan_examples)."""
 
 
 @pytest.fixture(params=CONFIGS, ids=lambda path: path.parent.name)
@@ -30,6 +33,14 @@ def config(request: pytest.FixtureRequest) -> RLConfig:
 def test_it_loads_and_plans(config: RLConfig) -> None:
     RLJob().ledger_policy(config).check()
     assert RLJob().plan(config)
+
+
+@pytest.mark.parametrize("path", RUN_HERE, ids=lambda path: path.parent.name)
+def test_every_example_that_runs_here_has_keys_that_there_are_and_parts_that_fit(path: Path) -> None:
+    config = load_config(path)
+    if isinstance(config, RLConfig):
+        RLJob().ledger_policy(config).check()
+    assert load_job(config.run.job).plan(config)
 
 
 def test_its_questions_are_many_and_fill_the_template(config: RLConfig) -> None:
