@@ -211,7 +211,7 @@ def _roles(
             problems.append(Problem(("roles", kind), f"roles.{kind} must be a table"))
             continue
         table = _absolute(table, config_dir)
-        settings = _role_type(kind, table, job, problems)
+        settings = _role_type(kind, table, job, config_dir, problems)
         if settings is None:
             continue
         found = validate(settings, table, ("roles", kind), home)
@@ -236,10 +236,12 @@ def _absolute(table: Mapping[str, Any], config_dir: Path) -> dict[str, Any]:
     return changed
 
 
-def _role_type(kind: str, table: dict[str, Any], job: Job | None, problems: list[Problem]) -> type[RoleSettings] | None:
+def _role_type(
+    kind: str, table: dict[str, Any], job: Job | None, config_dir: Path, problems: list[Problem]
+) -> type[RoleSettings] | None:
     path: KeyPath = ("roles", kind)
     if isinstance(target := table.get("target"), str):
-        return _target_type(target, (*path, "target"), problems)
+        return _target_type(target, config_dir, (*path, "target"), problems)
     if isinstance(job, Planner) and kind in job.Planned:
         return job.Planned[kind]
     known = known_roles()
@@ -256,9 +258,9 @@ def _role_type(kind: str, table: dict[str, Any], job: Job | None, problems: list
         return None
 
 
-def _target_type(target: str, path: KeyPath, problems: list[Problem]) -> type[RoleSettings] | None:
+def _target_type(target: str, config_dir: Path, path: KeyPath, problems: list[Problem]) -> type[RoleSettings] | None:
     try:
-        role = load_target(target)
+        role = load_target(target, config_dir)
     except TargetError as error:
         why = f": {error.why}" if error.why else ""
         problems.append(Problem(path, error.what + why, error.hint))

@@ -211,10 +211,11 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
         rest = [key for key, _, _ in other[MOST_TOLD:MOST_NAMED]]
         more = f"; and so are {', '.join(rest)}{', …' if len(other) > MOST_NAMED else ''}" if rest else ""
         told = f": {'; '.join(_was_and_is(one) for one in other[:MOST_TOLD])}{more}" if other else ""
+        back = "set these back, " if other else ""
         raise RelaxError(
             f"run.dir = {str(run_dir)!r} belongs to a run with another config",
             why=f"run {run.get('run_id', '?')} was started from {run.get('config', '?')} with other settings{told}",
-            hint="choose another run.name or run.dir, set these back, or move the old directory away",
+            hint=f"choose another run.name or run.dir, {back}or move the old directory away",
         )
 
 

@@ -227,7 +227,7 @@ class Session:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if task.cancelled() and caller is not None and not caller.cancelling():
-                why = "this end of the queue was closed while it was under way: what it puts may have been put"
+                why = "this end of the queue was closed while it was under way: it may have been carried out, or not"
                 raise Refused("call of the queue", why=why, hint="end your calls before you leave the queue") from None
             orphan = asyncio.ensure_future(self._settle(task, undo))
             self._background.add(orphan)
