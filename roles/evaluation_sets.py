@@ -150,9 +150,17 @@ class Course:
             return ""
         if step >= self._last_step:
             return "after"
+        return "during" if self.asked(step) else ""
+
+    def asked(self, step: int) -> list[int]:
+        """The chosen steps that an evaluation of this step's weights is for: those up to it that have none yet.
+
+        Only the newest version can be had, so that weights that came and went during another evaluation are made up
+        for by later ones; by those of the last step, if need be.
+        """
         last, every = max(self.done, 0), self.recipe.every_steps
-        due = (every and step // every > last // every) or any(last < at <= step for at in self.recipe.at_steps)
-        return "during" if due else ""
+        regular = range(every * (last // every + 1), step + 1, every) if every else ()
+        return sorted({*regular, *(at for at in self.recipe.at_steps if last < at <= step)})
 
     def along(self, path: Collection[int]) -> None:
         """Count only what was evaluated on this path of versions: the trainer may have gone back to a checkpoint, and

@@ -170,6 +170,7 @@ class EvaluatorRole(Role):
         recipe, began = course.recipe, time.monotonic()
         items = self.items[recipe.name][: recipe.count(when)]
         about = {"set": recipe.name, "when": when, "step": record.step, "version": record.version}
+        about |= {"for_steps": course.asked(record.step)}
         self.ctx.event("evaluation_started", **about, items=len(items))
         scores = await self._scores(recipe, items, recipe.samples, recipe.temperature, course.before)
         if recipe.greedy:

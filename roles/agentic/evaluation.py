@@ -77,6 +77,7 @@ class HeldOut:
         recipe, began = self.course.recipe, time.monotonic()
         tasks = self._tasks.held_out(recipe.count(when))
         about = {"set": MAIN, "when": when, "step": record.step, "version": record.version}
+        about |= {"for_steps": self.course.asked(record.step)}
         self._ctx.event("evaluation_started", **about, items=len(tasks))
         found = await self._all([self._episode(task, sample) for task in tasks for sample in range(recipe.samples)])
         if found and all(one == LOST for one in found):

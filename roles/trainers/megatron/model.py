@@ -24,6 +24,7 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Layers = Literal["transformer_engine", "local"]
+Wanted = Literal["auto", "transformer_engine", "local"]
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,19 +85,54 @@ def _rope(values: Mapping[str, Any], folder: Path) -> tuple[float, float]:
     )
 
 
-def choose_layers(wanted: Literal["auto", "transformer_engine", "local"]) -> Layers:
-    """TransformerEngine's layers on CUDA if it is installed, Megatron's own otherwise.
+class LayerChoice(msgspec.Struct, frozen=True):
+    """Whose layers a rank computes with.
+
+    Attributes:
+        fallback: why they are not TransformerEngine's, on a device where those are the default; empty: they are the
+            ones that are asked for.
+    """
+
+    layers: Layers
+    fallback: str = ""
+
+
+def decide_layers(wanted: Wanted, *, cuda: bool, installed: bool) -> LayerChoice:
+    """TransformerEngine's layers are the default on CUDA, Megatron's own elsewhere.
+
+    Args:
+        installed: TransformerEngine is.
 
     Raises:
         Refused: TransformerEngine is asked for by name and cannot be used here.
     """
-    there = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    if wanted == "transformer_engine" and not there:
-        why = "it is not installed" if torch.cuda.is_available() else "there is no CUDA device"
-        raise Refused("layers of TransformerEngine", why=why, hint='use layers = "auto" or "local"')
+    if wanted == "local" or (wanted == "auto" and not cuda):
+        return LayerChoice("local")
+    if cuda and installed:
+        return LayerChoice("transformer_engine")
     if wanted == "auto":
-        return "transformer_engine" if there else "local"
-    return wanted
+        return LayerChoice("local", fallback="transformer_engine is not installed")
+    why = "it is not installed" if cuda else "there is no CUDA device"
+    raise Refused("layers of TransformerEngine", why=why, hint='use layers = "auto" or "local"')
+
+
+def decide_layers_here(wanted: Wanted) -> LayerChoice:
+    """`decide_layers` for this process.
+
+    Raises:
+        Refused: see there.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return decide_layers(wanted, cuda=torch.cuda.is_available(), installed=installed)
+
+
+def choose_layers(wanted: Wanted) -> Layers:
+    """Those of `decide_layers_here`.
+
+    Raises:
+        Refused: see there.
+    """
+    return decide_layers_here(wanted).layers
 
 
 def sizes_of(table: TrainedSettings) -> Sizes:

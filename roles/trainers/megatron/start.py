@@ -13,13 +13,18 @@ from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
 from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.megatron.model import sizes_of
+from relax_rt.roles.trainers.megatron.model import LayerChoice, decide_layers_here, sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 
 REMEDY = (
     "cut the model over more ranks (roles.trainer.tensor_parallel, pipeline_parallel), or compute more of it again "
     '(roles.trainer.recompute = "full")'
 )
+LOCAL_COSTS = (
+    "attention goes through a pack sequence by sequence, experts are computed one after another, rotary embeddings and "
+    "activations are not fused"
+)
+LOCAL_REMEDY = 'install transformer-engine; roles.trainer.layers = "local" says that these are wanted'
 
 
 def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
@@ -36,6 +41,9 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
     ranks = Ranks(sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed)
     folder, budget = model_folder(ctx), Budget.of(ctx, ctx.settings.tokens_per_micro_batch, REMEDY)
     with refused_for_good():
+        choice = decide_layers_here(ctx.settings.layers)
+        if gang.local_rank == 0:
+            tell_layers(ctx, choice)
         backend = MegatronBackend(
             folder,
             ctx.config.algorithm,
@@ -44,7 +52,7 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
             temperature=ctx.config.sampling.temperature,
             objective=objective,
             stacked_experts=not serves_single_experts(ctx.config),
-            layers=ctx.settings.layers,
+            layers=choice.layers,
             on_progress=ctx.progress.advance,
             budget=budget,
         )
@@ -55,6 +63,16 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
         ctx.progress.waiting("" if order else "orders of rank 0")
 
     return Follower(backend, doing, ctx.progress.waiting)
+
+
+def tell_layers(ctx: RoleContext, choice: LayerChoice) -> None:
+    """Say whose layers compute the model; loudly where they are not the device's default and nobody asked for them."""
+    if not choice.fallback:
+        ctx.log.info("layers of the model", layers=choice.layers)
+        return
+    facts = {"layers": choice.layers, "why": choice.fallback, "costs": LOCAL_COSTS, "hint": LOCAL_REMEDY}
+    ctx.event("layers_fallback", **facts)
+    ctx.log.warning("Megatron-Core's own layers stand in for TransformerEngine's", **facts)
 
 
 def serves_single_experts(config: RLConfig) -> bool:

@@ -284,7 +284,7 @@ def held_out(player: Any, events: list[str], silent_s: float = 4.0) -> HeldOut:
         _places=asyncio.Semaphore(4),
         _silent_s=silent_s,
         _ended=0,
-        course=SimpleNamespace(recipe=recipe, before=None, take=lambda result: None),
+        course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: [], take=lambda result: None),
     )
     return made
 

@@ -264,7 +264,7 @@ async def test_held_out_episodes_of_which_none_could_be_played_end_the_slot() ->
         _places=asyncio.Semaphore(4),
         _silent_s=60.0,
         _ended=0,
-        course=SimpleNamespace(recipe=recipe, before=None),
+        course=SimpleNamespace(recipe=recipe, before=None, asked=lambda step: []),
     )
     with pytest.raises(Fruitless, match="6 held-out episodes, before: each was lost 5 times"):
         await held_out.evaluate(VersionRecord(1, 0, 0), "before")

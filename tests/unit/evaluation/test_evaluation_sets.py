@@ -225,6 +225,31 @@ def test_steps_that_were_missed_are_made_up_for_once() -> None:
     assert walk(course(at=(3, 7)), [8, 9])[1:] == [(8, "during")]
 
 
+def asked(one: Course, steps: list[int]) -> list[tuple[str, int, list[int]]]:
+    """The evaluations made as these steps' weights come: when, whose weights, and for which chosen steps."""
+    made = []
+    for step in [0, *steps]:
+        if when := one.when(step):
+            made.append((when, step, one.asked(step)))
+            one.take({"when": when, "step": step})
+    return made
+
+
+def test_an_evaluation_says_which_steps_it_is_for() -> None:
+    assert asked(course(at=(2, 5)), [1, 2, 5, 6]) == [("before", 0, []), ("during", 2, [2]), ("during", 5, [5])]
+    # Those that it was too busy for, in one evaluation; a step that is chosen twice stands there once.
+    assert asked(course(every=4, at=(8, 7, 12)), [3, 13, 14])[1:] == [("during", 13, [4, 7, 8, 12])]
+    assert course(every=4).asked(3) == course().asked(50) == []
+
+
+def test_the_last_step_is_one_evaluation_however_it_was_chosen() -> None:
+    assert asked(course(at=(9,), last=9), [8, 9]) == [("before", 0, []), ("after", 9, [9])]
+    assert asked(course(every=3, at=(9,), last=9), [6, 9])[1:] == [("during", 6, [3, 6]), ("after", 9, [9])]
+    # The run ended while it was busy with its first evaluation.
+    assert asked(course(at=(2, 4), last=9), [9, 9])[1:] == [("after", 9, [2, 4])]
+    assert asked(course(last=9), [5, 9])[1:] == [("after", 9, [])]
+
+
 def test_after_a_roll_back_it_is_due_again() -> None:
     one = course(every=10, last=30)
     for when, step, version in (("before", 0, 0), ("during", 10, 11), ("during", 20, 21), ("after", 30, 31)):
@@ -233,6 +258,7 @@ def test_after_a_roll_back_it_is_due_again() -> None:
     path = {*range(17), 32, 33}
     one.along(path)
     assert [one.when(step) for step in (15, 16, 20, 30)] == ["", "", "during", "after"]
+    assert one.asked(22) == [20] and one.asked(30) == [20, 30]
     # An evaluation that was in hand is of the branch that was left.
     one.take({"when": "during", "step": 20, "version": 22})
     assert one.when(20) == "during"
@@ -280,6 +306,8 @@ def test_whatever_versions_come_the_ends_are_evaluated_once(every: int, at: list
     for want in wanted:
         first = min(step for step in seen | {30} if step >= want)
         assert first in {step for step, _ in made}
+    chosen = [step for _, _, steps in asked(course(every, tuple(at), last=30), sorted(seen | {30})) for step in steps]
+    assert chosen == sorted({*at, *(range(every, 31, every) if every else ())}), "each is evaluated for, once"
 
 
 def test_an_earlier_incarnations_evaluations_count(folder: Path) -> None:
