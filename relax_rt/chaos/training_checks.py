@@ -14,6 +14,13 @@ from relax_rt.chaos.timeline import Event
 
 Found = Iterator[int | Breach]
 ROOT = 0
+TRAINER = "trainer/0"
+"""Of a gang, the rank that writes checkpoints and takes them."""
+REFUSED = ("checkpoint_damaged", "checkpoint_set_aside")
+FINAL = ("config", "given_up")
+"""Kinds of an end after which the run waits for a person."""
+OF_CHECKPOINTS = ("checkpoint ", "none of the checkpoints ")
+"""How the cause of such an end begins if it is for the checkpoints."""
 
 
 def told(record: Event) -> str:
@@ -201,8 +208,84 @@ def versions_grow(evidence: Evidence) -> Found:
             yield Breach("versions_grow", what, evidence.lines([number]))
 
 
+def fallen_behind(evidence: Evidence) -> Iterator[Breach]:
+    """Lives of the trainer that do again what a checkpoint covers: they begin before the newest that was told of as
+    complete before them, and no event says that it was refused.
+
+    To begin later is no breach: a kill between a checkpoint's rename and its event leaves it untold.
+    """
+    begun, said = _begun(evidence.events), dict[int, int]()
+    for number, event in enumerate(evidence.events):
+        if event.get("kind") == "resumed":
+            said.setdefault(_epoch_of(event), number)
+    first: dict[int, int] = {}
+    for record in evidence.steps:
+        first.setdefault(int(record.get("epoch", 0)), int(record["step"]))
+    words = [(n, e) for n, e in enumerate(evidence.events) if e.get("kind") in ("checkpoint", "slot_exited", *REFUSED)]
+    for epoch in sorted({*first, *said}):
+        word = evidence.events[said[epoch]] if epoch in said else {"step": first[epoch] - 1}
+        start, shown = int(word["step"]), [places[epoch] for places in (begun, said) if epoch in places]
+        if first.get(epoch, start + 1) != start + 1:
+            what = f"{TRAINER}#{epoch} went on from step {start} by its own word, and its first step is {first[epoch]}"
+            yield Breach("checkpoint_stands", what, evidence.lines(shown))
+        # Of a life whose beginning is not in the log, by the order of epochs alone.
+        standing = _standing(words, epoch, begun.get(epoch, len(evidence.events)))
+        newest = max(standing, key=lambda n: int(evidence.events[n].get("step", 0)), default=None)
+        if newest is not None and (step := int(evidence.events[newest].get("step", 0))) > start:
+            folder = evidence.events[newest].get("folder")
+            what = (
+                f"{TRAINER}#{epoch} began behind step {start}, although {folder} of step {step} was complete before it "
+                "and no event says that it was refused"
+            )
+            yield Breach("checkpoint_stands", what, evidence.lines([newest, *shown]))
+
+
+def _epoch_of(event: Event) -> int:
+    """Of who wrote it; 0 if it does not say."""
+    epoch = str(event.get("by", "")).rpartition("#")[2]
+    return int(epoch) if epoch.isdecimal() else 0
+
+
+def _begun(events: list[Event]) -> dict[int, int]:
+    """Place of the first event that tells of each life of the trainer."""
+    found: dict[int, int] = {}
+    for number, event in enumerate(events):
+        if event.get("kind") == "slot_spawned" and event.get("slot") == TRAINER:
+            found.setdefault(int(event.get("epoch", 0)), number)
+        elif str(event.get("by")).startswith(f"{TRAINER}#"):
+            found.setdefault(_epoch_of(event), number)
+    return found
+
+
+def _standing(words: list[tuple[int, Event]], epoch: int, begun: int) -> list[int]:
+    """Places of the events of checkpoints that a life had to go on from, one of them: told of before it began, and not
+    refused since, by others or itself."""
+    found: dict[str, int] = {}
+    for number, event in words:
+        before, kind = number < begun, event["kind"]
+        if kind == "checkpoint" and before and _epoch_of(event) < epoch:
+            found[str(event.get("folder"))] = number
+        elif kind in REFUSED and (before or _epoch_of(event) == epoch):
+            found.pop(str(event.get("checkpoint")), None)
+        elif before and _left_to_a_person(event):
+            found.clear()
+    return list(found.values())
+
+
+def _left_to_a_person(event: Event) -> bool:
+    """The trainer has ended the run for its checkpoints: whoever mends it may have moved them, which no event tells."""
+    end = event.get("diagnosis") or {}
+    return (
+        event["kind"] == "slot_exited"
+        and event.get("slot") == TRAINER
+        and end.get("kind") in FINAL
+        and str(end.get("cause", "")).startswith(OF_CHECKPOINTS)
+    )
+
+
 def checkpoint_stands(evidence: Evidence) -> Found:
-    """A finished run has the checkpoint of its last step, with the weights that were committed."""
+    """The trainer falls back to its newest checkpoint; a finished run has that of its last step, as committed."""
+    yield from fallen_behind(evidence)
     newest = max(evidence.checkpoints, key=lambda c: c.step, default=None)
     yield len(evidence.checkpoints)
     path = path_of(evidence.steps)

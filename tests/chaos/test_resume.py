@@ -45,6 +45,10 @@ def step_of(number: int, epoch: int, groups: list[int]) -> dict[str, Any]:
     return {"step": number, "epoch": epoch, "keys": keys, "prompts": prompts, "version": 1000 * epoch + number}
 
 
+def checkpoint_told(step: int, epoch: int) -> dict[str, Any]:
+    return {"kind": "checkpoint", "by": f"trainer/0#{epoch}", "step": step, "folder": f"step-{step}"}
+
+
 def evidence() -> Evidence:
     """60 steps on two prompts each; steps 31 to 37 were taken twice, by a second trainer; one prompt is pending."""
     groups = {step: [2 * step + 8, 2 * step + 9] for step in range(1, STEPS + 1)}
@@ -55,7 +59,13 @@ def evidence() -> Evidence:
     told = {"freed": 240, "trained": 0, "trained_twice": 0, "prompts_trained_twice": 0, "prompts_retired": 0}
     told |= {"prompts_first_issued": 122, "prompts_waiting": 1, "reserved": 1, "waiting": 0, "ready": 1, "leased": 0}
     return Evidence(
-        events=[{"kind": "queue_account", **told}],
+        events=[
+            checkpoint_told(20, 1),
+            checkpoint_told(30, 1),
+            {"kind": "slot_spawned", "slot": "trainer/0", "epoch": 2},
+            {"kind": "resumed", "by": "trainer/0#2", "checkpoint": "step-30", "step": 30},
+            {"kind": "queue_account", **told},
+        ],
         steps=steps,
         made=made,
         checkpoints=[Checkpoint("step-30", 30, 1030, "", 1), Checkpoint("step-60", 60, 2060, "", 2)],
@@ -84,6 +94,7 @@ def test_a_sound_run_has_a_whole_account() -> None:
     ("name", "reason"),
     [
         ("double", "prompt 0 was trained in step 1 and again in step 31"),
+        ("fall-back", "trainer/0#2 began behind step 30, although step-000031 of step 31 was complete before it"),
         ("leave-out", "prompt 58 was left out"),
         ("lose-step", "took step 31 where step 30 was due"),
         ("miscount", "samples trained: 240 by the records, 232 by the queue"),
@@ -114,6 +125,21 @@ def make_for_two(e: Evidence) -> None:
     e.made.append({"prompts": {"10": 7}})
 
 
+def fall_to(step: int, *, told: bool = True) -> Callable[[Evidence], None]:
+    """The second trainer goes on from there; what it does again has the same groups: the path is whole."""
+
+    def change(e: Evidence) -> None:
+        again = [{**record, "epoch": 2, "version": 2000 + record["step"]} for record in e.steps if record["epoch"] == 1]
+        place = next(n for n, record in enumerate(e.steps) if record["epoch"] == 2)
+        e.steps[place:place] = [record for record in again if step < record["step"] <= 30]
+        e.checkpoints[0] = Checkpoint("step-30", 30, 2030, "", 2)
+        e.events[3]["step"] = step
+        if not told:
+            e.events.pop(3)
+
+    return change
+
+
 def drop(prompt: int) -> Callable[[Evidence], None]:
     def change(e: Evidence) -> None:
         e.events.insert(0, {"kind": "group_ended", "prompt": prompt, "prompt_fate": "retire", "state": "quarantined"})
@@ -129,6 +155,10 @@ def tell(**fields: int) -> Callable[[Evidence], None]:
     ("change", "reason"),
     [
         (lose_life, "trainer 2 begins with step 31, and the path before it has 0 steps"),
+        (fall_to(0), "trainer/0#2 began behind step 0, although step-30 of step 30 was complete before it"),
+        (fall_to(0, told=False), "trainer/0#2 began behind step 0, although step-30 of step 30"),
+        (fall_to(20), "trainer/0#2 began behind step 20, although step-30 of step 30"),
+        (lambda e: e.events[3].update(step=20), "went on from step 20 by its own word, and its first step is 31"),
         (end_early, "the path has 59 steps of 60; it lacks \\[60\\]"),
         (split_group, "step 1 has 2 groups of \\[1, 2\\] samples"),
         (make_nothing, "step 1 was trained on groups \\[10, 11\\], which no rollout has made"),
@@ -150,6 +180,14 @@ def tell(**fields: int) -> Callable[[Evidence], None]:
 def test_whatever_does_not_fit_is_told(change: Callable[[Evidence], object], reason: str) -> None:
 
     assert re.search(reason, wrong_with(change)), wrong_with(change)
+
+
+def test_a_whole_path_shows_no_fall_back_that_was_too_deep() -> None:
+    """Nothing else is wrong with it: that is why it is looked for."""
+    changed = evidence()
+    fall_to(0)(changed)
+    (only,) = account(changed, JOB).wrong
+    assert "although step-30" in only
 
 
 def test_what_a_later_life_took_again_is_off_the_path() -> None:

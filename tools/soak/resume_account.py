@@ -1,8 +1,8 @@
 """The account of a run that was killed and resumed, made from what trainers and rollouts wrote down themselves.
 
 On the path of steps that leads to the end each prompt index that was issued was trained exactly once, was dropped by a
-rule that the event log names, or is pending. The queue's own account is not used for that; it is held against it.
-No I/O.
+rule that the event log names, or is pending, and nothing that a checkpoint covers was done again. The queue's own
+account is not used for that; it is held against it. No I/O.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.chaos.findings import Checkpoint, Evidence
+from relax_rt.chaos.training_checks import TRAINER, fallen_behind
 
 Record = dict[str, Any]
 PASSES = 4
@@ -62,6 +63,8 @@ class Account(msgspec.Struct, kw_only=True):
 def account(evidence: Evidence, job: Job) -> Account:
     """The account of an ended run."""
     path, wrong = path_of(evidence.steps)
+    # The path alone would be whole as well if each life began anew.
+    wrong += [breach.what for breach in fallen_behind(evidence)]
     if sorted(path) != list(range(1, job.steps + 1)):
         lack = sorted(set(range(1, job.steps + 1)) - set(path))
         wrong.append(
@@ -236,6 +239,14 @@ def _leave_out(evidence: Evidence) -> None:
         one["prompts"] = {g: new if p == prompt else p for g, p in one["prompts"].items()}
 
 
+def _fall_back(evidence: Evidence) -> None:
+    """The last life of the trainer began one step behind the newest checkpoint."""
+    epoch = max(int(record["epoch"]) for record in evidence.steps)
+    step = next(int(record["step"]) for record in evidence.steps if int(record["epoch"]) == epoch)
+    told = {"kind": "checkpoint", "by": f"{TRAINER}#{epoch - 1}", "step": step, "folder": f"step-{step:06d}"}
+    evidence.events.insert(0, told)
+
+
 def _lose_step(evidence: Evidence) -> None:
     """A step of the path left no record."""
     path, _ = path_of(evidence.steps)
@@ -257,6 +268,7 @@ def _swap(evidence: Evidence) -> None:
 
 SABOTAGES: dict[str, Callable[[Evidence], None]] = {
     "double": _double,
+    "fall-back": _fall_back,
     "leave-out": _leave_out,
     "lose-step": _lose_step,
     "miscount": _miscount,

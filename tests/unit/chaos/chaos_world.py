@@ -94,12 +94,16 @@ def well() -> Evidence:
     log.event("fault_begun", "rollout/0#2", slot="rollout/0", epoch=2, order="hang_loop")
     for step in (1, 2, 3):
         log.step(step, step + 1, 3, groups=step)
+        if step == 2:
+            log.event("checkpoint", "trainer/0#3", step=2, folder="step-000002", seconds=0.1)
     log.kill("trainer/0", 3, 13, 1)
     log.spawn("trainer/0", 4, 14)
+    log.event("resumed", "trainer/0#4", checkpoint="step-000002", step=2, version=3)
     # The weights of step 2 again, as a version of its own.
     log.commit(5, 3, 2, 4)
     for step in (3, 4, 5, 6):
         log.step(step, step + 3, 4, groups=10 + step)
+    log.event("checkpoint", "trainer/0#4", step=6, folder="step-000006", seconds=0.1)
     log.event("queue_account", "queue/0#1", trained_twice=0, freed=STEPS * BATCH)
     log.exit("trainer/0", 4, 14, "clean", finished=True)
     log.event("run_draining", reason="trainer/0 has finished", exit_code=0)

@@ -177,6 +177,48 @@ def checkpoint_of_other_weights(evidence: Evidence) -> None:
     evidence.checkpoints[:] = [Checkpoint("step-000006", 6, 9, "d8", 4)]
 
 
+def checkpoint_told(evidence: Evidence, step: int) -> dict[str, Any]:
+    """Of the first trainer, right before it is killed."""
+    killed = evidence.events.index(event(evidence, "fault_injected", name="kill"))
+    m = evidence.events[killed]["m"] - 0.01
+    told = {"kind": "checkpoint", "by": "trainer/0#3", "m": m, "step": step, "folder": f"step-{step:06d}"}
+    evidence.events.insert(killed, told)
+    return told
+
+
+def begun_anew(evidence: Evidence) -> None:
+    """By its steps: the second trainer makes the first two again, and no word of it is left."""
+    evidence.events.remove(event(evidence, "resumed"))
+    place = next(n for n, s in enumerate(evidence.steps) if s["epoch"] == 4)
+    evidence.steps[place:place] = [{**s, "by": "trainer/0#4", "epoch": 4} for s in evidence.steps[:2]]
+
+
+def one_checkpoint_too_old(evidence: Evidence) -> None:
+    checkpoint_told(evidence, 3)
+
+
+def one_too_old_behind_a_refused_one(evidence: Evidence) -> None:
+    checkpoint_told(evidence, 3)
+    checkpoint_told(evidence, 4)
+    refuse(evidence, 4)
+
+
+def an_idle_life_too_old(evidence: Evidence) -> None:
+    """A third trainer, which took no step: the checkpoint of step 6 was there."""
+    evidence.events.append({**event(evidence, "resumed"), "m": evidence.events[-1]["m"], "by": "trainer/0#5"})
+
+
+def says_other_than_it_does(evidence: Evidence) -> None:
+    event(evidence, "resumed")["step"] = 4
+
+
+def refuse(evidence: Evidence, step: int, kind: str = "checkpoint_set_aside") -> None:
+    """By the second trainer, as it begins."""
+    resumed = event(evidence, "resumed")
+    said = {"kind": kind, "by": resumed["by"], "m": resumed["m"] - 0.01, "checkpoint": f"step-{step:06d}"}
+    evidence.events.insert(evidence.events.index(resumed), said)
+
+
 def evaluated_other_weights(evidence: Evidence) -> None:
     evidence.evaluations[-1]["version"] = 4
 
@@ -267,6 +309,11 @@ def something_left(evidence: Evidence) -> None:
         (parent_of_nobody, "versions_grow"),
         (no_final_checkpoint, "checkpoint_stands"),
         (checkpoint_of_other_weights, "checkpoint_stands"),
+        (begun_anew, "checkpoint_stands"),
+        (one_checkpoint_too_old, "checkpoint_stands"),
+        (one_too_old_behind_a_refused_one, "checkpoint_stands"),
+        (an_idle_life_too_old, "checkpoint_stands"),
+        (says_other_than_it_does, "checkpoint_stands"),
         (evaluated_other_weights, "checkpoint_stands"),
         (failed, "run_recovered"),
         (died_without_a_word, "run_recovered"),
@@ -300,6 +347,90 @@ def test_every_check_is_ablated() -> None:
     """The list above leaves none out."""
     marks = test_each_broken_promise_is_found_with_what_shows_it.pytestmark  # type: ignore[attr-defined]
     assert {name for _, name in marks[0].args[1]} == set(CHECKS)
+
+
+def untold(evidence: Evidence) -> None:
+    """Killed between the rename of step 2's folder and its event: newer than all that was told."""
+    evidence.events.remove(event(evidence, "checkpoint", step=2))
+    checkpoint_told(evidence, 1)
+
+
+def told_after_it_began(evidence: Evidence) -> None:
+    """The word of one that was overtaken, or that comes late from another node."""
+    told = checkpoint_told(evidence, 3)
+    evidence.events.remove(told)
+    evidence.events.insert(evidence.events.index(event(evidence, "resumed")), told)
+
+
+def set_aside(evidence: Evidence) -> None:
+    checkpoint_told(evidence, 3)
+    refuse(evidence, 3)
+
+
+def refused_by_one_that_was_killed_then(evidence: Evidence) -> None:
+    checkpoint_told(evidence, 3)
+    refuse(evidence, 3, "checkpoint_damaged")
+    said = event(evidence, "checkpoint_damaged")
+    evidence.events.remove(said)
+    spawned = evidence.events.index(event(evidence, "slot_spawned", slot="trainer/0", epoch=4))
+    evidence.events.insert(spawned, {**said, "m": 0.0, "by": "trainer/0#3"})
+
+
+def moved_by_hand_as_it_was_asked_for(evidence: Evidence) -> None:
+    checkpoint_told(evidence, 3)
+    cause = "checkpoint step-000003 of step 3: the queue knows of no step after 2"
+    event(evidence, "slot_exited", slot="trainer/0")["diagnosis"] |= {"kind": "given_up", "cause": cause}
+
+
+def without_words(evidence: Evidence, epoch: int) -> None:
+    """The disk was full: nothing that tells of this trainer is left."""
+    evidence.events.remove(event(evidence, "slot_spawned", slot="trainer/0", epoch=epoch))
+    evidence.events[:] = [e for e in evidence.events if e["by"] != f"trainer/0#{epoch}"]
+
+
+def told_after_it_began_as_only_it_says(evidence: Evidence) -> None:
+    evidence.events.remove(event(evidence, "slot_spawned", slot="trainer/0", epoch=4))
+    told = checkpoint_told(evidence, 3)
+    evidence.events.remove(told)
+    evidence.events.insert(evidence.events.index(event(evidence, "resumed")) + 1, told)
+
+
+@pytest.mark.parametrize(
+    "doctor",
+    [
+        untold,
+        told_after_it_began,
+        set_aside,
+        refused_by_one_that_was_killed_then,
+        moved_by_hand_as_it_was_asked_for,
+        told_after_it_began_as_only_it_says,
+        lambda evidence: without_words(evidence, 3),
+        lambda evidence: without_words(evidence, 4),
+    ],
+)
+def test_a_trainer_that_rightly_begins_elsewhere_is_no_breach(doctor: Doctor) -> None:
+    evidence = well()
+    doctor(evidence)
+    assert [breach for breach in breaches(check(evidence)) if breach.check == "checkpoint_stands"] == []
+
+
+def test_a_fall_back_is_seen_by_epochs_where_no_beginning_is_told() -> None:
+    evidence = well()
+    one_checkpoint_too_old(evidence)
+    without_words(evidence, 4)
+    (found,) = [breach.what for breach in breaches(check(evidence)) if breach.check == "checkpoint_stands"]
+    assert found.startswith("trainer/0#4 began behind step 2, although step-000003 of step 3 was complete before it")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [{"cause": "5 steps in a row were thrown away"}, {"kind": "exception", "cause": "checkpoint step-000003: EIO"}],
+)
+def test_an_end_after_which_the_same_checkpoint_is_due_excuses_no_fall_back(end: dict[str, str]) -> None:
+    evidence = well()
+    moved_by_hand_as_it_was_asked_for(evidence)
+    event(evidence, "slot_exited", slot="trainer/0")["diagnosis"] |= end
+    assert any(breach.check == "checkpoint_stands" for breach in breaches(check(evidence)))
 
 
 def test_a_commit_whose_event_died_with_the_registry_is_no_breach() -> None:
