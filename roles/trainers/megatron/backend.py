@@ -26,6 +26,7 @@ from relax_rt.roles.trainers.channel import Channel
 from relax_rt.roles.trainers.checkpoint import TOKENIZER_FILES
 from relax_rt.roles.trainers.megatron.model import (
     DTYPES,
+    Wanted,
     build,
     choose_layers,
     padded_vocabulary,
@@ -75,7 +76,7 @@ class MegatronBackend:
         temperature: float,
         objective: Objective | None = None,
         stacked_experts: bool = True,
-        layers: str = "auto",
+        layers: Wanted = "auto",
         on_progress: Callable[[int], None] = lambda _: None,
         budget: Budget | None = None,
     ) -> None:
@@ -90,7 +91,7 @@ class MegatronBackend:
         self._accumulation: Accumulation[Sequence[Sample]] = Accumulation(self._fitting, self._begin, self._add)
         architecture = read_architecture(model_dir)
         self._shape = architecture.shape
-        chosen = choose_layers(layers)  # type: ignore[arg-type]
+        chosen = choose_layers(layers).layers
         config = transformer_config(architecture, table, chosen)
         self.model = build(architecture, config, ranks.sizes, chosen)
         self.parameters = {(0, name): p for name, p in self.model.named_parameters()}

@@ -116,7 +116,7 @@ def decide_layers(wanted: Wanted, *, cuda: bool, installed: bool) -> LayerChoice
     raise Refused("layers of TransformerEngine", why=why, hint='use layers = "auto" or "local"')
 
 
-def decide_layers_here(wanted: Wanted) -> LayerChoice:
+def choose_layers(wanted: Wanted) -> LayerChoice:
     """`decide_layers` for this process.
 
     Raises:
@@ -124,15 +124,6 @@ def decide_layers_here(wanted: Wanted) -> LayerChoice:
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     return decide_layers(wanted, cuda=torch.cuda.is_available(), installed=installed)
-
-
-def choose_layers(wanted: Wanted) -> Layers:
-    """Those of `decide_layers_here`.
-
-    Raises:
-        Refused: see there.
-    """
-    return decide_layers_here(wanted).layers
 
 
 def sizes_of(table: TrainedSettings) -> Sizes:

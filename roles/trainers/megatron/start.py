@@ -13,7 +13,7 @@ from relax_rt.roles.sections import EngineSettings, RLConfig, TrainerSettings
 from relax_rt.roles.trainers.budget import Budget
 from relax_rt.roles.trainers.gang import Follower, Leader
 from relax_rt.roles.trainers.megatron.backend import MegatronBackend
-from relax_rt.roles.trainers.megatron.model import LayerChoice, decide_layers_here, sizes_of
+from relax_rt.roles.trainers.megatron.model import LayerChoice, choose_layers, sizes_of
 from relax_rt.roles.trainers.megatron.ranks import Ranks
 
 REMEDY = (
@@ -41,7 +41,7 @@ def open_rank(ctx: RoleContext, objective: Objective) -> Leader | Follower:
     ranks = Ranks(sizes_of(ctx.settings), gang.store(), gang.rank, local_rank=gang.local_rank, seed=ctx.config.run.seed)
     folder, budget = model_folder(ctx), Budget.of(ctx, ctx.settings.tokens_per_micro_batch, REMEDY)
     with refused_for_good():
-        choice = decide_layers_here(ctx.settings.layers)
+        choice = choose_layers(ctx.settings.layers)
         if gang.local_rank == 0:
             tell_layers(ctx, choice)
         backend = MegatronBackend(

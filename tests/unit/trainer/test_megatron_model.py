@@ -10,6 +10,7 @@ import pytest
 
 from relax_rt.roles.sections import TrainerSettings
 from relax_rt.roles.trainers.megatron.model import (
+    LayerChoice,
     check_settings,
     choose_layers,
     padded_vocabulary,
@@ -88,12 +89,12 @@ def test_vocabulary_is_padded_to_the_ranks_that_cut_it(tmp_path: Path) -> None:
 
 def test_transformer_engine_is_not_promised_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert choose_layers("auto") == choose_layers("local") == "local"
+    assert choose_layers("auto") == choose_layers("local") == LayerChoice("local")
     with pytest.raises(Refused, match="there is no CUDA device"):
         choose_layers("transformer_engine")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert choose_layers("auto") == "transformer_engine"
+    assert choose_layers("auto") == LayerChoice("transformer_engine")
 
 
 @pytest.mark.parametrize("setting", [{"attention": "unfused"}, {"optimizer_dtype": "bfloat16"}])
