@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from typing import TypeVar
 
-from relax_rt.config.problems import Problem
+from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.config.schema import MIB, RoleSettings
 from relax_rt.roles.agentic.checks import check_environment
 from relax_rt.roles.agentic.settings import env_settings, longest_tokens
 from relax_rt.roles.algorithms.checks import check_algorithm
 from relax_rt.roles.bound_checks import check_bound
 from relax_rt.roles.cold_start.checks import check_cold_start
+from relax_rt.roles.data.columns import TARGETS
+from relax_rt.roles.data.order import check_weights
 from relax_rt.roles.engines.checks import check_engines, check_mode
 from relax_rt.roles.evaluation_checks import check_evaluation
 from relax_rt.roles.genrm.checks import check_judge
 from relax_rt.roles.publication_checks import check_publication
 from relax_rt.roles.rewards.checks import check_reward
 from relax_rt.roles.sections import (
+    DataTable,
     EvaluatorSettings,
     ReferenceSettings,
     RewardSettings,
@@ -69,21 +73,46 @@ def _data(config: RLConfig) -> Iterator[Problem]:
     data, env = config.data, env_settings(config)
     if env is not None and not data.model_fields_set:
         return  # episodes may be about something else
-    if (data.task is None) == (data.path is None):
-        both = data.task is not None
-        message = "task and path are both set" if both else "neither task nor path is set"
+    given = [name for name in ("task", "path", "sources") if getattr(data, name)]
+    if len(given) != 1:
+        both = len(given) > 1
+        message = f"{' and '.join(given)} are both set" if both else "none of task, path and sources is set"
         yield Problem(
-            ("data", "path") if both else ("data",),
+            ("data", given[1]) if both else ("data",),
             message,
-            'give one: task = "chain_sum" (reasoning-gym) or path = "prompts.jsonl"',
+            'give one: task = "chain_sum" (reasoning-gym), path = "prompts.jsonl" or [[data.sources]]',
             at="key",
         )
+    yield from _columns(data)
+    if wrong := check_weights([one.weight for one in data.sources]):
+        yield Problem(("data", "sources"), wrong, "give each its weight, or none")
+    names = [one.name for one in data.sources if one.name is not None]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(("data", "sources"), f"two sources have the name {name!r}", "give each its own")
     for key in ("options", "size"):
-        if data.task is None and data.path is not None and key in data.model_fields_set:
-            yield Problem(("data", key), f"{key} belongs to a reasoning-gym task; with path it has no effect", at="key")
+        if data.task is None and given and key in data.model_fields_set:
+            message = f"{key} belongs to a reasoning-gym task; with {given[0]} it has no effect"
+            yield Problem(("data", key), message, at="key")
+    for key in ("columns", "form", "split", "ignore"):
+        if data.task is not None and key in data.model_fields_set:
+            yield Problem(("data", key), f"{key} is about rows of files; with task it has no effect", at="key")
     if "{" not in data.template.replace("{{", ""):
         message = "the template names no field of the item, so that all prompts would be the same"
         yield Problem(("data", "template"), message, 'put in {question}, as "Q: {question}"')
+
+
+def _columns(data: DataTable) -> Iterator[Problem]:
+    """Targets that are misspelt ones, and columns that are no name."""
+    tables: list[tuple[KeyPath, dict[str, str]]] = [(("data", "columns"), data.columns)]
+    tables += [(("data", "sources", at, "columns"), one.columns or {}) for at, one in enumerate(data.sources)]
+    for place, columns in tables:
+        if "prompt" in columns and "messages" in columns:
+            yield Problem(place, "prompt and messages are both mapped: a row has one of them", "leave one out")
+        for target, column in columns.items():
+            if target not in TARGETS and (meant := difflib.get_close_matches(target, TARGETS, n=1, cutoff=0.75)):
+                yield Problem(place, f"{target!r} is no column of a prompt", f"did you mean {meant[0]!r}?")
+            if not column and target != "answer":
+                yield Problem(place, f"{target!r} is mapped to no column", 'give its name; only answer = "" means none')
 
 
 def _sampling(config: RLConfig) -> Iterator[Problem]:

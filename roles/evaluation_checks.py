@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +96,7 @@ def preflight_evaluation(
         say(f"evaluation set '{one.name}': {len(items)} prompts{trained}")
         if len(items) < one.items:
             say(f"warning: set '{one.name}' has items = {one.items}, but {len(items)} prompts")
-        recipe, longest = named[one.name], max(len(item.tokens) for item in items)
+        recipe, longest = named[one.name], max((len(item.tokens) for item in items[: one.items]), default=0)
         if context is not None and longest + recipe.max_new_tokens > context:
             message = (
                 f"set '{one.name}': its longest prompt has {longest} tokens; with max_new_tokens = "
@@ -108,7 +108,7 @@ def preflight_evaluation(
 
 
 def _dry_run(
-    config: RLConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: list[PromptItem]
+    config: RLConfig, config_dir: Path, one: EvaluationSet, place: KeyPath, items: Sequence[PromptItem]
 ) -> Iterator[Problem]:
     from relax_rt.roles.rewards.dry_run import dry_run, task_of
 

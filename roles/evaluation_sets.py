@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,10 @@ def set_data(table: EvaluationSet, data: DataTable) -> DataTable:
             "options": table.options,
             "size": table.size,
             "path": table.path,
+            "sources": [],
+            "columns": data.columns if table.columns is None else table.columns,
+            "form": table.form,
+            "split": table.split or "",
             "system": data.system if table.system is None else table.system,
             "template": data.template if table.template is None else table.template,
             "max_prompt_tokens": table.max_prompt_tokens or data.max_prompt_tokens,
@@ -107,7 +111,7 @@ def set_data(table: EvaluationSet, data: DataTable) -> DataTable:
 
 def load_set(
     table: EvaluationSet, config: RLConfig, source: PromptSource, tokenizer: ChatTokenizer, config_dir: Path
-) -> tuple[list[PromptItem], int]:
+) -> tuple[Sequence[PromptItem], int]:
     """The items of a set, ordered by id, and how many were left out because the run trains on their questions.
 
     Raises:
@@ -115,15 +119,13 @@ def load_set(
     """
     from relax_rt.roles.data.source import read_prompts
 
-    found = read_prompts(set_data(table, config.data), tokenizer, config_dir)
-    trained = {item.item for item in source.train}
-    kept = [msgspec.structs.replace(item, split=MAIN) for item in found if item.item not in trained]
-    left_out = len(found) - len(kept)
-    if not kept:
-        why = f"none of its {len(found)} prompts is left"
+    data = set_data(table, config.data)
+    kept, left_out = read_prompts(data, tokenizer, config_dir, split=MAIN, without=source.train.questions)
+    if not len(kept):
+        why = f"none of its {left_out} prompts is left"
         why += f": {left_out} are trained on" if left_out else ""
         raise RelaxError(f"evaluation set '{table.name}'", why=why, hint="give it other items, or larger limits")
-    return sorted(kept, key=lambda item: item.item), left_out
+    return kept, left_out
 
 
 class Course:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_rt.config.schema import RoleSettings
@@ -58,7 +59,7 @@ class EvaluatorRole(Role):
         self.config, self.settings = ctx.config, ctx.settings
         self._worked = False
         self._judges: dict[str, Judge] = {}
-        self.items: dict[str, list[PromptItem]] = {}
+        self.items: dict[str, Sequence[PromptItem]] = {}
         self.courses: dict[str, Course]
         self.engine: Engine
         self.asker: Asker
@@ -79,19 +80,19 @@ class EvaluatorRole(Role):
         await self.engine.start(self.asker.arrive, self.failure)
 
     def _load(self) -> None:
-        from relax_rt.roles.data.kept import load_kept
+        from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.engines import make_engine
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         folder = model_folder(self.ctx)
         self.tokenizer = load_tokenizer(folder)
-        self.source = load_kept(
+        self.source = PromptSource.load(
             self.config.data,
             self.tokenizer,
             seed=self.config.run.seed,
             config_dir=config_dir(self.ctx),
-            folder=self.ctx.run_dir,
+            run_dir=self.ctx.run_dir,
         )
         self.engine = make_engine(self.ctx, folder, self.settings)
         self._load_sets()
@@ -190,9 +191,15 @@ class EvaluatorRole(Role):
         course.take(result)
 
     async def _scores(
-        self, recipe: Recipe, items: list[PromptItem], samples: int, temperature: float, before: dict[str, Any] | None
+        self,
+        recipe: Recipe,
+        items: Sequence[PromptItem],
+        samples: int,
+        temperature: float,
+        before: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Complete the items and judge the completions."""
+        from relax_rt.roles.data.items import answer_text
         from relax_rt.roles.evaluation import evaluate
 
         texts = await self._generate(recipe, items, samples, temperature)
@@ -202,7 +209,7 @@ class EvaluatorRole(Role):
         scores = await asyncio.to_thread(
             evaluate,
             [text.text for text in texts],
-            [item.answer for item in items],
+            [answer_text(item.answer) for item in items],
             [text.stopped for text in texts],
             before,
             samples=samples,
@@ -217,7 +224,9 @@ class EvaluatorRole(Role):
                 self.ctx.log.warning("held-out completions could not be judged", **why)
         return scores
 
-    async def _generate(self, recipe: Recipe, items: list[PromptItem], samples: int, temperature: float) -> list[Text]:
+    async def _generate(
+        self, recipe: Recipe, items: Sequence[PromptItem], samples: int, temperature: float
+    ) -> list[Text]:
         """The completions, item by item."""
         from relax_rt.roles.evaluation_judge import Text
         from relax_rt.roles.evaluation_sampling import requests_of

@@ -75,6 +75,8 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         problems += _without_prompts(config, config_dir, data=tokenizer is None)
         return problems
     say(str(source.report))
+    for note in source.report.notes:
+        say(f"data: {note}")
     for warning in engine_warnings(config, folder):
         say(f"warning: {warning}")
     if len(source.held_out) < config.evaluation.items:

@@ -35,6 +35,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_digest, template_digest: what turned text into tokens.
         media: what is among the tokens besides text: kind, digest, and the tokens [start, end) that stand for it.
         engine: slot and epoch of the engine that finished it, or of who played it.
+        answer: of the data item, of any JSON type.
         branches: tokens [start, end) of each branch of an episode, a causal sequence of its own; empty: there is one.
         turn_order: with branches the numbers of the assistant's turns in `turns`, in the order of calls.
     """
@@ -53,7 +54,7 @@ class SampleMeta(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnSpan]
     media: list[dict[str, Any]] = []
     engine: str = ""
-    answer: str = ""
+    answer: Any = ""
     info: dict[str, Any] = {}
     branches: list[tuple[int, int]] = []
     turn_order: list[int] = []

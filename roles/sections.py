@@ -11,6 +11,7 @@ from relax_rt.config.schema import Filled, RoleSettings, RunConfig, Seconds, Tab
 from relax_rt.roles.algorithms.filters.options import RefillOptions
 from relax_rt.roles.algorithms.presets import PRESETS, Name
 from relax_rt.roles.cold_start.table import ColdStartTable
+from relax_rt.roles.data.columns import Form
 from relax_rt.roles.engines.tables import ColocationTable, Mode
 from relax_rt.roles.rewards.tables import RewardTable as RewardTable
 from relax_rt.roles.trainers.rates import Schedule
@@ -27,18 +28,49 @@ class ModelTable(Table):
     (a 0.8M-parameter model for tests, warm-started once). Packages are converted once into the cache folder."""
 
 
+class DataSource(Table):
+    """One of several sources of prompts."""
+
+    path: Filled
+    """A file, a folder of files, or a pattern with `*`, as for `data.path`. Relative to the config file."""
+    name: Filled | None = None
+    """Goes to the reward as `source` of the metadata, where a row has none."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the prompts, among the weights of all sources: small sources are repeated. Unset (in all of them): each
+    row comes once in an epoch."""
+    columns: dict[str, str] | None = None
+    """As `data.columns`; unset: those of [data]."""
+    form: Form = "auto"
+    """As `data.form`."""
+    split: Filled | None = None
+    """As `data.split`."""
+
+
 class DataTable(Table):
-    """Prompts. Exactly one of `task` (reasoning-gym) and `path` (jsonl or parquet) is given."""
+    """Prompts. Exactly one of `task` (reasoning-gym), `path` and `sources` is given (docs/data.md)."""
 
     task: Filled | None = None
     """A reasoning-gym task, as `chain_sum`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task."""
     size: Annotated[int, Field(ge=1, le=10_000_000)] = 20_000
-    """Items drawn from the task; duplicates of the canonical question are dropped."""
+    """Items drawn from the task; equal ones are dropped."""
     path: Filled | None = None
-    """A .jsonl or .parquet file with `messages` or `prompt`, `answer`, and optionally `metadata`, a row a prompt.
-    Relative to the config file."""
+    """Rows of prompts: .jsonl (also .gz or .zst), .parquet or .arrow; a folder of such files, a folder that `datasets`
+    saved, or a pattern with `*`. Relative to the config file."""
+    sources: list[DataSource] = Field(default_factory=list)
+    """Several of them, each a [[data.sources]] of its own, in place of `path`."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column is what: { prompt = "question", answer = "reward_model.ground_truth" }; a dot goes into an object.
+    prompt, messages, answer, metadata, tools, system; other names become metadata. answer = "": there is none."""
+    form: Form = "auto"
+    """The form of each row: prompt, openai, verl, trl, sharegpt; auto finds it out row by row."""
+    split: Filled | None = None
+    """Which split of a folder that has several; unset: train."""
+    ignore: list[str] = Field(default_factory=list)
+    """Columns that are neither used nor passed to the reward."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """What becomes of a row whose text, answer and metadata are those of an earlier one."""
     system: str | None = None
     """System message put before each prompt that has none."""
     template: str = "{question}"
@@ -238,9 +270,15 @@ class EvaluationSet(SampledTable):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task."""
     size: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
-    """Items drawn from the task; duplicates of the canonical question are dropped."""
+    """Items drawn from the task; equal ones are dropped."""
     path: Filled | None = None
-    """A .jsonl or .parquet file as for `data.path`, relative to the config file."""
+    """Rows as for `data.path`, relative to the config file."""
+    columns: dict[str, str] | None = None
+    """As `data.columns`; unset: those of [data]."""
+    form: Form = "auto"
+    """As `data.form`."""
+    split: Filled | None = None
+    """As `data.split`; it must be named where a folder has several."""
     system: str | None = None
     """System message; unset: data.system."""
     template: str | None = None

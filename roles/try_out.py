@@ -12,7 +12,7 @@ import msgspec
 
 from relax_rt.config.job import TriedSample
 from relax_rt.roles.checks import settings
-from relax_rt.roles.data.items import PromptItem, RawItem
+from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
 from relax_rt.roles.sections import EvaluatorSettings, GenrmSettings, RLConfig, RolloutSettings
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 
@@ -287,7 +287,7 @@ def _tried(
         stop_token=tokenizer.spell(sampled[-1:]) if completion.finish_reason == "stop" else "",
         temperature=one.temperature,
         mean_logprob=sum(completion.logprobs) / len(sampled),
-        answer=None if result is None else one.item.answer,
+        answer=None if result is None else answer_text(one.item.answer),
         reward=scored.total if scored else None,
         rewards=scored.components if scored else {},
         unscored=unscored,

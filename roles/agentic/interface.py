@@ -23,7 +23,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         index: place in the run's order of tasks, or among the held-out ones.
         item: stable id. split: train or held_out.
         seed: decides what the environment makes of it, the same in every run, 31 bits.
-        question, answer, metadata: of the data item, in a run with [data]; messages: its prompt.
+        question, answer, metadata: of the data item, in a run with [data]; messages: its prompt; tools: its functions.
     """
 
     index: int
@@ -31,9 +31,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     split: str
     seed: int
     question: str = ""
-    answer: str = ""
+    answer: Any = ""
     metadata: dict[str, Any] = {}
     messages: list[Message] = []
+    tools: list[dict[str, Any]] = []
 
 
 class Observation(msgspec.Struct, kw_only=True):

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from relax_rt.roles.agentic.interface import Task
+from relax_rt.roles.data.items import answer_text
 from relax_rt.transport.errors import RelaxError
 
 NAME = "program"
@@ -87,7 +88,7 @@ def _filled(found: re.Match[str], task: Task) -> str:
     """What takes the place of a name in braces; one that is no placeholder stays."""
     if found[1] == "prompt":
         return next((str(said["content"]) for said in reversed(task.messages) if said["role"] == "user"), "")
-    return str(getattr(task, found[1])) if found[1] in PLACES else found[0]
+    return answer_text(getattr(task, found[1])) if found[1] in PLACES else found[0]
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -79,6 +79,7 @@ class DataTasks:
             answer=item.answer,
             metadata=item.metadata,
             messages=item.messages,
+            tools=item.tools or [],
         )
 
 
@@ -104,7 +105,8 @@ def load_tasks(config: RLConfig, settings: EnvSettings, tokenizer: ChatTokenizer
     """
     if settings.tasks is not None:
         return SeedTasks(settings.tasks)
-    from relax_rt.roles.data.kept import load_kept
+    from relax_rt.roles.data.source import PromptSource
 
     folder = Path(config.config_dir)
-    return DataTasks(load_kept(config.data, tokenizer, seed=config.run.seed, config_dir=folder, folder=run_dir))
+    seed = config.run.seed
+    return DataTasks(PromptSource.load(config.data, tokenizer, seed=seed, config_dir=folder, run_dir=run_dir))

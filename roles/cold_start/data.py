@@ -15,7 +15,7 @@ from relax_rt.roles.cold_start.render import Encoded, Text, encode, lay_out
 from relax_rt.roles.cold_start.rows import Row, read, user_texts
 from relax_rt.roles.cold_start.table import ColdStartTable
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
-from relax_rt.roles.data.items import PromptItem, RawItem
+from relax_rt.roles.data.items import PromptItem, RawItem, answer_text
 from relax_rt.roles.data.source import PromptSource, conversation, fill
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.sample import Sample, bare_meta
@@ -93,7 +93,7 @@ class Evaluated:
         self._share = share
         self._ids: set[str] = set()
         for item in items:
-            self._ids.add(item.item)
+            self._ids.add(item_id(item.question))
             # A file may hold the same prompt as a conversation, already in its template.
             self._ids.update(item_id(text) for text in user_texts(item.messages))
 
@@ -148,7 +148,8 @@ def _rows(
 ) -> tuple[list[Row], list[tuple[int, ...]] | None]:
     """Rows, and the tokens of their prompts where they are those of the run."""
     if table.answers:
-        return [_answered(item, table.completion) for item in source.train], [tuple(i.tokens) for i in source.train]
+        found = [(_answered(item, table.completion), tuple(item.tokens)) for item in source.train]
+        return [row for row, _ in found], [tokens for _, tokens in found]
     assert table.path is not None
     path = Path(table.path).expanduser()
     rows, faults = read(path if path.is_absolute() else config_dir / path, table.path, table.kind)
@@ -162,9 +163,8 @@ def _rows(
 def _answered(item: PromptItem, template: str) -> Row:
     """A prompt of the run with its answer."""
     where = f"prompt {item.question!r:.60}"
-    raw = RawItem(
-        question=item.question, answer=item.answer, metadata={**item.metadata, "answer": item.answer}, where=where
-    )
+    answer = answer_text(item.answer)
+    raw = RawItem(question=item.question, answer=answer, metadata={**item.metadata, "answer": answer}, where=where)
     completion = fill(template, raw, "cold_start.completion")
     if not completion.strip():
         raise RelaxError("cold_start.completion", why=f"it is empty for {where}", hint="the prompts need answers")

@@ -144,13 +144,13 @@ class ColdStart:
     def _prepare(self) -> None:
         """Data and objective; the backend follows it, with log-probabilities of the model's own distribution."""
         from relax_rt.roles.algorithms.objective import Objective
-        from relax_rt.roles.data.kept import load_kept
+        from relax_rt.roles.data.source import PromptSource
         from relax_rt.roles.locations import config_dir, model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
         ctx, config = self._ctx, self._config
         tokenizer, base = load_tokenizer(model_folder(ctx)), config_dir(ctx)
-        source = load_kept(config.data, tokenizer, seed=config.run.seed, config_dir=base, folder=ctx.run_dir)
+        source = PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=base, run_dir=ctx.run_dir)
         self._data = load(config, base, source, tokenizer)
         sizes = [item.tokens for item in self._data.train]
         self._steps = total(self._table, sizes, config.run.seed)

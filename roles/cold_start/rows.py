@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from relax_rt.roles.data.files import misspelt, parse_messages, read_rows
+from relax_rt.roles.data.columns import misspelt, parse_messages
+from relax_rt.roles.data.files import read_rows
 from relax_rt.roles.data.items import Message
 from relax_rt.transport.errors import RelaxError
 

@@ -35,7 +35,7 @@ def _endless(table: ColdStartTable, sizes: Sequence[int], seed: int) -> Iterator
     held: list[int] = []
     tokens = 0
     for number in passes:
-        for index in epoch_order(seed, number, names):
+        for index in epoch_order(seed, number, names).tolist():
             full = tokens + sizes[index] > table.batch_tokens if table.batch_tokens else len(held) == table.batch
             if held and full:
                 yield held

@@ -1,4 +1,8 @@
-"""The canonical form of a question, its id, and the split that derives from it."""
+"""The canonical form of a question, its id, and the split that derives from it.
+
+The form folds case, white space and Unicode compatibility, so that near-identical questions fall on the same side of
+the held-out split. It decides nothing else: rows that differ in their text are different prompts.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,23 @@ import unicodedata
 
 
 def canonical(question: str) -> str:
-    """Questions that differ only in case, white space or Unicode form are the same one."""
+    """The question with case, white space and Unicode compatibility forms folded."""
     return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+
+
+def question_hash(question: str) -> bytes:
+    """blake2b-64 of the canonical question: 8 bytes, big-endian."""
+    return hashlib.blake2b(canonical(question).encode(), digest_size=8, person=b"relax-item").digest()
 
 
 def item_id(question: str) -> str:
     """Stable id of a question: blake2b-64 of its canonical form, 16 hex digits."""
-    return hashlib.blake2b(canonical(question).encode(), digest_size=8, person=b"relax-item").hexdigest()
+    return question_hash(question).hex()
+
+
+def held_out_below(share: float) -> float:
+    """Questions whose hash, read as an integer, lies below this are held out."""
+    return share * 2.0**64
 
 
 def in_held_out(question: str, share: float) -> bool:
@@ -22,4 +36,4 @@ def in_held_out(question: str, share: float) -> bool:
     It depends on the question alone, so that no seed, size or order moves a question between the splits, and a
     larger share holds out a superset.
     """
-    return int(item_id(question), 16) < share * 2.0**64
+    return int.from_bytes(question_hash(question), "big") < held_out_below(share)

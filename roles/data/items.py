@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 
 Message = dict[str, Any]
+EXACT = 2**53
+"""Below this a float without a fraction is an integer that was stored as a float."""
 
 
 class RawItem(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt as its source gives it.
 
     Attributes:
-        question: what is asked; its canonical form identifies the item.
-        answer: the right answer, as text.
+        question: what is asked; its canonical form decides the split.
+        answer: the right answer, of any JSON type.
         metadata: JSON-like values handed to the reward function.
         messages: the conversation, when the source gives one instead of a question.
+        tools: functions that the model may call, as OpenAI's `tools`.
+        system: the row's own system message.
         where: file:line or task[index], for errors.
     """
 
     question: str
-    answer: str
+    answer: Any
     metadata: dict[str, Any]
     where: str
     messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    system: str | None = None
 
 
 class PromptItem(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt ready to be generated from.
 
     Attributes:
-        item: stable id (hash of the canonical question).
+        item: stable id: hash of the canonical question; of the whole row where several rows ask the same.
         split: train or held_out.
+        answer: of any JSON type.
         tokens: the rendered prompt, opening of the assistant's turn included.
     """
 
     item: str
     split: str
     question: str
-    answer: str
+    answer: Any
     metadata: dict[str, Any]
     messages: list[Message]
     tokens: list[int]
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def info(self) -> dict[str, Any]:
         """What goes into `SampleMeta.info` for the reward function."""
         return {"question": self.question, "metadata": self.metadata}
+
+
+def answer_text(answer: Any) -> str:
+    """An answer where text is needed: text as it is, other JSON values as JSON, none as empty text.
+
+    Parquet stores a column of integers with gaps as floats: a float without a fraction is written as the integer.
+    """
+    if isinstance(answer, str):
+        return answer
+    if answer is None:
+        return ""
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < EXACT:
+        return str(int(answer))
+    return json.dumps(answer, ensure_ascii=False)

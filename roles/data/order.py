@@ -1,6 +1,6 @@
 """Which prompt comes when, and with which seed a sample is drawn: pure functions of the run's seed.
 
-Both are keyed blake2b hashes, so that they are the same on every machine and with every version of every library, and
+All are keyed blake2b hashes, so that they are the same on every machine and with every version of every library, and
 depend neither on the number of workers nor on restarts.
 """
 
@@ -9,20 +9,85 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK = 65_536
+BLOCK = 64
+"""Places of the order among which sources are dealt out by their weights."""
 
 
-def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> list[int]:
+def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]:
     """The order of one pass over the data: positions in `items`, sorted by blake2b-64(item id; seed, epoch).
 
     Args:
-        items: item ids, without duplicates.
+        items: item ids. Where two are equal (duplicates that were kept), they stay in their order.
     """
-    key = struct.pack("<QQ", seed, epoch)
-    ranks = [
-        hashlib.blake2b(item.encode(), key=key, digest_size=8, person=b"relax-order").digest() + item.encode()
-        for item in items
-    ]
-    return sorted(range(len(items)), key=ranks.__getitem__)
+    # Hashing is 1 µs an item. It goes chunk by chunk, because a Python object for each of millions of hashes would be
+    # most of the memory that a role takes.
+    hasher = hashlib.blake2b(key=struct.pack("<QQ", seed, epoch), digest_size=8, person=b"relax-order")
+    ranks = np.empty(len(items), np.uint64)
+    for start in range(0, len(items), CHUNK):
+        digests = []
+        for item in items[start : start + CHUNK]:
+            one = hasher.copy()
+            one.update(item.encode())
+            digests.append(one.digest())
+        ranks[start : start + CHUNK] = np.frombuffer(b"".join(digests), ">u8")
+    return np.argsort(ranks, kind="stable")
+
+
+class Mixture:
+    """Deals out the places of the run's order to sources by their weights.
+
+    In each block of BLOCK places a source of weight w gets w · BLOCK of them, rounded down or up by chance, so that the
+    shares are exact in the mean and a batch is never far from them.
+
+    Args:
+        weights: of the sources, of any sum.
+    """
+
+    def __init__(self, seed: int, weights: Sequence[float]) -> None:
+        self._seed = seed
+        self._bounds = np.cumsum(np.array(weights, np.float64)) / sum(weights)
+        self._block = lru_cache(maxsize=64)(self._deal)
+        # How many places each source got before each block, as far as was asked for.
+        self._before = np.zeros((1, len(weights)), np.int64)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The source of the place at `index`, and how many places before it the source got."""
+        block, at = divmod(index, BLOCK)
+        while len(self._before) <= block:
+            known = len(self._before) - 1
+            dealt = [np.bincount(self._deal(b), minlength=len(self._bounds)) for b in range(known, known + 256)]
+            self._before = np.vstack((self._before, self._before[-1] + np.cumsum(dealt, axis=0)))
+        dealt_here = self._block(block)
+        source = int(dealt_here[at])
+        return source, int(self._before[block][source] + np.count_nonzero(dealt_here[:at] == source))
+
+    def _deal(self, block: int) -> NDArray[np.intp]:
+        """The sources of a block's places: systematic sampling at one random offset, then shuffled."""
+        digest = hashlib.blake2b(struct.pack("<Q", block), key=struct.pack("<Q", self._seed), person=b"relax-mixture")
+        draws = np.frombuffer(digest.digest(), "<u8")
+        offset = float(draws[0] >> np.uint64(11)) / 2.0**53
+        sources = np.searchsorted(self._bounds, (np.arange(BLOCK) + offset) / BLOCK, side="right")
+        sources = np.minimum(sources, len(self._bounds) - 1)
+        keys = np.frombuffer(hashlib.shake_128(digest.digest()).digest(8 * BLOCK), "<u8")
+        return sources[np.argsort(keys, kind="stable")]
+
+
+def substitute(item: int, attempt: int, count: int) -> int:
+    """A place among `count`, in the stead of an item that cannot be used: blake2b-64(item, attempt)."""
+    digest = hashlib.blake2b(struct.pack("<QQ", item, attempt), digest_size=8, person=b"relax-instead").digest()
+    return int.from_bytes(digest, "little") % count
+
+
+def check_weights(weights: Sequence[float | None]) -> str:
+    """What is wrong with the weights of sources; empty: nothing."""
+    given = [weight for weight in weights if weight is not None]
+    return "some sources have a weight and others have none" if given and len(given) < len(weights) else ""
 
 
 def sample_seed(seed: int, prompt: int, member: int, attempt: int) -> int:

@@ -1,29 +1,50 @@
-"""The prompts of a run: read once, split by hash, in an order that derives from the run's seed."""
+"""The prompts of a run: found by their place in the index, rendered when they are wanted, in an order that derives from
+the run's seed."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
-from relax_rt.roles.data.items import Message, PromptItem, RawItem
-from relax_rt.roles.data.order import epoch_order, sample_seed
+from relax_rt.roles.data.canonical import held_out_below
+from relax_rt.roles.data.index import RowIndex, first_row, sources_of
+from relax_rt.roles.data.items import Message, PromptItem, RawItem, answer_text
+from relax_rt.roles.data.order import Mixture, epoch_order, sample_seed, substitute
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.sections import DataTable
 from relax_rt.transport.errors import RelaxError
 
 FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
-MAX_ITEMS = 10_000_000
+MEASURED_WHOLE = 50_000
+"""Prompts up to which all of them are rendered at the start, so that overlong ones are known. Rendering is 0.1 ms a
+prompt: beyond that a sample is measured, and who is overlong shows when its turn comes."""
+SAMPLE = 2048
+TRIES = 64
+CACHED = 1024
+"""Rendered prompts that are kept."""
+RECORD = "data.json"
+"""In the run's folder: what the run's prompts were when it began."""
 
 
 class DataReport(msgspec.Struct, frozen=True):
-    """What became of the items read: read = train + held_out + duplicates + dropped."""
+    """What became of the rows read: read = train + held_out + duplicates + dropped.
+
+    Attributes:
+        dropped, truncated: overlong ones, of the `measured` rows. longest_tokens: of a prompt that is used; where not
+            all rows are measured, what data.max_prompt_tokens allows.
+        forms: rows of each form. notes: remarks for people, one a line.
+    """
 
     read: int
     duplicates: int
@@ -32,73 +53,325 @@ class DataReport(msgspec.Struct, frozen=True):
     train: int
     held_out: int
     longest_tokens: int
+    measured: int = 0
+    forms: dict[str, int] = {}
+    notes: list[str] = []
 
     def __str__(self) -> str:
-        gone = [f"{n} {what}" for n, what in ((self.duplicates, "duplicates"), (self.dropped, "overlong")) if n]
-        cut = f", {self.truncated} cut on the left" if self.truncated else ""
-        return (
-            f"{self.train} training and {self.held_out} held-out prompts of {self.read} read"
-            + (f" ({' and '.join(gone)} left out)" if gone else "")
-            + f", at most {self.longest_tokens} tokens{cut}"
+        whole = self.measured >= self.train + self.held_out + self.dropped
+        dropped = [(self.dropped, "overlong")] if whole else []
+        gone = [f"{n} {what}" for n, what in [(self.duplicates, "duplicates"), *dropped] if n]
+        text = f"{self.train} training and {self.held_out} held-out prompts of {self.read} read"
+        text += f" ({' and '.join(gone)} left out)" if gone else ""
+        text += f", at most {self.longest_tokens} tokens"
+        if whole:
+            text += f", {self.truncated} cut on the left" if self.truncated else ""
+        else:
+            text += f"; of {self.measured} that were measured {self.dropped + self.truncated} are overlong"
+            text += ", and another prompt takes the place of such a one" if self.dropped else ""
+        if set(self.forms) - {"prompt"}:
+            text += "; form of the rows: " + ", ".join(f"{form} {count}" for form, count in sorted(self.forms.items()))
+        return text
+
+
+class ItemIds(Sequence[str]):
+    """Ids of prompts as text, made when they are wanted."""
+
+    def __init__(self, values: NDArray[np.uint64]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        if isinstance(at, slice):
+            text = self.values[at].astype(">u8").tobytes().hex()
+            return [text[start : start + 16] for start in range(0, len(text), 16)]
+        return f"{int(self.values[at]):016x}"
+
+
+class Places(Mapping[str, int]):
+    """From the id of a prompt to its place, by binary search."""
+
+    def __init__(self, ids: ItemIds) -> None:
+        self._ids, self._order = ids, np.argsort(ids.values, kind="stable")
+        self._sorted = ids.values[self._order]
+
+    def __getitem__(self, item: str) -> int:
+        try:
+            value = np.uint64(int(item, 16))
+        except (ValueError, OverflowError):
+            raise KeyError(item) from None
+        at = int(np.searchsorted(self._sorted, value))
+        if at == len(self._sorted) or self._sorted[at] != value:
+            raise KeyError(item)
+        return int(self._order[at])
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+
+class Renderer:
+    """Makes prompts of rows of the index."""
+
+    def __init__(self, index: RowIndex, data: DataTable, tokenizer: ChatTokenizer) -> None:
+        self.index, self._data, self._tokenizer = index, data, tokenizer
+        self._shows_tools = False
+        self.row = lru_cache(maxsize=CACHED)(self._render)
+
+    def _render(self, row: int, split: str) -> PromptItem | None:
+        raw = self.index.raw(row)
+        messages = conversation(raw, self._data.template, self._data.system)
+        tokens = self._fit(raw, self._tokenizer.encode(self._text(raw, messages)))
+        if tokens is None:
+            return None
+        return PromptItem(
+            item=f"{int(self.index.rows['item'][row]):016x}",
+            split=split,
+            question=raw.question,
+            answer=raw.answer,
+            metadata=raw.metadata,
+            messages=messages,
+            tokens=tokens,
+            tools=raw.tools,
         )
+
+    def _text(self, raw: RawItem, messages: list[Message]) -> str:
+        text = self._tokenizer.text(messages, raw.tools)
+        if raw.tools and not self._shows_tools:
+            if text == self._tokenizer.text(messages):
+                why = f"the chat template of {self._tokenizer.folder} does not show them"
+                hint = 'a template that does, or go without: data.ignore = ["tools"]'
+                raise RelaxError(f"the tools of {raw.where}", why=why, hint=hint)
+            self._shows_tools = True
+        return text
+
+    def _fit(self, raw: RawItem, tokens: list[int]) -> list[int] | None:
+        """The tokens of a prompt as data.overlong has them; None: it is dropped."""
+        most = self._data.max_prompt_tokens
+        if len(tokens) <= most:
+            return tokens
+        if self._data.overlong == "error":
+            raise RelaxError(
+                f"the prompt of {raw.where}",
+                why=f"it has {len(tokens)} tokens, data.max_prompt_tokens is {most}",
+                hint='set data.overlong to "drop" or "truncate_left", or allow more tokens',
+            )
+        return None if self._data.overlong == "drop" else tokens[-most:]
+
+    def lengths(self, rows: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Tokens of each row's prompt before anything is cut; kept beside the index where they are all rows."""
+        path = self._lengths_path() if len(rows) == len(self.index) else None
+        if path is not None and path.is_file():
+            with suppress(OSError, ValueError):
+                found: NDArray[np.int32] = np.load(path)
+                if len(found) == len(rows):
+                    return found
+        lengths = np.empty(len(rows), np.int32)
+        for start in range(0, len(rows), CACHED):
+            texts = []
+            for row in rows[start : start + CACHED]:
+                raw = self.index.raw(int(row))
+                texts.append(self._text(raw, conversation(raw, self._data.template, self._data.system)))
+            lengths[start : start + CACHED] = [len(tokens) for tokens in self._tokenizer.encode_many(texts)]
+        if path is not None:
+            with suppress(OSError):
+                temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
+                np.save(temporary, lengths)
+                temporary.replace(path)
+        return lengths
+
+    def _lengths_path(self) -> Path | None:
+        if self.index.folder is None:
+            return None
+        parts = (
+            self._data.template,
+            self._data.system,
+            self._tokenizer.tokenizer_digest,
+            self._tokenizer.template_digest,
+        )
+        return self.index.folder / f"lengths-{xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))}.npy"
+
+    def check(self, row: int, length: int) -> None:
+        """Raise the error that data.overlong asks for, if it does."""
+        if self._data.overlong == "error" and length > self._data.max_prompt_tokens:
+            self.row(row, "train")
+
+
+class PromptItems(Sequence[PromptItem]):
+    """Prompts by place, rendered when they are wanted.
+
+    Args:
+        rows: of the index, one a place.
+
+    Attributes:
+        ids: of the prompts. questions: hashes of their canonical questions.
+    """
+
+    def __init__(self, renderer: Renderer, rows: NDArray[np.intp], split: str) -> None:
+        self._renderer, self._rows, self._split = renderer, rows, split
+        self.ids = ItemIds(renderer.index.rows["item"][rows])
+        self.questions: NDArray[np.uint64] = renderer.index.rows["question"][rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> PromptItem: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[PromptItem]: ...
+    def __getitem__(self, at: int | slice) -> PromptItem | list[PromptItem]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        place = range(len(self))[at]
+        item = int(self.ids.values[place])
+        for attempt in range(TRIES):
+            # An overlong prompt of data too large to be measured: another one takes its place, the same in every role.
+            found = self._renderer.row(int(self._rows[place]), self._split)
+            if found is not None:
+                return found
+            place = substitute(item, attempt, len(self))
+        hint = "allow more tokens (data.max_prompt_tokens)"
+        raise RelaxError("data", why=f"{TRIES} prompts in a row have more tokens than are allowed", hint=hint)
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        return (self[place] for place in range(len(self)))
+
+
+class EvaluationItems(Sequence[PromptItem]):
+    """Prompts to evaluate on: ordered by id, so that the first n are the same in every run on the same data. Overlong
+    ones of data too large to be measured are passed over, so that there may be fewer than the length says."""
+
+    def __init__(self, renderer: Renderer, rows: NDArray[np.intp], split: str) -> None:
+        order = np.argsort(renderer.index.rows["item"][rows], kind="stable")
+        self._renderer, self._rows, self._split = renderer, rows[order], split
+        self.questions: NDArray[np.uint64] = renderer.index.rows["question"][self._rows]
+        self._usable: list[int] = []
+        self._looked = 0
+
+    def __len__(self) -> int:
+        return len(self._rows) - (self._looked - len(self._usable))
+
+    @overload
+    def __getitem__(self, at: int) -> PromptItem: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[PromptItem]: ...
+    def __getitem__(self, at: int | slice) -> PromptItem | list[PromptItem]:
+        if isinstance(at, slice):
+            places = range(*at.indices(len(self)))
+            self._look(max(places, default=-1) + 1)
+            return [self[place] for place in places if place < len(self)]
+        place = at if at < 0 else range(len(self))[at]
+        self._look(len(self._rows) if place < 0 else place + 1)
+        found = self._renderer.row(int(self._rows[self._usable[place]]), self._split)
+        assert found is not None
+        return found
+
+    def _look(self, count: int) -> None:
+        """Find the first `count` prompts that are not overlong."""
+        while len(self._usable) < count and self._looked < len(self._rows):
+            if self._renderer.row(int(self._rows[self._looked]), self._split) is not None:
+                self._usable.append(self._looked)
+            self._looked += 1
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        place = 0
+        while True:
+            self._look(place + 1)
+            if place >= len(self._usable):
+                return
+            yield self[place]
+            place += 1
 
 
 class PromptSource:
     """Training prompts by index of the run's order, and the held-out prompts.
 
+    Args:
+        sources: the source of each training prompt, and weights of the sources; None: one order over all of them.
+
     Attributes:
-        train, held_out: the items of the splits; held-out items are ordered by id, so that the first n are the same
-            in every run on the same data.
-        report: counts for people.
+        train, held_out: the prompts of the splits.
+        report: counts for people. digest: of the rows they come from.
     """
 
     def __init__(
-        self, train: list[PromptItem], held_out: list[PromptItem], *, seed: int, shuffle: bool, epochs: int | None
+        self,
+        train: PromptItems,
+        held_out: EvaluationItems,
+        *,
+        seed: int,
+        shuffle: bool,
+        epochs: int | None,
+        sources: tuple[NDArray[np.uint32], Sequence[float]] | None = None,
+        report: DataReport | None = None,
+        digest: str = "",
     ) -> None:
-        self.train = train
-        self.held_out = sorted(held_out, key=lambda item: item.item)
+        self.train, self.held_out, self.digest = train, held_out, digest
         self.seed, self.shuffle, self.epochs = seed, shuffle, epochs
-        self.report = DataReport(len(train) + len(held_out), 0, 0, 0, len(train), len(held_out), 0)
-        self._check_splits()
-        ids = [item.item for item in train]
-        # Prompts in flight may straddle the end of an epoch, so that two orders are wanted by turns.
-        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, ids))
+        self.report = report or DataReport(len(train) + len(held_out), 0, 0, 0, len(train), len(held_out), 0)
+        for name, items in (("training", train), ("held-out", held_out)):
+            if not len(items):
+                raise RelaxError(
+                    "data",
+                    why=f"there are no {name} prompts among {len(train) + len(held_out)}",
+                    hint="more items (data.size), another share (data.held_out), or a larger data.max_prompt_tokens",
+                )
+        self._mixture, self._parts = None, [np.arange(len(train))]
+        if sources is not None:
+            of, weights = sources
+            self._mixture = Mixture(seed, weights)
+            self._parts = [np.flatnonzero(of == number) for number in range(len(weights))]
+            for number, part in enumerate(self._parts):
+                if not len(part):
+                    raise RelaxError(f"data.sources[{number}]", why="none of its rows is a training prompt")
+        # Prompts in flight may straddle the end of an epoch, so that two orders of a source are wanted by turns.
+        self._order = lru_cache(maxsize=2 * len(self._parts))(self._epoch_order)
 
     @classmethod
-    def load(cls, data: DataTable, tokenizer: ChatTokenizer, *, seed: int, config_dir: Path) -> PromptSource:
-        """Read, deduplicate, render and split the prompts of a config.
+    def load(
+        cls, data: DataTable, tokenizer: ChatTokenizer, *, seed: int, config_dir: Path, run_dir: Path | None = None
+    ) -> PromptSource:
+        """Index, deduplicate and split the prompts of a config. The index is kept in the cache folder.
 
         Args:
             seed: the run's seed; it decides the order, not which items there are.
             config_dir: folder of roles.toml.
+            run_dir: of a run that uses them: its first call notes what the rows are, later ones compare.
 
         Raises:
-            RelaxError: bad data; with the setting or the file and line.
+            RelaxError: bad data; with the setting or the file and line. Or the data changed since the run began.
         """
-        raws, duplicates = distinct(_read(data, config_dir))
-        rendered, dropped, truncated = _render(raws, data, tokenizer)
-        train = [item for item in rendered if item.split == "train"]
-        held_out = [item for item in rendered if item.split == "held_out"]
-        source = cls(train, held_out, seed=seed, shuffle=data.shuffle, epochs=data.epochs)
-        longest = max(len(item.tokens) for item in rendered) if rendered else 0
-        source.report = DataReport(
-            len(raws) + duplicates, duplicates, dropped, truncated, len(train), len(held_out), longest
+        index = RowIndex.open(data, config_dir)
+        if run_dir is not None:
+            check_unchanged(run_dir, index)
+        renderer = Renderer(index, data, tokenizer)
+        rows, report = measured(renderer, data)
+        held = index.rows["question"][rows] < held_out_below(data.held_out)
+        train = PromptItems(renderer, rows[~held], "train")
+        held_out = EvaluationItems(renderer, rows[held], "held_out")
+        weights = [one.weight for one in sources_of(data, config_dir) if one.weight is not None]
+        return cls(
+            train,
+            held_out,
+            seed=seed,
+            shuffle=data.shuffle,
+            epochs=data.epochs,
+            sources=(index.rows["source"][rows[~held]], weights) if weights else None,
+            report=msgspec.structs.replace(report, train=len(train), held_out=len(held_out)),
+            digest=index.contents.digest,
         )
-        return source
 
-    def _check_splits(self) -> None:
-        both = {canonical(i.question) for i in self.train} & {canonical(i.question) for i in self.held_out}
-        if both:
-            raise RelaxError(
-                "data", why=f"{len(both)} questions are both trained on and held out, as {sorted(both)[0]!r:.120}"
-            )
-        for name, items in (("training", self.train), ("held-out", self.held_out)):
-            if not items:
-                raise RelaxError(
-                    "data",
-                    why=f"there are no {name} prompts among {len(self.train) + len(self.held_out)}",
-                    hint="more items (data.size), another share (data.held_out), or a larger data.max_prompt_tokens",
-                )
+    def _epoch_order(self, source: int, epoch: int) -> NDArray[np.intp]:
+        part = self._parts[source]
+        return part[epoch_order(self.seed, epoch, ItemIds(self.train.ids.values[part]))]
 
     @property
     def limit(self) -> int | None:
@@ -113,8 +386,9 @@ class PromptSource:
         """
         if index < 0 or (self.limit is not None and index >= self.limit):
             raise IndexError(f"prompt {index} of {self.limit}")
-        epoch, place = divmod(index, len(self.train))
-        return self._order(epoch)[place] if self.shuffle else place
+        source, number = (0, index) if self._mixture is None else self._mixture.place(index)
+        epoch, at = divmod(number, len(self._parts[source]))
+        return int(self._order(source, epoch)[at] if self.shuffle else self._parts[source][at])
 
     def prompt(self, index: int, item: int | None = None) -> PromptItem:
         """The training prompt at `index` of the run's order.
@@ -135,28 +409,74 @@ class PromptSource:
         return sample_seed(self.seed, prompt, member, attempt)
 
 
-def read_prompts(data: DataTable, tokenizer: ChatTokenizer, config_dir: Path) -> list[PromptItem]:
-    """Read, deduplicate and render prompts, of whatever split.
+def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.intp], DataReport]:
+    """The rows that can be prompts, and what is known of their lengths; train and held_out are not counted yet."""
+    index, most = renderer.index, data.max_prompt_tokens
+    rows = np.arange(len(index))
+    whole = len(rows) <= MEASURED_WHOLE
+    looked = rows if whole else np.linspace(0, len(rows) - 1, SAMPLE).astype(np.intp)
+    lengths = renderer.lengths(looked)
+    overlong = lengths > most
+    for row in looked[overlong][:1]:
+        renderer.check(int(row), most + 1)
+    count, drops = int(overlong.sum()), data.overlong == "drop"
+    if whole and drops:
+        rows = rows[~overlong]
+    longest = int(np.minimum(lengths, most)[~overlong if drops else slice(None)].max(initial=0)) if whole else most
+    contents = index.contents
+    return rows, DataReport(
+        read=contents.read,
+        duplicates=contents.duplicates,
+        dropped=count if drops else 0,
+        truncated=0 if drops else count,
+        train=0,
+        held_out=0,
+        longest_tokens=longest,
+        measured=len(looked),
+        forms=contents.forms if data.task is None else {},
+        notes=contents.notes,
+    )
+
+
+def check_unchanged(run_dir: Path, index: RowIndex) -> None:
+    """Note in the run's folder what its rows are; or see that they are what was noted.
+
+    Raises:
+        RelaxError: they are others: the prompts that the run goes on with would not be those that it left.
+    """
+    path, contents = run_dir / RECORD, index.contents
+    now = {"digest": contents.digest, "rows": len(index), "files": [shard.path for shard in contents.shards]}
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        with suppress(OSError):
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(now)))
+            temporary.replace(path)
+        return
+    if known.get("digest") != contents.digest:
+        raise RelaxError(
+            "data",
+            why=f"its rows are not those that the run began with: {known.get('rows')} then, {len(index)} now",
+            hint=f"put the files back or begin a new run; to go on with the new rows, remove {path}",
+        )
+
+
+def read_prompts(
+    data: DataTable, tokenizer: ChatTokenizer, config_dir: Path, *, split: str, without: NDArray[np.uint64]
+) -> tuple[EvaluationItems, int]:
+    """Prompts of a further set, ordered by id, and how many were left out.
+
+    Args:
+        without: hashes of canonical questions whose prompts are left out.
 
     Raises:
         RelaxError: bad data; with the setting or the file and line.
     """
-    raws, _ = distinct(_read(data, config_dir))
-    items, _, _ = _render(raws, data, tokenizer)
-    return items
-
-
-def _read(data: DataTable, config_dir: Path) -> Iterable[RawItem]:
-    if data.task is not None:
-        from relax_rt.roles.data.gym import GymTask
-
-        return GymTask(data.task, data.options, data.size).items()
-    if data.path is None:
-        raise RelaxError("data", why="neither data.task nor data.path is set")
-    from relax_rt.roles.data.files import read_items
-
-    path = Path(data.path).expanduser()
-    return read_items(path if path.is_absolute() else config_dir / path, data.path)
+    renderer = Renderer(RowIndex.open(data, config_dir), data, tokenizer)
+    rows, _ = measured(renderer, data)
+    out = np.isin(renderer.index.rows["question"][rows], without)
+    return EvaluationItems(renderer, rows[~out], split), int(out.sum())
 
 
 def check_data(data: DataTable, config_dir: Path) -> None:
@@ -165,21 +485,7 @@ def check_data(data: DataTable, config_dir: Path) -> None:
     Raises:
         RelaxError: bad data; with the setting or the file and line.
     """
-    for raw in _read(data, config_dir):
-        conversation(raw, data.template, data.system)
-        return
-
-
-def distinct(raws: Iterable[RawItem]) -> tuple[list[RawItem], int]:
-    """The items with the later ones of equal canonical question left out, and how many those were."""
-    kept: dict[str, RawItem] = {}
-    read = 0
-    for raw in raws:
-        read += 1
-        if read > MAX_ITEMS:
-            raise RelaxError("data", why=f"there are more than {MAX_ITEMS} items", hint="use a smaller file")
-        kept.setdefault(canonical(raw.question), raw)
-    return list(kept.values()), read - len(kept)
+    conversation(first_row(data, config_dir), data.template, data.system)
 
 
 def conversation(raw: RawItem, template: str, system: str | None) -> list[Message]:
@@ -189,6 +495,7 @@ def conversation(raw: RawItem, template: str, system: str | None) -> list[Messag
         RelaxError: the template names a field that the item does not have.
     """
     messages = raw.messages or [{"role": "user", "content": fill(template, raw)}]
+    system = system if raw.system is None else raw.system
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return messages
@@ -212,38 +519,7 @@ def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
             raise RelaxError(
                 f"{setting} names {{{name}}}", why=f"{raw.where} has {', '.join(sorted(fields))}", hint=hint
             )
-        return str(fields[name])
+        value = fields[name]
+        return answer_text(value) if isinstance(value, float) else str(value)
 
     return FIELD.sub(put, template)
-
-
-def _render(raws: list[RawItem], data: DataTable, tokenizer: ChatTokenizer) -> tuple[list[PromptItem], int, int]:
-    """Items with tokens, how many were dropped as overlong, and how many were cut."""
-    conversations = [conversation(raw, data.template, data.system) for raw in raws]
-    items, dropped, truncated = [], 0, 0
-    for raw, messages, tokens in zip(raws, conversations, tokenizer.render_many(conversations), strict=True):
-        if len(tokens) > data.max_prompt_tokens:
-            if data.overlong == "error":
-                raise RelaxError(
-                    f"the prompt of {raw.where}",
-                    why=f"it has {len(tokens)} tokens, data.max_prompt_tokens is {data.max_prompt_tokens}",
-                    hint='set data.overlong to "drop" or "truncate_left", or allow more tokens',
-                )
-            if data.overlong == "drop":
-                dropped += 1
-                continue
-            tokens = tokens[-data.max_prompt_tokens :]
-            truncated += 1
-        held = in_held_out(raw.question, data.held_out)
-        items.append(
-            PromptItem(
-                item=item_id(raw.question),
-                split="held_out" if held else "train",
-                question=raw.question,
-                answer=raw.answer,
-                metadata=raw.metadata,
-                messages=messages,
-                tokens=tokens,
-            )
-        )
-    return items, dropped, truncated

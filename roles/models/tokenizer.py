@@ -27,19 +27,27 @@ class ChatTokenizer:
     def __init__(self, raw: Any, folder: Path) -> None:
         self.raw, self.folder = raw, folder
 
-    def text(self, messages: Sequence[Message]) -> str:
+    def text(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         """The prompt as text: the template applied, with the opening of the assistant's turn.
+
+        Args:
+            tools: functions that the model may call, as OpenAI's `tools`.
 
         Raises:
             RelaxError: the template refuses these messages (a role or an order it does not know).
         """
-        return self._apply(messages, opened=True)
+        return self._apply(messages, opened=True, tools=tools)
 
-    def _apply(self, messages: Sequence[Message], *, opened: bool) -> str:
+    def _apply(self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Message] | None = None) -> str:
         from jinja2 import TemplateError
 
         try:
-            return str(self.raw.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opened))
+            offered = list(tools) if tools else None
+            return str(
+                self.raw.apply_chat_template(
+                    list(messages), tools=offered, tokenize=False, add_generation_prompt=opened
+                )
+            )
         except TemplateError as error:
             raise RelaxError(
                 f"the chat template of {self.folder}", why=f"it refuses {messages!r:.200}: {error}"
@@ -53,9 +61,9 @@ class ChatTokenizer:
         """
         return self._apply(messages, opened=False)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
         """Token ids of a prompt, the opening of the assistant's turn included."""
-        return self.encode(self.text(messages))
+        return self.encode(self.text(messages, tools))
 
     def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """`render` of many prompts, several times faster than one by one."""

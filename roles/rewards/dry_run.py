@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_rt.config.problems import KeyPath, Problem
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.compose import REWARD, Rewards
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.tables import RewardTable
@@ -44,7 +45,7 @@ class Item(Protocol):
     @property
     def question(self) -> str: ...
     @property
-    def answer(self) -> str: ...
+    def answer(self) -> Any: ...
     @property
     def metadata(self) -> dict[str, Any]: ...
 
@@ -96,7 +97,8 @@ def requests_for(
     """What a dry run asks: four completions of each item."""
     requests = []
     for group, item in enumerate(items[:ITEMS]):
-        for text in (item.answer, f"The answer is {item.answer}.", "", "\u2603 <junk> -1e999 \x00 {]" * 8):
+        right = answer_text(item.answer)
+        for text in (right, f"The answer is {right}.", "", "\u2603 <junk> -1e999 \x00 {]" * 8):
             about = {
                 "item": item.item,
                 "split": item.split,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.tables import JudgeTable
 
@@ -56,7 +57,8 @@ def fields_of(template: str) -> list[str]:
 def known_fields(request: Request) -> dict[str, Any]:
     """What a prompt of this request may fill in."""
     metadata: Mapping[str, Any] = request.info.get("metadata", {})
-    own = {"question": request.info.get("question", ""), "completion": request.completion, "answer": request.answer}
+    answer = answer_text(request.answer)
+    own = {"question": request.info.get("question", ""), "completion": request.completion, "answer": answer}
     return {**metadata, **own}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import relax_rt
 from relax_rt.config.target import TargetError, load_target
+from relax_rt.roles.data.items import answer_text
 from relax_rt.transport.errors import RelaxError
 
 SETTING = "reward.function"
@@ -26,6 +27,7 @@ class RewardFunction:
         is_async: whether calling it gives an awaitable.
         wants: names of information it takes besides completion and answer; None: everything (`**info`).
         needs: those of `wants` without a default.
+        text_answer: whether the answer is annotated as `str`: one of another JSON type is given as text then.
     """
 
     def __init__(self, function: Callable[..., Any], target: str, setting: str = SETTING) -> None:
@@ -34,6 +36,8 @@ class RewardFunction:
             raise RelaxError(f"{setting} = {target!r}", why=f"it is a {type(function).__name__}, not a function")
         call = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(call)
+        self.text_answer = False
+        self._taken: frozenset[str] = frozenset()
         self.wants, self.needs = self._read_signature()
 
     def _read_signature(self) -> tuple[frozenset[str] | None, frozenset[str]]:
@@ -50,13 +54,15 @@ class RewardFunction:
             names = ", ".join(str(p) for p in parameters)
             hint = "it is called as f(completion, answer, **info)"
             raise RelaxError(wrong, why=f"its parameters are ({names})", hint=hint)
+        self.text_answer = parameters[1].annotation in (str, "str")
+        self._taken = frozenset(p.name for p in parameters[:2])
         rest = [p for p in parameters[2:] if p.kind is not kinds.VAR_POSITIONAL]
         named = [p for p in rest if p.kind is not kinds.VAR_KEYWORD]
         needs = frozenset(p.name for p in named if p.default is kinds.empty)
         takes_all = len(named) < len(rest)
         return (None if takes_all else frozenset(p.name for p in named)), needs
 
-    def call(self, completion: str | list[str], answer: str, info: dict[str, Any]) -> Any:
+    def call(self, completion: str | list[str], answer: Any, info: dict[str, Any]) -> Any:
         """Call it with what it wants of `info`; an async one gives its awaitable. One that scores groups gets a list.
 
         Raises:
@@ -68,8 +74,10 @@ class RewardFunction:
                 why=f"it wants {', '.join(sorted(lacking))}, and there is {_listed(info)}",
                 hint="give the parameter a default, or name another",
             )
-        chosen = info if self.wants is None else {name: info[name] for name in self.wants if name in info}
-        return self.function(completion, answer, **chosen)
+        # A column of the data may have the name of one of the first two parameters.
+        wanted = info.keys() - self._taken if self.wants is None else self.wants & info.keys()
+        given = answer_text(answer) if self.text_answer else answer
+        return self.function(completion, given, **{name: info[name] for name in wanted})
 
 
 def _listed(names: Collection[str]) -> str:

@@ -34,10 +34,10 @@ GRACE_S = 1.0
 
 class Request(msgspec.Struct, frozen=True):
     """One completion to score; info is offered to the function by parameter name. `group` names those that answer one
-    prompt."""
+    prompt. `answer` is of any JSON type; a function whose parameter is annotated as `str` gets it as text."""
 
     completion: str
-    answer: str
+    answer: Any
     info: dict[str, Any]
     group: int = 0
 

@@ -165,14 +165,14 @@ class RolloutRole(Role):
         return self.routing.row_bytes if self.routing is not None else 0
 
     def _prompts(self, folder: Any) -> PromptSource:
-        from relax_rt.roles.data.kept import load_kept
+        from relax_rt.roles.data.source import PromptSource
 
-        return load_kept(
+        return PromptSource.load(
             self.config.data,
             self.tokenizer,
             seed=self.config.run.seed,
             config_dir=folder,
-            folder=self.ctx.run_dir,
+            run_dir=self.ctx.run_dir,
         )
 
     async def run(self) -> None:

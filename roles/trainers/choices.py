@@ -46,7 +46,7 @@ class PromptChoices:
             Refused: the sampler is unknown or wrong.
             RelaxError: bad data.
         """
-        from relax_rt.roles.data.kept import load_kept
+        from relax_rt.roles.data.source import Places, PromptSource
         from relax_rt.roles.locations import model_folder
         from relax_rt.roles.models.tokenizer import load_tokenizer
 
@@ -56,9 +56,10 @@ class PromptChoices:
         if isinstance(rule, list):
             raise Refused("algorithm.sampler", why=rule[0].message, hint=rule[0].hint)
         tokenizer = load_tokenizer(model_folder(ctx))
-        source = load_kept(config.data, tokenizer, seed=seed, config_dir=base, folder=ctx.run_dir)
+        source = PromptSource.load(config.data, tokenizer, seed=seed, config_dir=base, run_dir=ctx.run_dir)
         known = PromptHistory() if history is None else history
-        sampler = PromptSampler(rule, [item.item for item in source.train], source.place, seed=seed, history=known)
+        ids = source.train.ids
+        sampler = PromptSampler(rule, ids, source.place, seed=seed, history=known, places=Places(ids))
         ahead = Ahead(sampler, known, places=places(table), end=source.limit)
         return cls(queue, objective, ahead, recorded=history is not None)
 

@@ -112,7 +112,7 @@ class PromptSampler:
     Args:
         rule: a sampler; None: the run's order.
         items: ids of the training prompts, without duplicates. usual: the run's order, from index to place.
-        seed: the run's.
+        seed: the run's. places: from an id to its place in `items`; None: made from them.
     """
 
     def __init__(
@@ -123,9 +123,10 @@ class PromptSampler:
         *,
         seed: int,
         history: PromptHistory,
+        places: Mapping[str, int] | None = None,
     ) -> None:
         self._rule, self._items, self._usual, self._seed, self._history = rule, items, usual, seed, history
-        self._place = {item: place for place, item in enumerate(items)}
+        self._place = {item: place for place, item in enumerate(items)} if places is None else places
         self._chosen: dict[int, int] = {}
 
     def choose(self, index: int, step: int) -> int:

@@ -62,7 +62,7 @@ class Http:
         self._client: httpx.AsyncClient | None = None
         self._room = asyncio.Semaphore(options.at_a_time)
 
-    async def __call__(self, completion: str, answer: str, **info: Any) -> Any:
+    async def __call__(self, completion: str, answer: Any, **info: Any) -> Any:
         known = {key: value for key, value in info.items() if key in SENT}
         body = json.dumps({**known, "completion": completion, "answer": answer}, default=str).encode()
         async with self._room:

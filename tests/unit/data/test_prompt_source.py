@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.data.gym import GymTask
-from relax_rt.roles.data.items import PromptItem, RawItem
+from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
 from relax_rt.roles.data.source import PromptSource, fill
-from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.sections import DataTable
 from relax_rt.transport.errors import RelaxError
@@ -28,11 +27,6 @@ ADDITION: dict[str, Any] = {
     "operators": ["+"],
     "allow_parentheses": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
-    return ChatTokenizer(character_tokenizer(), Path("/nonexistent"))
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -72,56 +66,60 @@ def test_epoch_order_is_a_permutation_that_ignores_file_order(seed: int, epoch: 
 
 def test_orders_and_seeds_differ_where_they_must() -> None:
     items = [str(i) for i in range(100)]
-    orders = {tuple(epoch_order(seed, epoch, items)) for seed in range(3) for epoch in range(3)}
+    orders = {tuple(epoch_order(seed, epoch, items).tolist()) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
     seeds = {sample_seed(s, p, m, a) for s in range(4) for p in range(20) for m in range(8) for a in range(3)}
     assert len(seeds) == 4 * 20 * 8 * 3
     assert max(seeds) < 2**63
     # A change of the hash would silently change every run that is resumed.
     assert sample_seed(1, 2, 3, 0) == SEED_1_2_3_0
-    assert epoch_order(7, 0, ["a", "b", "c", "d"]) == ORDER_7
+    assert epoch_order(7, 0, ["a", "b", "c", "d"]).tolist() == ORDER_7
 
 
 SEED_1_2_3_0 = 2223786261031295267
 ORDER_7 = [3, 2, 1, 0]
 
 
-def source_of(n: int, seed: int = 0, epochs: int | None = None, shuffle: bool = True) -> PromptSource:
-    def item(i: int, split: str) -> PromptItem:
-        return PromptItem(
-            item=item_id(f"q{i}"), split=split, question=f"q{i}", answer="", metadata={}, messages=[], tokens=[]
-        )
-
-    held = [item(1000, "held_out")]
-    return PromptSource([item(i, "train") for i in range(n)], held, seed=seed, shuffle=shuffle, epochs=epochs)
+def source_of(
+    tmp_path: Path, tokenizer: ChatTokenizer, n: int, seed: int = 0, epochs: int | None = None, shuffle: bool = True
+) -> PromptSource:
+    name = write(tmp_path / f"{n}.jsonl", [{"prompt": f"q{i}", "answer": ""} for i in range(n)])
+    data = DataTable(path=name, epochs=epochs, shuffle=shuffle, held_out=0.3)
+    return PromptSource.load(data, tokenizer, seed=seed, config_dir=tmp_path)
 
 
-def test_each_epoch_gives_every_prompt_once() -> None:
-    source = source_of(10, epochs=3)
-    assert source.limit == 30
-    passes = [[source.prompt(10 * e + i).item for i in range(10)] for e in range(3)]
+def test_each_epoch_gives_every_prompt_once(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    source = source_of(tmp_path, tokenizer, 14, epochs=3)
+    n = len(source.train)
+    assert source.limit == 3 * n
+    passes = [[source.prompt(n * e + i).item for i in range(n)] for e in range(3)]
     assert len({tuple(p) for p in passes}) == 3
-    assert {frozenset(p) for p in passes} == {frozenset(i.item for i in source.train)}
+    assert {frozenset(p) for p in passes} == {frozenset(source.train.ids)}
     # Any index may be asked for at any time: a restarted worker asks from the middle.
-    assert source_of(10, epochs=3).prompt(25).item == passes[2][5]
+    assert source_of(tmp_path, tokenizer, 14, epochs=3).prompt(2 * n + 5).item == passes[2][5]
     with pytest.raises(IndexError):
-        source.prompt(30)
+        source.prompt(3 * n)
 
 
-def test_without_shuffle_the_file_order_holds() -> None:
-    assert [source_of(3, shuffle=False).prompt(i).question for i in range(4)] == ["q0", "q1", "q2", "q0"]
+def test_the_order_is_that_of_the_ids(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    """The same as for a list of ids, whose golden value is above: a resumed run goes on with the same prompts."""
+    source = source_of(tmp_path, tokenizer, 14)
+    ids = [item_id(item.question) for item in source.train]
+    assert ids == list(source.train.ids)
+    assert [source.place(i) for i in range(len(ids))] == epoch_order(0, 0, ids).tolist()
 
 
-def test_overlapping_splits_are_refused() -> None:
-    source = source_of(3)
-    with pytest.raises(RelaxError, match="both trained on and held out"):
-        PromptSource(source.train, [source.train[0]], seed=0, shuffle=True, epochs=None)
+def test_without_shuffle_the_file_order_holds(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    source = source_of(tmp_path, tokenizer, 14, shuffle=False)
+    n = len(source.train)
+    asked = [f"q{i}" for i in range(14) if not in_held_out(f"q{i}", 0.3)]
+    assert [source.prompt(i).question for i in range(n + 1)] == [*asked, asked[0]]
 
 
-def test_an_empty_split_is_refused() -> None:
-    source = source_of(3)
+def test_an_empty_split_is_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    name = write(tmp_path / "d.jsonl", numbered(3))
     with pytest.raises(RelaxError, match="no held-out prompts among 3"):
-        PromptSource(source.train, [], seed=0, shuffle=True, epochs=None)
+        PromptSource.load(DataTable(path=name, held_out=1e-9), tokenizer, seed=0, config_dir=tmp_path)
 
 
 def test_reasoning_gym_task(tokenizer: ChatTokenizer) -> None:
@@ -165,7 +163,7 @@ def test_jsonl_with_prompts_and_messages(tmp_path: Path, tokenizer: ChatTokenize
     rows: list[Any] = [
         *numbered(40),
         "",
-        {"prompt": "WHAT  is 3?", "answer": "3"},
+        {"prompt": "what is 3?", "answer": 3},
         {
             "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
             "answer": "x",
@@ -174,10 +172,10 @@ def test_jsonl_with_prompts_and_messages(tmp_path: Path, tokenizer: ChatTokenize
     ]
     data = DataTable(path=write(tmp_path / "d.jsonl", rows), system="Be brief.", template="Q: {question}", held_out=0.3)
     source = PromptSource.load(data, tokenizer, seed=0, config_dir=tmp_path)
-    items = {i.question: i for i in source.train + source.held_out}
+    items = {i.question: i for i in [*source.train, *source.held_out]}
     assert source.report.duplicates == 1
     assert len(items) == 41
-    assert items["what is 3?"].answer == "3"
+    assert items["what is 3?"].answer == 3
     assert items["what is 3?"].messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Q: what is 3?"},
@@ -199,7 +197,7 @@ def test_parquet_reads_like_jsonl(tmp_path: Path, tokenizer: ChatTokenizer) -> N
         PromptSource.load(DataTable(path=name), tokenizer, seed=0, config_dir=tmp_path)
         for name in ("d.parquet", "d.jsonl")
     ]
-    assert load[0].train == load[1].train
+    assert list(load[0].train) == list(load[1].train)
     parquet.write_table(pyarrow.Table.from_pylist([*rows, {"prompt": "x"}]), tmp_path / "bad.parquet")
     with pytest.raises(RelaxError, match=r"bad.parquet:row 41: there is no `answer`"):
         PromptSource.load(DataTable(path="bad.parquet"), tokenizer, seed=0, config_dir=tmp_path)
@@ -211,11 +209,9 @@ def test_parquet_reads_like_jsonl(tmp_path: Path, tokenizer: ChatTokenizer) -> N
         ("{", "not a JSON object"),
         ([1], "a row is an object"),
         ({"promt": "x", "answer": ""}, "is 'promt' meant to be 'prompt'"),
-        ({"prompt": "x", "messages": [], "answer": ""}, "give one of"),
+        ({"prompt": "x", "messages": [], "answer": ""}, "both `messages` and `prompt`"),
         ({"prompt": "x", "anwser": "1"}, "is 'anwser' meant to be 'answer'"),
         ({"prompt": " ", "answer": "1"}, "`prompt` is text"),
-        ({"prompt": "x", "answer": ["1"]}, "`answer` is text or a number"),
-        ({"prompt": "x", "answer": True}, "`answer` is text or a number"),
         ({"prompt": "x", "answer": "1", "metadata": 3}, "`metadata` is an object"),
         ({"messages": [], "answer": ""}, "`messages` is a list"),
         ({"messages": [{"role": "usr", "content": ""}], "answer": ""}, "message 1 has role 'usr'"),
