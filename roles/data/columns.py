@@ -33,7 +33,6 @@ SPEAKERS = {
     "gpt": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
-    "bot": "assistant",
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",

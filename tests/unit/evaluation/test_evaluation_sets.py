@@ -175,7 +175,7 @@ def test_items_that_are_trained_on_are_left_out(folder: Path) -> None:
     trained = {item.question for item in source.train}
     assert left_out > 0 and len(items) + left_out == 40
     assert not trained & {item.question for item in items}
-    assert {item.split for item in items} == {MAIN} and items == sorted(items, key=lambda item: item.item)
+    assert {item.split for item in items} == {MAIN} and list(items) == sorted(items, key=lambda item: item.item)
     only = EvaluationSet(name="same", path="train.jsonl")
     kept, _ = load_set(only, config, source, tokenizer, folder)
     assert {item.item for item in kept} == {item.item for item in source.held_out}

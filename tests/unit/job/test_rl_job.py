@@ -86,7 +86,7 @@ def test_evaluation_during_the_run_needs_an_evaluator(toml: Path) -> None:
 
 def test_no_data_at_all(toml: Path) -> None:
     toml.write_text(toml.read_text().replace('task = "chain_sum"\nsize = 300\n', "").replace("options = ", "#"))
-    assert "neither task nor path" in problems(toml)["data"].message
+    assert "none of task, path and sources" in problems(toml)["data"].message
 
 
 def test_unbounded_staleness_is_allowed_and_capacity_bounds_it(toml: Path) -> None:
