@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from relax_rt.observe.headline import Headline
 from relax_rt.observe.story import Note, Starts, Story
-from relax_rt.observe.text import waits
+from relax_rt.observe.text import duration, waits
 
 NOTES = 5
 MAX_LINES = 500
@@ -131,7 +131,8 @@ class Board:
         if self.status is None:
             return f"{clock_time(self.clock())} waiting for the node agent"
         slots = self.status.slots
-        away = [f"{s.slot} {s.state}" + (f" ({s.detail})" if s.detail else "") for s in slots if s.state != "ready"]
+        gone = ("ended",) if self.status.status == "draining" else ()
+        away = [_away(s) for s in slots if s.state != "ready" and s.state not in gone]
         idle = [f"{s.slot} {waits(s.waiting)}" for s in slots if s.state == "ready" and s.waiting]
         busy = [f"{s.slot}: {s.detail}" for s in slots if s.state == "ready" and s.detail and not s.waiting]
         told = (away + busy + idle)[:MAX_VALUES]
@@ -139,6 +140,12 @@ class Board:
 
     def _say(self, t: float, text: str) -> None:
         self._lines.append(f"{clock_time(t)} {text}")
+
+
+def _away(slot: SlotLike) -> str:
+    """A slot that does not work now: its state, for how long, and what it still does."""
+    since = f" for {duration(slot.state_s)}" if slot.state_s else ""
+    return f"{slot.slot} {slot.state}{since}" + (f" ({slot.detail})" if slot.detail else "")
 
 
 def clock_time(t: float) -> str:

@@ -72,12 +72,13 @@ def _progress(headline: Headline, now: float, width: int, *, ending: bool) -> Re
     step = headline.step or 0
     if headline.target is None:
         return Text(f"step {step}")
-    left = headline.left_s(now)
+    estimate = headline.estimate(now)
     done = min(1.0, step / headline.target) if headline.target else 1.0
     label = f"step {step} / {headline.target}"
-    time_left = f"{duration(left)} left" if left is not None else "time left not known yet"
-    tail = f"{done:4.0%}" + ("" if ending else f"  {time_left}")
+    tail = f"{done:4.0%}" + ("" if ending or estimate is None else f"  {estimate}")
     table = Table.grid(padding=(0, 2, 0, 0))
+    if not ending and estimate is not None and estimate.left_s is not None and len(label) + len(tail) + 14 > width:
+        tail = f"{done:4.0%}  {duration(estimate.left_s)} left"
     bar_width = max(10, width - len(label) - len(tail) - 4)
     bar = ProgressBar(total=max(1, headline.target), completed=step, width=bar_width, finished_style="green")
     table.add_row(Text(label, "bold"), bar, Text(tail))
