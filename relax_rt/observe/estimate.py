@@ -40,7 +40,7 @@ class Estimate(msgspec.Struct, frozen=True):
             return "time left: measured on the first step"
         if self.step >= self.steps:
             return f"about {duration(self.left_s)} left after the last step" if self.left_s else "the last step is done"
-        rough = ", by one step alone" if self.measured == 1 else ""
+        rough = ", a first guess" if self.measured == 1 else ""
         rough = ", by the steps before the restart" if self.measured == 0 else rough
         return f"{duration(self.step_s)} a step, about {duration(self.left_s)} left{rough}"
 

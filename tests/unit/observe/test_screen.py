@@ -102,7 +102,7 @@ def test_plain_lines_tell_steps_evaluations_and_restarts(run: Run) -> None:
         "tiny is running, 1 of 1 slots ready",
         "held-out before: 0.250",
         "step 1/10  reward 0.500  queue 3/8",
-        "step 2/10  reward 0.625  queue 3/8  1.0 s a step, about 8.0 s left, by one step alone",
+        "step 2/10  reward 0.625  queue 3/8  1.0 s a step, about 8.0 s left, a first guess",
         "ERROR rollout/0 died (killed): SIGKILL from outside the run",
         "rollout/0 is back after 2.5 s",
     ]
