@@ -31,11 +31,12 @@ def validate(
     config: Config = DEFAULT_CONFIG,
     *,
     overrides: Overrides = None,
-    quick: Annotated[bool, Parameter(help="Leave out the model, the data and the dry run of the reward.")] = False,
+    quick: Annotated[bool, Parameter(help="Only what shows within a second, without reading model or data.")] = False,
     schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
-    """Check a config as a whole: every problem at once, each with its place."""
+    """Check a config as a whole: every problem at once, each with its place. First what shows without reading anything;
+    only if that is right, the model, the data and the reward."""
     from relax_rt.config.loader import config_digest, load_config
     from relax_rt.config.problems import ConfigErrors
 
