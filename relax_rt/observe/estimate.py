@@ -10,7 +10,7 @@ import msgspec
 from relax_rt.config.job import Pacing
 from relax_rt.observe.text import duration
 
-WINDOW = 64
+WINDOW = 32
 """Steps that the pace is the mean of. It must be some: where staleness is allowed, steps come in bursts; and the ones
 that a checkpoint or an evaluation slows down count as well."""
 SETTLED = 3

@@ -35,8 +35,11 @@ def validate(
     schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
-    """Check a config as a whole: every problem at once, each with its place. First what shows without reading anything;
-    only if that is right, the model, the data and the reward."""
+    """Check a config as a whole: every problem at once, each with its place.
+
+    First what shows without reading anything; only if that is right, the model, the data and the reward. Exit code: 0
+    nothing is wrong, 2 something is.
+    """
     from relax_rt.config.loader import config_digest, load_config
     from relax_rt.config.problems import ConfigErrors
 

@@ -32,7 +32,11 @@ def up(
     json: Annotated[bool, Parameter(name="--json", help="With --detach: print JSON.")] = False,
     joining: Joining = ALONE,
 ) -> int:
-    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once."""
+    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once.
+
+    Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong, and
+    nothing was begun, or a role found its settings wrong; 130 Ctrl-C.
+    """
     from relax_rt.config.loader import load_config, preflight_config
     from relax_rt.config.problems import BadInput
     from relax_rt.supervision import launch
@@ -120,8 +124,11 @@ def down(
     ] = None,
     json: Json = False,
 ) -> int:
-    """End a run in order: every role finishes the work in hand. `up` resumes it later. Says what it waits for; Ctrl-C
-    leaves the run ending. Exit code: 0 the run is over, 1 it was not within --wait, 2 there is no such run."""
+    """End a run in order: every role finishes the work in hand. `up` resumes it later.
+
+    It says whom it waits for and for how long at most. Ctrl-C leaves the run ending. Exit code: 0 the run is over, 1 it
+    was not within --wait, 2 there is no such run.
+    """
     from relax_rt.cli.detach import wait_until_ended, who_ends
     from relax_rt.cli.display import say, show_json
     from relax_rt.cli.runs import find_run_dir, resolved_config
