@@ -107,7 +107,7 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures], estimate: Est
         head += f"  {escape(clip(status.reason, REASON))}"
     console.print(f"{head}  [bright_black]{escape(status.run_dir)}[/]")
     if estimate is not None:
-        console.print(Text(f"step {estimate.step} / {estimate.steps}  {estimate}"))
+        console.print(Text(f"step {estimate.step} / {estimate.steps}  {estimate.told(status.uptime_s)}"))
     if status.diagnosis is not None:
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:

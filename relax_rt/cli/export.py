@@ -176,6 +176,7 @@ def prometheus(status: RunStatus, figures: Mapping[str, Figures], estimate: Esti
             ("steps", "Steps that the run is to make.", float(estimate.steps)),
             ("step_seconds", "Estimated duration of a step.", estimate.step_s),
             ("left_seconds", "Estimated time until the run has ended.", estimate.left_s),
+            ("total_seconds", "Estimated duration of this start of the run.", estimate.total_s(status.uptime_s)),
         ]
         samples += [(f"relax_run_{n}", "gauge", text, run, v) for n, text, v in times if v is not None]
     for slot in status.slots:

@@ -38,6 +38,8 @@ class SlotLike(Protocol):
     @property
     def waiting(self) -> str: ...
     @property
+    def kill_latest_s(self) -> float | None: ...
+    @property
     def last(self) -> Any: ...
 
 
@@ -89,6 +91,8 @@ class Board:
             ready = sum(slot.state == "ready" for slot in status.slots)
             text = f"{status.name} is {status.status}, {ready} of {len(status.slots)} slots ready"
             self._say(self.clock(), text + (f": {status.reason}" if status.reason else ""))
+            if status.status == "draining" and any(slot.state == "stopping" for slot in status.slots):
+                self._lines.append(self.heartbeat())
 
     def take_records(self, records: Sequence[dict[str, Any]]) -> None:
         """New lines of metrics.jsonl."""
@@ -143,9 +147,10 @@ class Board:
 
 
 def _away(slot: SlotLike) -> str:
-    """A slot that does not work now: its state, for how long, and what it still does."""
+    """A slot that does not work now: its state, for how long, what it still does, and when it is killed."""
     since = f" for {duration(slot.state_s)}" if slot.state_s else ""
-    return f"{slot.slot} {slot.state}{since}" + (f" ({slot.detail})" if slot.detail else "")
+    most = f", killed in {duration(slot.kill_latest_s)} at the latest" if slot.kill_latest_s is not None else ""
+    return f"{slot.slot} {slot.state}{since}" + (f" ({slot.detail})" if slot.detail else "") + most
 
 
 def clock_time(t: float) -> str:

@@ -34,6 +34,15 @@ class Estimate(msgspec.Struct, frozen=True):
     measured: int = 0
     since_s: float | None = None
 
+    def total_s(self, uptime_s: float) -> float | None:
+        """How long this start of the run takes in all, if it has taken `uptime_s` until now."""
+        return None if self.left_s is None else uptime_s + self.left_s
+
+    def told(self, uptime_s: float) -> str:
+        """``12 s a step, about 24m 10s left, 31m 00s in all``."""
+        total_s = self.total_s(uptime_s)
+        return str(self) if total_s is None else f"{self}, {duration(total_s)} in all"
+
     def __str__(self) -> str:
         """``12 s a step, about 24m 10s left``."""
         if self.step_s is None or self.left_s is None:

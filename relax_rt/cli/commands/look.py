@@ -26,8 +26,9 @@ def ps(run: Run = None, *, json: Json = False) -> int:
         for slot in plain["slots"]:
             known = as_dict(figures.get(slot["slot"], Figures()))
             slot.update({"policy_version": known.pop("version"), **known})
-        total_s = None if estimate is None or estimate.left_s is None else status.uptime_s + estimate.left_s
-        plain["time"] = None if estimate is None else {**as_dict(estimate), "total_s": total_s}
+        plain["time"] = None
+        if estimate is not None:
+            plain["time"] = {**as_dict(estimate), "total_s": estimate.total_s(status.uptime_s)}
         show_json(plain)
     else:
         show_status(status, figures, estimate)

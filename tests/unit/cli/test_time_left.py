@@ -10,10 +10,12 @@ import pytest
 
 from relax_rt.cli import time_left
 from relax_rt.cli.brief import brief
+from relax_rt.cli.main import main
 from relax_rt.cli.starter import write_starter
 from relax_rt.cli.time_left import HEAD_BYTES, estimate_of, expected
 from relax_rt.config.loader import load_config, write_resolved
 from relax_rt.config.schema import RunConfig
+from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.rundir import machine, update_run
 
@@ -109,3 +111,18 @@ def test_a_run_that_has_ended_or_left_no_config_is_not_estimated() -> None:
     ran("mine")
     assert estimate_of(RunStatus(run_id="0", name="mine", run_dir="runs/mine", status="stopped", exit_code=0)) is None
     assert estimate_of(status("nowhere")) is None
+
+
+def test_ps_tells_it_to_people_and_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran("mine", steps=40)
+    monkeypatch.setattr(time_left.time, "time", lambda: 1e9 + 120.0)
+    living = RunStatus(run_id="0" * 8, name="mine", run_dir="runs/mine", status="running", uptime_s=200.0)
+    monkeypatch.setattr(control, "status", lambda _: living)
+    assert main(["ps", "mine"]) == 0
+    assert "step 40 / 200  3.0 s a step, about 8m 20s left, 11m 40s in all" in capsys.readouterr().out
+    assert main(["ps", "mine", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["time"]
+    assert (told["step"], told["steps"], told["step_s"]) == (40, 200, pytest.approx(3.0))
+    assert (told["left_s"], told["total_s"]) == (pytest.approx(500.0), pytest.approx(700.0))
