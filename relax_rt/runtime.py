@@ -28,7 +28,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from relax_rt.config.loader import load_config
+from relax_rt.config.loader import load_config, preflight_config
 from relax_rt.discovery import RunDiscovery, connect
 from relax_rt.metrics import METRICS
 from relax_rt.observe.tail import Tail
@@ -146,8 +146,8 @@ class Runtime:
         """Check the config as `relax-rt validate` does, start the run (or resume it), and wait until it is ready.
 
         Raises:
-            BadInput: something is wrong with the config, or the run lives already. Nothing was started.
-            RelaxError: the run ended before it was ready; it says why.
+            BadInput: something is wrong with the config. Nothing was started.
+            RelaxError: the run must not start, or it ended before it was ready; it says why.
         """
         if self._keeper is not None:
             raise RelaxError("starting a run twice", hint="make another Runtime")
@@ -161,7 +161,9 @@ class Runtime:
 
     async def _begin(self) -> None:
         def begin() -> None:
-            config = load_config(self._config, self._overrides, preflight=True)
+            config = load_config(self._config, self._overrides, inputs=True)
+            launch.check_start(config)
+            preflight_config(config, self._config, self._overrides)
             self._stop_s = config.supervision.drain_timeout_s + STOP_S
             paths, self._keeper = launch.start(self._config, self._overrides)
             self.run_dir, self.run_id = paths.run_dir, paths.run_id

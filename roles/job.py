@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_rt.config.job import Column, InventoryPlan, PlanLine, TriedSample
+from relax_rt.config.job import Column, InventoryPlan, Pacing, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
+from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.gateway.settings import GatewaySettings
 from relax_rt.roles.sections import (
     CriticSettings,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 BEYOND_BOOT_S = 60.0
 """What a role takes to start besides the boot of its server."""
+AHEAD = 64
+"""Batches that rollouts are taken to make before the first step at most, where nothing bounds them."""
 IDLE = ("reward", "evaluator")
 """Roles whose work the env role does."""
 
@@ -128,10 +131,18 @@ class RLJob:
 
         return check(config)
 
+    def missing_inputs(self, config: Any, config_dir: Path) -> list[Problem]:
+        """See Job: models, data files and user code."""
+        from relax_rt.roles.inputs import missing_inputs
+
+        return list(missing_inputs(config, config_dir))
+
     def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
         """See Job.preflight."""
-        from relax_rt.roles.preflight import preflight
+        from relax_rt.roles.stages import stage
 
+        with stage("keys and files are fine; loading what reads model and data"):
+            from relax_rt.roles.preflight import preflight
         return preflight(config, config_dir)
 
     def plan(self, config: Any) -> list[PlanLine]:
@@ -179,6 +190,13 @@ class RLJob:
     def steps(self, config: Any) -> int | None:
         """See Job.steps."""
         return int(config.algorithm.steps)
+
+    def pacing(self, config: Any) -> Pacing:
+        """See Job: rollouts work ahead as far as max_staleness lets them; the held-out items are evaluated again."""
+        table = config.algorithm
+        shared = table.mode in SHARING
+        ahead = 0 if shared else int(min(table.max_staleness, AHEAD))
+        return Pacing("wait_s", ("train_s", "publish_s"), ahead, ("evaluation", "evaluation_set"))
 
     def shm_bytes(self, config: Any) -> int:
         """See Job.shm_bytes: the weight stage."""

@@ -7,6 +7,9 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from relax_rt.config.problems import KeyPath, Problem
@@ -34,6 +37,7 @@ from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
+from relax_rt.roles.stages import stage
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
 
@@ -41,6 +45,9 @@ SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
 BUSY = ("rollout", "trainer", "reference", "genrm")
 """Roles that hold a core for each of their threads. Rewards and evaluations are short."""
 NEEDED = ("torch", "transformers", "safetensors")
+
+Stage = tuple[str, Callable[[], Iterable[Problem]]]
+"""A slow check: what it does, to be said before it begins (empty: it takes no time), and its problems."""
 
 
 def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
@@ -56,20 +63,14 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
     problems += preflight_publication(config, config_dir)
     problems += check_own_parts(config)
-    folder, tokenizer = _model(config, config_dir, problems)
-    if (env := env_settings(config)) is not None:
-        problems += preflight_environment(config, config_dir, tokenizer, _positions(folder) if tokenizer else None)
-        if tokenizer is None:
-            return problems
-        of_model = (
-            *check_computed(config, folder),
-            *_division(config, folder),
-            *check_engine_model(config, folder),
-            *check_adapters(config, folder),
-        )
-        of_model = (*of_model, *check_packing(config, folder), *check_pictures(config, folder))
-        return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
-    source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
+    with stage(f"reading the model {config.model.path}"):
+        folder, tokenizer = _model(config, config_dir, problems)
+    if env_settings(config) is not None:
+        return [*problems, *_episodes(config, config_dir, folder, tokenizer)]
+    source = None
+    if tokenizer is not None:
+        with stage(f"reading the prompts of {config.data.path or config.data.task}"):
+            source = _prompts(config, config_dir, tokenizer, problems)
     if tokenizer is None or source is None:
         # The rest of the data and the reward function rest on neither.
         problems += _without_prompts(config, config_dir, data=tokenizer is None)
@@ -81,22 +82,60 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         say(f"warning: {warning}")
     if len(source.held_out) < config.evaluation.items:
         say(f"warning: evaluation.items = {config.evaluation.items}, but {len(source.held_out)} prompts are held out")
+    longest, positions = source.report.longest_tokens, _positions(folder)
+    stages: list[Stage] = [
+        ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
+        ("checking that model and prompts fit together", lambda: _context(config, folder, longest)),
+        ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
+        ("", lambda: _epochs(config, source)),
+        ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
+        ("", lambda: preflight_judge(config, config_dir, source.train)),
+        ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
+    ]
+    if config.cold_start.wanted:
+        rows = config.cold_start.path or "answers"
+        check = partial(preflight_cold_start, config, config_dir, source, tokenizer, positions)
+        stages.append((f"reading the cold start's {rows}", check))
+    return [*problems, *_run(stages)]
+
+
+def _run(stages: Sequence[Stage]) -> list[Problem]:
+    """What all of these find, in order; each says what it does before it begins, unless it takes no time."""
+    problems: list[Problem] = []
+    for what, check in stages:
+        with stage(what) if what else nullcontext():
+            problems += check()
+    return problems
+
+
+def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None) -> list[Problem]:
+    """What is wrong with a run whose samples are episodes of an environment."""
+    env = env_settings(config)
+    assert env is not None
+    positions = _positions(folder) if tokenizer else None
+    play = partial(preflight_environment, config, config_dir, tokenizer, positions)
+    stages: list[Stage] = [(f"beginning an episode of {env.environment}", play)]
+    if tokenizer is not None:
+        stages += [
+            ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
+            ("", lambda: check_reference(config, config_dir, tokenizer, env.max_tokens)),
+        ]
+    return _run(stages)
+
+
+def _of_model(config: RLConfig, folder: Path) -> list[Problem]:
     return [
-        *problems,
         *check_computed(config, folder),
         *_division(config, folder),
         *check_engine_model(config, folder),
         *check_adapters(config, folder),
         *check_packing(config, folder),
         *check_pictures(config, folder),
-        *_context(config, folder, source.report.longest_tokens),
-        *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
-        *_epochs(config, source),
-        *dry_run(config.reward, config_dir, source.train, task_of(config.data)),
-        *preflight_judge(config, config_dir, source.train),
-        *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
-        *preflight_cold_start(config, config_dir, source, tokenizer, _positions(folder)),
     ]
+
+
+def _try_reward(config: RLConfig, config_dir: Path, source: PromptSource) -> Iterable[Problem]:
+    return dry_run(config.reward, config_dir, source.train, task_of(config.data))
 
 
 def _model(config: RLConfig, config_dir: Path, problems: list[Problem]) -> tuple[Path, ChatTokenizer | None]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from relax_rt.cli.app import FAILED, INTERRUPTED
 from relax_rt.cli.runs import resolved_config
-from relax_rt.config.job import load_job
+from relax_rt.config.job import load_job, pacing_of
 from relax_rt.observe.screen import Screen
 from relax_rt.supervision import control
 from relax_rt.supervision.api import RunStatus
@@ -33,10 +33,11 @@ def attach(run_dir: Path, *, plain: bool) -> int:
         raise control.NoRun(f"no run lives in {run_dir}", why=why, hint="`relax-rt why` tells of its end")
     config = resolved_config(run_dir)
     job = load_job(config.run.job)
+    steps = job.steps(config)
     console = Console(force_terminal=False) if plain else Console()
     # A picture shows what happened last; lines would repeat all of it.
     began = 0.0 if console.is_terminal and not plain else None
-    screen = Screen(run_dir, job.headline, job.steps(config), console, began=began, starts=False)
+    screen = Screen(run_dir, job.headline, steps, console, began=began, pacing=pacing_of(config), starts=False)
     try:
         status = _follow(run_dir, screen)
     except KeyboardInterrupt:

@@ -1,4 +1,5 @@
-"""A run in a few lines, before it starts: what will run, how much of the machine it takes, where it goes."""
+"""A run in a few lines, before it starts: what will run, how much of the machine and of time it takes, where it
+goes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from relax_rt.cli.time_left import expected
 from relax_rt.config.job import load_job
 from relax_rt.config.schema import MIB, RunConfig
 from relax_rt.supervision.rundir import SHM_ROOT, read_run
@@ -30,4 +32,5 @@ def brief(config: RunConfig) -> list[str]:
         f"  takes   {processes} processes, {threads} compute threads on {cores} cores"
         + (f", {gpus:g} GPUs" if gpus else "")
         + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
+        *([f"  time    {told}"] if (told := expected(config)) else []),
     ]

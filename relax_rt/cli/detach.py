@@ -10,12 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from relax_rt.cli.app import FAILED, OK
+from relax_rt.cli.time_left import estimate_of
 from relax_rt.events import CURRENT
 from relax_rt.observe.story import Starts
 from relax_rt.observe.tail import Tail
 from relax_rt.observe.text import clip, duration, waits
 from relax_rt.supervision import control, launch
-from relax_rt.supervision.api import RunStatus
+from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
 from relax_rt.supervision.rundir import read_run
 from relax_rt.transport.errors import RelaxError
@@ -25,6 +26,11 @@ TELL_EVERY_S = 10.0
 LOOK_EVERY_S = 1.0
 MOST_REASONS = 8
 SHOWN_LINES = 12
+AT_ONCE_S = 0.5
+"""A run that is gone within this needs no words."""
+MOST_TOLD = 4
+WORK = 80
+ENDING = ("stopping", "killing", "hung", "requested", "starting")
 REASON = 160
 SCREEN = "relax_rt.cli.screen:plain"
 
@@ -56,14 +62,62 @@ def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> t
     return code if code or status.status == "finished" else FAILED, status
 
 
-def wait_until_ended(run_dir: Path, wait_s: float, say: Say) -> bool:
-    """Wait until a run is gone, and tell now and then what it waits for; False: it is still there after wait_s."""
-    began = time.monotonic()
+def wait_until_ended(run_dir: Path, wait_s: float, say: Say, *, kill: bool = False) -> bool:
+    """Wait until a run is gone. Say at once what it waits for, for how long at most and how to end it now; then what it
+    waits for each time that it is another slot, and every 10 s. False: it is still there after wait_s.
+
+    Args:
+        kill: its roles are being killed, so that there is nothing to say of their work.
+    """
+    began = told_at = time.monotonic()
+    told: Sequence[str] = ()
+    if control.wait_ended(run_dir, min(wait_s, AT_ONCE_S)):
+        return True
+    if not kill:
+        say(f"waiting for the end, {duration(wait_s)} at most; `relax-rt down {run_dir} --now` ends it at once")
     while (left := began + wait_s - time.monotonic()) > 0:
-        if control.wait_ended(run_dir, min(left, TELL_EVERY_S)):
+        names, line = who_ends(run_dir)
+        if names != told or time.monotonic() - told_at >= TELL_EVERY_S:
+            told, told_at = names, time.monotonic()
+            say(f"{duration(told_at - began)}: {line}")
+        if control.wait_ended(run_dir, min(left, LOOK_EVERY_S)):
             return True
-        say(f"{duration(time.monotonic() - began)}: {who_is_awaited(run_dir)}")
     return False
+
+
+def who_ends(run_dir: Path) -> tuple[list[str], str]:
+    """The slots that an ending run waits for now, and what they do, for how long they have been ending and when each
+    is killed at the latest."""
+    try:
+        status = control.status(run_dir)
+    except RelaxError as error:
+        return [], str(error)
+    live = [slot for slot in status.slots if slot.state != "ended"]
+    now = [slot for slot in live if slot.state in ENDING]
+    later = len(live) - len(now)
+    parts = [_how_it_ends(slot) for slot in now[:MOST_TOLD]]
+    parts += [f"{len(now) - MOST_TOLD} more"] if len(now) > MOST_TOLD else []
+    parts += [f"then {later} more slots"] if now and later > 0 else []
+    estimate = estimate_of(status) if any(slot.kill_latest_s is not None for slot in now) else None
+    if estimate is not None and estimate.step_s is not None and estimate.since_s is not None:
+        parts.append(
+            f"step {estimate.step} was done {duration(estimate.since_s)} ago; a step takes "
+            f"{duration(estimate.step_s)} here"
+        )
+    return [slot.slot for slot in now], f"{status.status}: " + ("; ".join(parts) or "the node agent cleans up")
+
+
+def _how_it_ends(slot: SlotStatus) -> str:
+    does = slot.detail or slot.waiting
+    text = f"{slot.slot} {slot.state} for {duration(slot.state_s)}" + (f" ({clip(does, WORK)})" if does else "")
+    if slot.kill_s is None or slot.kill_latest_s is None:
+        return text
+    if slot.kill_latest_s - slot.kill_s < 1.0:
+        return f"{text}, killed in {duration(slot.kill_s)} at the latest"
+    return (
+        f"{text}, killed in {duration(slot.kill_s)} unless it makes progress, in {duration(slot.kill_latest_s)} at the "
+        "latest"
+    )
 
 
 def _until_ready(run_dir: Path, keeper: subprocess.Popen[bytes], events: Tail, say: Say) -> int | None:

@@ -19,6 +19,7 @@ from relax_rt.cli.figures import Figures
 from relax_rt.cli.incidents import Incident, above
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
+from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -96,8 +97,8 @@ def show_findings(findings: Sequence[Finding]) -> None:
     console.print(Text(f"{len(findings)} checks, " + (", ".join(told) or "all ok"), "bold"))
 
 
-def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
-    """Print the slots of a run."""
+def show_status(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> None:
+    """Print the slots of a run, and how long it still takes."""
     console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
     if status.exit_code is None:
@@ -105,6 +106,8 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures]) -> None:
     if status.reason:
         head += f"  {escape(clip(status.reason, REASON))}"
     console.print(f"{head}  [bright_black]{escape(status.run_dir)}[/]")
+    if estimate is not None:
+        console.print(Text(f"step {estimate.step} / {estimate.steps}  {estimate.told(status.uptime_s)}"))
     if status.diagnosis is not None:
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:

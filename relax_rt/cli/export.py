@@ -18,6 +18,7 @@ from relax_rt.cli.figures import Figures
 from relax_rt.cli.why import Account
 from relax_rt.events import CURRENT, segments
 from relax_rt.metrics import METRICS, read_metrics
+from relax_rt.observe.estimate import Estimate
 from relax_rt.supervision.api import RunStatus
 from relax_rt.transport.errors import RelaxError
 
@@ -162,13 +163,22 @@ def _csv(header: list[str], records: Iterable[Mapping[str, Any]]) -> Iterator[st
     yield buffer.getvalue()
 
 
-def prometheus(status: RunStatus, figures: Mapping[str, Figures]) -> str:
+def prometheus(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> str:
     """The run at this moment in Prometheus' text format, as for a node exporter's textfile collector."""
     run = {"run": status.name}
     samples: list[tuple[str, str, str, dict[str, str], float]] = [
         ("relax_run_up", "gauge", "1 while the run's agent lives.", run, float(not status.ended)),
         ("relax_run_uptime_seconds", "gauge", "Age of this start of the run.", run, status.uptime_s),
     ]
+    if estimate is not None:
+        times = [
+            ("step", "Steps done.", float(estimate.step)),
+            ("steps", "Steps that the run is to make.", float(estimate.steps)),
+            ("step_seconds", "Estimated duration of a step.", estimate.step_s),
+            ("left_seconds", "Estimated time until the run has ended.", estimate.left_s),
+            ("total_seconds", "Estimated duration of this start of the run.", estimate.total_s(status.uptime_s)),
+        ]
+        samples += [(f"relax_run_{n}", "gauge", text, run, v) for n, text, v in times if v is not None]
     for slot in status.slots:
         labels = {**run, "slot": slot.slot, "role": slot.kind, "node": slot.node}
         known = figures.get(slot.slot, Figures())

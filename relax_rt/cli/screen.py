@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from relax_rt.config.job import load_job
+from relax_rt.config.job import load_job, pacing_of
 from relax_rt.config.schema import RunConfig
 from relax_rt.observe.screen import Screen
 from relax_rt.supervision.api import RunStatus
@@ -19,7 +19,7 @@ class Shown:
     def __init__(self, config: RunConfig, run_dir: Path, console: Console) -> None:
         job = load_job(config.run.job)
         self._run_dir = run_dir
-        self._screen = Screen(run_dir, job.headline, job.steps(config), console)
+        self._screen = Screen(run_dir, job.headline, job.steps(config), console, pacing=pacing_of(config))
         self._last: RunStatus | None = None
 
     def __call__(self, status: RunStatus) -> None:

@@ -36,6 +36,22 @@ class PlanLine(msgspec.Struct, frozen=True):
     how: str = ""
 
 
+class Pacing(msgspec.Struct, frozen=True):
+    """What a job's records say of the time that its steps take, for the estimate of the time left.
+
+    Attributes:
+        wait: key of a step's record: seconds that it waited for its input.
+        work: keys of its other seconds.
+        ahead: steps whose input may be made while the first waits for its own; 0: input and work take turns.
+        repeated: kinds of record whose `seconds`, where `when` is "before", are needed again after the last step.
+    """
+
+    wait: str = ""
+    work: tuple[str, ...] = ()
+    ahead: int = 0
+    repeated: tuple[str, ...] = ()
+
+
 class Column(msgspec.Struct, frozen=True):
     """A column of the live screen: what the newest metrics records of one kind say.
 
@@ -119,13 +135,16 @@ class Job(Protocol):
     # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed, and `past(run_dir)`, those of
     # them that can change nothing any more in this run, each with the reason. And `assumed(data)`, tables that need not
     # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
-    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run.
+    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run. And
+    # `missing_inputs(config, config_dir)`, a problem for each file that the config names and that is not there; it
+    # only looks at names, so it belongs to the quick checks. And `pacing(config)`, a Pacing.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""
 
     def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
-        """Slower checks before anything starts: the model folder, the data, a dry run of the reward function."""
+        """Slow checks before anything starts: the model, the data, a dry run of the reward function. They run only when
+        the quick ones found nothing; each stage says on standard error what it does before it begins."""
 
     def plan(self, config: Any) -> list[PlanLine]:
         """What the run will need and do."""
@@ -213,3 +232,9 @@ def absent_kinds(config: RunConfig) -> frozenset[str]:
     """Roles that there is nothing to do for in this run, by the job's own word."""
     absent = getattr(load_job(config.run.job), "absent", None)
     return frozenset(absent(config)) if absent is not None else frozenset()
+
+
+def pacing_of(config: RunConfig) -> Pacing:
+    """What the run's job says of the time of its steps; nothing, if it does not say."""
+    found = getattr(load_job(config.run.job), "pacing", None)
+    return found(config) if found is not None else Pacing()

@@ -37,14 +37,24 @@ class _AnyJob(RunConfig):
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, preflight: bool = False, inventory: Inventory | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    inputs: bool = False,
+    preflight: bool = False,
+    inventory: Inventory | None = None,
 ) -> RunConfig:
     """Read a config, apply `--set` overrides, check everything.
+
+    There are two stages. The quick one needs neither model nor data: keys, values, settings that contradict each other,
+    and with `inputs` files that are not there. All of its problems are reported at once. The slow one runs only if the
+    quick one found nothing.
 
     Args:
         path: a roles.toml.
         overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
-        preflight: also run the job's slower checks (model folder, data, a dry run of the user's reward function).
+        inputs: also look whether the models, data and user code that it names are there.
+        preflight: with `inputs`, and then the slow stage, see `preflight_config`.
         inventory: the run is planned for these machines, not started here: it must fit on them, and what this
             machine and this version lack is no problem.
 
@@ -57,6 +67,39 @@ def load_config(
         RelaxError: the file cannot be read.
     """
     source, problems = read_source(path, overrides)
+    config = _quick(path, source, problems, inventory, inputs=inputs or preflight)
+    if preflight:
+        _slow(path, source, config)
+    return config
+
+
+def preflight_config(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> None:
+    """Run the job's slow checks: model, data, a dry run of the user's reward function. The job says what it does.
+
+    Args:
+        config: what `load_config` made of this file and these overrides.
+
+    Raises:
+        ConfigErrors: what is wrong, all of it.
+    """
+    _slow(path, read_source(path, overrides)[0], config)
+
+
+def _slow(path: Path, source: Source, config: RunConfig) -> None:
+    job = load_job(config.run.job)
+    if problems := job.preflight(config, Path(config.config_dir)):
+        raise ConfigErrors(str(path), _placed(source, problems))
+
+
+def _quick(
+    path: Path, source: Source, problems: list[Problem], inventory: Inventory | None, *, inputs: bool
+) -> RunConfig:
+    """The config, if the quick checks find nothing wrong with it.
+
+    Args:
+        problems: those found while the source was read.
+        inventory, inputs: see load_config.
+    """
     config_dir = path.absolute().parent
     if "config_dir" in source.data:
         problems.append(Problem(("config_dir",), "config_dir is filled in by the loader", at="key"))
@@ -77,9 +120,10 @@ def load_config(
         across = check_runtime(runtime, here=inventory is None)
         if job is not None and isinstance(runtime, model):
             across += [*job.check(runtime, config_dir), *_hardware(job, runtime, inventory)]
+            if inputs and hasattr(job, "missing_inputs"):
+                told = {problem.path for problem in [*problems, *across]}
+                across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in told]
         problems += certain(across, in_doubt(problems) | source.lost)
-        if preflight and job is not None and isinstance(runtime, model):
-            problems += certain(job.preflight(runtime, config_dir), in_doubt(problems) | source.lost)
     if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
     return runtime

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from relax_rt.observe.headline import Headline
 from relax_rt.observe.story import Note, Starts, Story
-from relax_rt.observe.text import waits
+from relax_rt.observe.text import duration, waits
 
 NOTES = 5
 MAX_LINES = 500
@@ -37,6 +37,8 @@ class SlotLike(Protocol):
     def detail(self) -> str: ...
     @property
     def waiting(self) -> str: ...
+    @property
+    def kill_latest_s(self) -> float | None: ...
     @property
     def last(self) -> Any: ...
 
@@ -89,6 +91,8 @@ class Board:
             ready = sum(slot.state == "ready" for slot in status.slots)
             text = f"{status.name} is {status.status}, {ready} of {len(status.slots)} slots ready"
             self._say(self.clock(), text + (f": {status.reason}" if status.reason else ""))
+            if status.status == "draining" and any(slot.state == "stopping" for slot in status.slots):
+                self._lines.append(self.heartbeat())
 
     def take_records(self, records: Sequence[dict[str, Any]]) -> None:
         """New lines of metrics.jsonl."""
@@ -131,7 +135,8 @@ class Board:
         if self.status is None:
             return f"{clock_time(self.clock())} waiting for the node agent"
         slots = self.status.slots
-        away = [f"{s.slot} {s.state}" + (f" ({s.detail})" if s.detail else "") for s in slots if s.state != "ready"]
+        gone = ("ended",) if self.status.status == "draining" else ()
+        away = [_away(s) for s in slots if s.state != "ready" and s.state not in gone]
         idle = [f"{s.slot} {waits(s.waiting)}" for s in slots if s.state == "ready" and s.waiting]
         busy = [f"{s.slot}: {s.detail}" for s in slots if s.state == "ready" and s.detail and not s.waiting]
         told = (away + busy + idle)[:MAX_VALUES]
@@ -139,6 +144,13 @@ class Board:
 
     def _say(self, t: float, text: str) -> None:
         self._lines.append(f"{clock_time(t)} {text}")
+
+
+def _away(slot: SlotLike) -> str:
+    """A slot that does not work now: its state, for how long, what it still does, and when it is killed."""
+    since = f" for {duration(slot.state_s)}" if slot.state_s else ""
+    most = f", killed in {duration(slot.kill_latest_s)} at the latest" if slot.kill_latest_s is not None else ""
+    return f"{slot.slot} {slot.state}{since}" + (f" ({slot.detail})" if slot.detail else "") + most
 
 
 def clock_time(t: float) -> str:

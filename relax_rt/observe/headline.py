@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.config.job import Column
+from relax_rt.config.job import Column, Pacing
+from relax_rt.observe.estimate import Estimate, Estimator
 from relax_rt.observe.text import NOTHING, number
 
 __all__ = ["Column", "Headline", "Value"]
 
 SPARK = 40
-PACE_STEPS = 20
 FRESH_S = 10.0
 """A sender that has not been heard of for so long counts no more."""
 RATE_OVER_S = 20.0
@@ -79,10 +79,15 @@ class Headline:
         columns: the job's columns.
         target: steps the run is to make, if known.
         progress: kind and key of the records that count steps.
+        pacing: what the job says of the time that its steps take.
     """
 
     def __init__(
-        self, columns: Sequence[Column], target: int | None = None, progress: tuple[str, str] = ("step", "step")
+        self,
+        columns: Sequence[Column],
+        target: int | None = None,
+        progress: tuple[str, str] = ("step", "step"),
+        pacing: Pacing | None = None,
     ) -> None:
         self.columns, self.target = tuple(columns), target
         self.step: int | None = None
@@ -94,7 +99,7 @@ class Headline:
         self._sparks: dict[int, deque[tuple[int, float]]] = {
             i: deque(maxlen=SPARK) for i, column in enumerate(columns) if column.spark
         }
-        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+        self._estimator = None if target is None else Estimator(target, pacing or Pacing(), *progress)
 
     def take(self, record: dict[str, Any]) -> bool:
         """Take in one metrics record. True: it counts a step."""
@@ -102,6 +107,8 @@ class Headline:
         slot = str(record.get("by", "")).partition("#")[0]
         if slot and isinstance(version := record.get("version"), int) and len(self.versions) < MAX_SENDERS:
             self.versions[slot] = version
+        if self._estimator is not None:
+            self._estimator.take(record)
         if kind not in self._kinds:
             return False
         self._newest[kind] = record
@@ -111,15 +118,9 @@ class Headline:
         step = record.get(self._progress[1])
         counts = kind == self._progress[0] and isinstance(step, int)
         if counts:
-            self._count(int(step or 0), _float(record.get("t")))
+            self.step = int(step or 0)
         self._draw(kind, record)
         return counts
-
-    def _count(self, step: int, t: float) -> None:
-        if self._pace and self._pace[-1][0] >= step:
-            self._pace.clear()
-        self._pace.append((step, t))
-        self.step = step
 
     def _draw(self, kind: str, record: dict[str, Any]) -> None:
         for i, spark in self._sparks.items():
@@ -139,13 +140,15 @@ class Headline:
         ]
 
     def step_line(self, now: float) -> str:
-        """The line for a step: every column that has no line of its own and a value."""
+        """The line for a step: every column that has no line of its own and a value, and the time left."""
         of = f"/{self.target}" if self.target else ""
         parts = [f"{self._progress[1]} {self.step if self.step is not None else 0}{of}"]
         for i, column in enumerate(self.columns):
             text = self._text(i, now)
             if not column.line and text != NOTHING:
                 parts.append(f"{column.title} {text.replace(' / ', '/')}")
+        if (estimate := self.estimate(now)) is not None and estimate.left_s:
+            parts.append(str(estimate))
         return "  ".join(parts)
 
     def lines(self, record: dict[str, Any]) -> list[str]:
@@ -156,13 +159,9 @@ class Headline:
             if column.line and column.kind == record.get("kind") and record.get(column.key) is not None
         ]
 
-    def left_s(self, now: float) -> float | None:
-        """Time to the target at the pace of the last steps; None when it is not known."""
-        if self.target is None or self.step is None or len(self._pace) < 2:
-            return None
-        (first, began), (last, t) = self._pace[0], self._pace[-1]
-        per_step = (t - began) / (last - first)
-        return max(0.0, (self.target - last) * per_step - max(0.0, now - t)) if self.target > last else 0.0
+    def estimate(self, now: float) -> Estimate | None:
+        """How long the run still takes at wall-clock time `now` (s); None where its number of steps is not known."""
+        return None if self._estimator is None else self._estimator.estimate(now)
 
     def _text(self, index: int, now: float) -> str:
         column = self.columns[index]

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from relax_rt.config.job import Pacing
 from relax_rt.events import CURRENT
 from relax_rt.metrics import METRICS
 from relax_rt.observe.board import Board, StatusLike
@@ -20,6 +21,7 @@ from relax_rt.observe.view import render
 LOOK_BACK_BYTES = 1 << 20
 DRAW_EVERY_S = 0.5
 HEARTBEAT_S = 30.0
+DRAIN_HEARTBEAT_S = 10.0
 CLOSE_TIMEOUT_S = 3.0
 DRAIN_POLLS = 64
 
@@ -36,6 +38,7 @@ class Screen:
         target_steps: steps the run is to make, if known.
         console: where to show it; standard output if none.
         began: tell of what happened from then on (wall-clock s); from now on if none is given.
+        pacing: what the job says of the time that its steps take.
         starts: on a live screen, leave a line above it for each slot that becomes ready for the first time.
     """
 
@@ -48,11 +51,12 @@ class Screen:
         clock: Callable[[], float] = time.time,
         *,
         began: float | None = None,
+        pacing: Pacing | None = None,
         starts: bool = True,
     ) -> None:
         self.console = console or Console()
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal and self._can_draw()
-        self.board = Board(Headline(headline, target_steps), clock, began)
+        self.board = Board(Headline(headline, target_steps, pacing=pacing), clock, began)
         self._starts = starts
         self._metrics = Tail(run_dir / METRICS, last_bytes=LOOK_BACK_BYTES)
         self._events = Tail(run_dir / "events" / CURRENT, last_bytes=LOOK_BACK_BYTES)
@@ -115,7 +119,9 @@ class Screen:
 
     def _tell(self) -> None:
         lines = self.board.take_lines()
-        if not lines and self.board.clock() - self._told_at >= HEARTBEAT_S:
+        status = self._status.status if self._status is not None else ""
+        every_s = DRAIN_HEARTBEAT_S if status == "draining" else HEARTBEAT_S
+        if not lines and self.board.clock() - self._told_at >= every_s:
             lines = [self.board.heartbeat()]
         if lines:
             self._told_at = self.board.clock()

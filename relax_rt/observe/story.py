@@ -97,7 +97,7 @@ class Story:
             case "slot_restart_requested":
                 self._mark_down(slot, at)
             case "run_draining":
-                return self._ending(at, str(event.get("reason", "")), event.get("exit_code"))
+                return self._ending(at, event)
         told = TOLD.get(str(kind)) or self._first(str(kind))
         if told is None:
             return None
@@ -110,9 +110,12 @@ class Story:
         self._told.add(kind)
         return TOLD_ONCE[kind]
 
-    def _ending(self, at: float, reason: str, exit_code: Any) -> Note:
+    def _ending(self, at: float, event: dict[str, Any]) -> Note:
+        reason, exit_code, most_s = str(event.get("reason", "")), event.get("exit_code"), event.get("slot_most_s")
+        most = f", each within {duration(most_s)}" if isinstance(most_s, int | float) and most_s > 0 else ""
         if reason == "Ctrl-C":
-            return Note(at, "warning", "Ctrl-C: the roles finish the work in hand; Ctrl-C again ends them at once")
+            text = f"Ctrl-C: the roles finish the work in hand{most}; Ctrl-C again ends them at once"
+            return Note(at, "warning", text)
         return Note(at, "error" if exit_code not in (0, None) else "plain", clip(f"the run ends: {reason}", LINE))
 
     def _exited(self, at: float, slot: str, event: dict[str, Any]) -> Note | None:

@@ -43,7 +43,8 @@ def render(board: Board, width: int, height: int) -> RenderableType:
     if status is not None:
         parts.append(_title(status, inner))
     ending = status is not None and status.status not in ("starting", "running")
-    parts += [_progress(board.headline, now, inner, ending=ending), Text("")]
+    uptime_s = 0.0 if status is None else status.uptime_s
+    parts += [_progress(board.headline, now, inner, uptime_s, ending=ending), Text("")]
     parts += [_values(row) for row in values]
     if status is not None and status.slots:
         around = 6 + 2 * len(values) + (2 + len(board.notes) if board.notes else 0)
@@ -68,16 +69,17 @@ def _title(status: StatusLike, width: int) -> Text:
     return head
 
 
-def _progress(headline: Headline, now: float, width: int, *, ending: bool) -> RenderableType:
+def _progress(headline: Headline, now: float, width: int, uptime_s: float, *, ending: bool) -> RenderableType:
     step = headline.step or 0
     if headline.target is None:
         return Text(f"step {step}")
-    left = headline.left_s(now)
+    estimate = headline.estimate(now)
     done = min(1.0, step / headline.target) if headline.target else 1.0
     label = f"step {step} / {headline.target}"
-    time_left = f"{duration(left)} left" if left is not None else "time left not known yet"
-    tail = f"{done:4.0%}" + ("" if ending else f"  {time_left}")
+    tail = f"{done:4.0%}" + ("" if ending or estimate is None else f"  {estimate.told(uptime_s)}")
     table = Table.grid(padding=(0, 2, 0, 0))
+    if not ending and estimate is not None and estimate.left_s is not None and len(label) + len(tail) + 14 > width:
+        tail = f"{done:4.0%}  {duration(estimate.left_s)} left"
     bar_width = max(10, width - len(label) - len(tail) - 4)
     bar = ProgressBar(total=max(1, headline.target), completed=step, width=bar_width, finished_style="green")
     table.add_row(Text(label, "bold"), bar, Text(tail))

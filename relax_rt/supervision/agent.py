@@ -446,6 +446,8 @@ class Agent:
             policy_version=self._notices.policy_versions.get(view.slot, -1),
             given_up=view.given_up,
             generation=view.generation,
+            kill_s=None if view.kill_at is None else max(0.0, view.kill_at - now),
+            kill_latest_s=None if view.kill_latest is None else max(0.0, view.kill_latest - now),
         )
 
     def _write_status(self, status: str = "", **fields: Any) -> None:

@@ -30,6 +30,8 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
         ready_s: time its living process took from spawn to ready, 0 until it is.
         given_up: it used up its restarts and was set aside while enough others of its role go on.
         generation: of the gang it belongs to; 0 outside gangs.
+        kill_s, kill_latest_s: of a stopping slot, the time until it is killed: unless it makes progress before, and
+            whatever it does; else None.
     """
 
     slot: str
@@ -52,6 +54,8 @@ class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float = 0.0
     given_up: bool = False
     generation: int = 0
+    kill_s: float | None = None
+    kill_latest_s: float | None = None
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):

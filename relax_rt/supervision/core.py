@@ -190,7 +190,7 @@ class Supervisor(Requests):
         if event.extend_s > 0 and s.state in ("starting", "ready", "stopping") and s.deadline is not None:
             s.deadline += event.extend_s
         if s.state == "stopping" and s.deadline is not None:
-            s.deadline = min(s.deadline, s.since + max(s.spec.drain_timeout_s, s.spec.stop_timeout_s))
+            s.deadline = min(s.deadline, s.since + s.spec.stop_most_s)
 
     def _patience_s(self, s: Slot) -> float:
         return max(s.spec.hang_after_s, BEAT_LATE_S) if s.waiting else s.spec.hang_after_s

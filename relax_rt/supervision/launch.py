@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from relax_rt.config.schema import RunConfig
 from relax_rt.nodes.checks import check_nodes
 from relax_rt.nodes.keys import FILE as JOIN_KEY
 from relax_rt.nodes.keys import make_key, read_key, write_key
+from relax_rt.supervision import control
 from relax_rt.supervision.plan import SYSTEM_ROLES, plan_roles
 from relax_rt.supervision.rundir import (
     LOCK,
@@ -28,6 +30,7 @@ from relax_rt.supervision.rundir import (
     SHM_ROOT,
     RunPaths,
     clean_stale_runs,
+    machine,
     read_run,
     update_run,
 )
@@ -126,6 +129,29 @@ def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
     return [*keeper, "--", *agent]
 
 
+def check_start(config: RunConfig) -> None:
+    """Refuse a run that cannot start in its directory or on this machine now, before slow checks are made for it.
+
+    `prepare` checks the same again, under the lock; nothing is made here.
+
+    Raises:
+        RelaxError: its run is alive, the directory is another config's, or /dev/shm is too small.
+    """
+    run_dir = Path(config.run.dir)
+    with suppress(control.NoRun):
+        found = control.find_run(run_dir)
+        if found.alive:
+            raise RelaxError(
+                f"run.dir = {str(run_dir)!r} belongs to a run that is alive",
+                why=f"run {found.paths.run_id}, status {found.record['status']}",
+                hint="`relax-rt attach` shows it; end it with `relax-rt down`, or choose another run.name or run.dir",
+            )
+    _check_same_config(run_dir, config_digest(config), config)
+    # What runs left that ended badly takes shared memory.
+    clean_stale_runs()
+    check_shared_memory(config)
+
+
 def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], system: Sequence[str]) -> Prepared:
     """Check everything and make the run's directories.
 
@@ -158,6 +184,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
         overrides=list(overrides),
         config_digest=digest,
         status="starting",
+        machine=machine(),
         started_at=time.time(),
         **dict.fromkeys(("ended_at", "exit_code", "reason", "diagnosis", "first", "agent")),
     )

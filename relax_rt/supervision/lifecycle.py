@@ -185,7 +185,10 @@ class Lifecycle:
             self._out.append(Emit("run_ending_already", {"reason": ending.reason}))
             return
         self._ending = ending
-        self._out.append(Emit("run_draining", {"reason": ending.reason, "exit_code": ending.exit_code}))
+        fields = {"reason": ending.reason, "exit_code": ending.exit_code}
+        # Each tier is stopped when those above it have ended; this is for one slot.
+        most_s = max((s.spec.stop_most_s for s in self._tree if s.live), default=0.0)
+        self._out.append(Emit("run_draining", {**fields, "slot_most_s": most_s}))
         for s in self._tree:
             s.cohort = None
             if s.state in ("pending", "backoff"):

@@ -209,3 +209,15 @@ def clean_stale_runs() -> list[str]:
             )
         cleaned.append(paths.run_id)
     return cleaned
+
+
+def machine() -> str:
+    """What the speed of a run depends on: two machines of one name take about the same time."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return (
+        f"{os.uname().nodename}, {sum(line.startswith('processor') for line in lines)} x {model or os.uname().machine}"
+    )

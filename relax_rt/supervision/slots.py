@@ -28,6 +28,8 @@ class SlotView(msgspec.Struct, frozen=True, kw_only=True):
         node: where it runs or last ran.
         given_up: it used up its restarts, and the role goes on without it.
         generation: of its gang, else 0.
+        kill_at, kill_latest: while it stops, when it is killed by the core's clock: unless it makes progress, and
+            whatever it does; else None.
     """
 
     slot: str
@@ -45,6 +47,8 @@ class SlotView(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     given_up: bool = False
     generation: int = 0
+    kill_at: float | None = None
+    kill_latest: float | None = None
 
 
 class Window:
@@ -172,4 +176,6 @@ class Slot:
             node=self.node,
             given_up=self.given_up,
             generation=self.role.generation,
+            kill_at=self.deadline if self.state == "stopping" else None,
+            kill_latest=self.since + self.spec.stop_most_s if self.state == "stopping" else None,
         )

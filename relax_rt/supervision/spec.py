@@ -59,6 +59,11 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: int = 0
     node: str = ""
 
+    @property
+    def stop_most_s(self) -> float:
+        """From the stop request to the kill at most."""
+        return max(self.drain_timeout_s, self.stop_timeout_s)
+
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One role of the tree: what its slots have to do with each other.

@@ -23,11 +23,23 @@ def resolve_model(path: str, config_dir: Path) -> Path:
         RelaxError: there is no such folder or package, or files of a model are missing; says which.
     """
     if path.startswith("package:"):
+        _check_package(path)
         return _package(path)
-    folder = Path(path).expanduser()
-    folder = folder if folder.is_absolute() else config_dir / folder
+    folder = config_dir / Path(path).expanduser()
     _check_folder(path, folder)
     return folder.resolve()
+
+
+def check_model(path: str, config_dir: Path) -> None:
+    """Look for what `resolve_model` needs, without converting a package or reading a model.
+
+    Raises:
+        RelaxError: as resolve_model.
+    """
+    if path.startswith("package:"):
+        _check_package(path)
+    else:
+        _check_folder(path, config_dir / Path(path).expanduser())
 
 
 def _package(path: str) -> Path:
@@ -36,10 +48,14 @@ def _package(path: str) -> Path:
 
         gguf = package_file()
         return build_once(FOLDER, lambda folder: convert(gguf, folder))
-    if path == "package:tiny":
-        from relax_rt.roles.models.tiny import FOLDER, build
+    from relax_rt.roles.models.tiny import FOLDER, build
 
-        return build_once(FOLDER, build)
+    return build_once(FOLDER, build)
+
+
+def _check_package(path: str) -> None:
+    if path in PACKAGES:
+        return
     close = difflib.get_close_matches(path, PACKAGES, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(PACKAGES)
     raise RelaxError(f"model.path = {path!r}", why="no such model package", hint=hint)

@@ -303,3 +303,27 @@ def test_why_tells_of_an_agent_that_was_killed(toys: Toys) -> None:
     out = toys.call("why")
     assert "The node agent died" in out and "SIGKILL" in out and "resumes" in out
     assert "agent died" in toys.call("ps")
+
+
+@of("[roles.stubborn]\n[roles.worker]\n[supervision]\nstop_timeout_s = 300\ndrain_timeout_s = 300")
+def test_down_says_what_it_waits_for_and_is_overruled_by_now(toys: Toys) -> None:
+    """The stubborn one would hold the run for five minutes."""
+    toys.call("up", "--detach")
+    late = toys.run("down", "--wait", "1")
+    assert late.returncode == 1 and "has not ended within 1 s" in late.stderr
+    assert "stubborn/0 stopping" in late.stderr and "relax-rt down runs/toy --now" in late.stderr
+    waiting = toys.popen("down")
+    assert waiting.stdout is not None
+    first, second = waiting.stdout.readline(), waiting.stdout.readline()
+    assert "6m 00s at most" in first and "--now" in first
+    assert "stubborn/0 stopping" in second and "at the latest" in second
+    waiting.send_signal(signal.SIGINT)
+    rest, _ = waiting.communicate(timeout=WAIT_S)
+    assert waiting.returncode == 130 and "goes on ending" in rest
+    assert toys.states("stubborn") == {"stubborn/0": "stopping"}
+    waiting = toys.popen("down")
+    assert waiting.stdout is not None and "at most" in waiting.stdout.readline()
+    assert "ended" in toys.call("down", "--now")
+    rest, _ = waiting.communicate(timeout=WAIT_S)
+    assert waiting.returncode == 0 and rest.endswith("runs/toy: ended\n")
+    assert read_run(toys.run_dir)["status"] == "killed"  # type: ignore[index]

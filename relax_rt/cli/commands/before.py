@@ -31,24 +31,31 @@ def validate(
     config: Config = DEFAULT_CONFIG,
     *,
     overrides: Overrides = None,
-    quick: Annotated[bool, Parameter(help="Leave out the model, the data and the dry run of the reward.")] = False,
+    quick: Annotated[bool, Parameter(help="Only what shows within a second, without reading model or data.")] = False,
     schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
-    """Check a config as a whole: every problem at once, each with its place."""
-    from relax_rt.cli.display import say, show_json
+    """Check a config as a whole: every problem at once, each with its place.
+
+    First what shows without reading anything; only if that is right, the model, the data and the reward. Exit code: 0
+    nothing is wrong, 2 something is.
+    """
     from relax_rt.config.loader import config_digest, load_config
     from relax_rt.config.problems import ConfigErrors
 
     if schema:
         return _show_schema(config, as_json=json)
     try:
-        loaded = load_config(config, overrides or (), preflight=not quick)
+        loaded = load_config(config, overrides or (), inputs=True, preflight=not quick)
     except ConfigErrors as error:
         if not json:
             raise
+        from relax_rt.cli.display import show_json
+
         show_json({"ok": False, "problems": error.problems})
         return BAD_INPUT
+    from relax_rt.cli.display import say, show_json
+
     if json:
         show_json({"ok": True, "problems": [], "digest": config_digest(loaded), "run_dir": loaded.run.dir})
     else:
@@ -118,7 +125,7 @@ def _sampled_from(config: Path | None, run: Path | None, overrides: Sequence[str
     if config is None and run is None and DEFAULT_CONFIG.is_file():
         config = DEFAULT_CONFIG
     if config is not None:
-        return load_config(config, overrides), None
+        return load_config(config, overrides, inputs=True), None
     if overrides:
         hint = "name the roles.toml to override its keys"
         raise BadInput("--set with a run", why="a run is sampled with the config it was started with", hint=hint)

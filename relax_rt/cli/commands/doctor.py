@@ -28,7 +28,7 @@ def doctor(
 
     if config is None and DEFAULT_CONFIG.is_file():
         config = DEFAULT_CONFIG
-    loaded = load_config(config, overrides or ()) if config is not None else None
+    loaded = load_config(config, overrides or (), inputs=True) if config is not None else None
     of_gpus, gpus = check_gpus()
     findings = [*check_machine(), *check_limits(), *of_gpus, *check_software(gpus), check_boxes()]
     if loaded is not None:

@@ -11,22 +11,27 @@ from relax_rt.cli.app import LOOK, OK, Json, Run, app, as_dict
 
 @app.command(group=LOOK)
 def ps(run: Run = None, *, json: Json = False) -> int:
-    """The slots of a run: what each does, and since when."""
+    """The slots of a run: what each does, and since when; how far the run is, and how long it still takes."""
     from relax_rt.cli.display import show_json, show_status
     from relax_rt.cli.figures import Figures, figures_of
     from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.time_left import estimate_of
     from relax_rt.supervision import control
 
     status = control.status(find_run_dir(run))
     figures = figures_of(status)
+    estimate = estimate_of(status) if status.status in ("starting", "running") else None
     if json:
         plain = as_dict(status)
         for slot in plain["slots"]:
             known = as_dict(figures.get(slot["slot"], Figures()))
             slot.update({"policy_version": known.pop("version"), **known})
+        plain["time"] = None
+        if estimate is not None:
+            plain["time"] = {**as_dict(estimate), "total_s": estimate.total_s(status.uptime_s)}
         show_json(plain)
     else:
-        show_status(status, figures)
+        show_status(status, figures, estimate)
     return OK
 
 

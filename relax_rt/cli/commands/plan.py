@@ -30,7 +30,7 @@ def plan(
     try:
         if inventory is not None:
             return _on_inventory(config, overrides or (), inventory, as_json=json)
-        loaded = load_config(config, overrides or ())
+        loaded = load_config(config, overrides or (), inputs=True)
     except ConfigErrors as error:
         if not json:
             raise

@@ -65,6 +65,7 @@ def export(
     from relax_rt.cli.export import prometheus as as_prometheus
     from relax_rt.cli.figures import figures_of
     from relax_rt.cli.runs import find_run_dir
+    from relax_rt.cli.time_left import estimate_of
     from relax_rt.cli.why import account
     from relax_rt.config.problems import BadInput
     from relax_rt.events import read_events
@@ -75,7 +76,7 @@ def export(
     run_dir = find_run_dir(run)
     status = control.status(run_dir)
     if prometheus:
-        say(as_prometheus(status, figures_of(status)).rstrip("\n"))
+        say(as_prometheus(status, figures_of(status), estimate_of(status)).rstrip("\n"))
         return OK
     path = out or Path(f"{status.name or 'run'}.tar.gz")
     if path.exists() and not force:

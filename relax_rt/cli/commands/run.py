@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from relax_rt.cli.app import DEFAULT_CONFIG, OK, RUN, Config, Json, Overrides, Run, app, as_dict, duration_of
 from relax_rt.cli.join import ALONE, Joining, join
 from relax_rt.transport.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relax_rt.config.schema import RunConfig
 
 END_S = 60.0
 """For a run to be gone, beside the time that its roles may take to finish their work."""
@@ -28,10 +32,12 @@ def up(
     json: Annotated[bool, Parameter(name="--json", help="With --detach: print JSON.")] = False,
     joining: Joining = ALONE,
 ) -> int:
-    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once."""
-    from relax_rt.cli.brief import brief
-    from relax_rt.cli.display import say
-    from relax_rt.config.loader import load_config
+    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once.
+
+    Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong, and
+    nothing was begun, or a role found its settings wrong; 130 Ctrl-C.
+    """
+    from relax_rt.config.loader import load_config, preflight_config
     from relax_rt.config.problems import BadInput
     from relax_rt.supervision import launch
 
@@ -41,39 +47,30 @@ def up(
         raise BadInput("--key, --name, --dir, --host or --wait without --join", hint="name the head: --join HOST:PORT")
     if json and not detach:
         raise BadInput("--json without --detach", why="a run that is watched prints lines, not one result")
-    _refuse_living(config, overrides or ())
-    # The slow checks; `launch.up` makes the quick ones again before it starts anything.
-    loaded = load_config(config, overrides or (), preflight=True)
-    if not json:
-        say("\n".join(brief(loaded)))
+    loaded = load_config(config, overrides or (), inputs=True)
     try:
-        if detach:
-            return _detached(config, overrides or (), Path(loaded.run.dir), as_json=json)
-        screen = "relax_rt.cli.screen:plain" if plain else "relax_rt.cli.screen:live"
-        return launch.up(config, overrides or (), screen=screen)
+        launch.check_start(loaded)
+        preflight_config(loaded, config, overrides or ())
+        return _start(loaded, config, overrides or (), plain=plain, detach=detach, as_json=json)
     except BadInput:
         raise
     except RelaxError as error:
         raise BadInput(error.what, why=error.why, hint=error.hint) from error
 
 
-def _refuse_living(config: Path, overrides: Sequence[str]) -> None:
-    """Before the slow checks: a config that is right and whose run lives is not to be started."""
-    from contextlib import suppress
+def _start(
+    loaded: RunConfig, config: Path, overrides: Sequence[str], *, plain: bool, detach: bool, as_json: bool
+) -> int:
+    from relax_rt.cli.brief import brief
+    from relax_rt.cli.display import say
+    from relax_rt.supervision import launch
 
-    from relax_rt.config.loader import load_config
-    from relax_rt.config.problems import BadInput, ConfigErrors
-    from relax_rt.supervision import control
-
-    with suppress(ConfigErrors, control.NoRun):
-        run_dir = Path(load_config(config, overrides).run.dir)
-        found = control.find_run(run_dir)
-        if found.alive:
-            raise BadInput(
-                f"run.dir = {str(run_dir)!r} belongs to a run that is alive",
-                why=f"run {found.paths.run_id}, status {found.record['status']}",
-                hint="`relax-rt attach` shows it; end it with `relax-rt down`, or choose another run.name or run.dir",
-            )
+    if not as_json:
+        say("\n".join(brief(loaded)))
+    if detach:
+        return _detached(config, overrides, Path(loaded.run.dir), as_json=as_json)
+    # It makes the quick checks again: the file may have changed meanwhile.
+    return launch.up(config, overrides, screen="relax_rt.cli.screen:plain" if plain else "relax_rt.cli.screen:live")
 
 
 def _detached(config: Path, overrides: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
@@ -109,19 +106,30 @@ def attach(
 def down(
     run: Run = None,
     *,
-    kill: Annotated[bool, Parameter(help="End every role at once instead of letting it finish its work.")] = False,
+    kill: Annotated[
+        bool,
+        Parameter(
+            name=["--now", "--kill"],
+            help="End every role at once instead of letting it finish its work, also of a run"
+            " that is ending already. It goes on from its last checkpoint then.",
+        ),
+    ] = False,
     wait: Annotated[
         float | None,
         Parameter(
             converter=duration_of,
             help="How long to wait for the end, as 60 or 5m; 0 returns at once. Unless given: as long as the run's"
-            " roles may take (its drain_timeout_s), 60 s with --kill.",
+            " roles may take (its drain_timeout_s), 60 s with --now.",
         ),
     ] = None,
     json: Json = False,
 ) -> int:
-    """End a run in order: every role finishes the work in hand. `up` resumes it later."""
-    from relax_rt.cli.detach import wait_until_ended
+    """End a run in order: every role finishes the work in hand. `up` resumes it later.
+
+    It says whom it waits for and for how long at most. Ctrl-C leaves the run ending. Exit code: 0 the run is over, 1 it
+    was not within --wait, 2 there is no such run.
+    """
+    from relax_rt.cli.detach import wait_until_ended, who_ends
     from relax_rt.cli.display import say, show_json
     from relax_rt.cli.runs import find_run_dir, resolved_config
     from relax_rt.supervision import control
@@ -134,9 +142,14 @@ def down(
         return OK
     wait_s = END_S + (0.0 if kill else resolved_config(run_dir).supervision.drain_timeout_s) if wait is None else wait
     (control.kill if kill else control.stop)(run_dir)
-    if wait_s > 0 and not wait_until_ended(run_dir, wait_s, (lambda _: None) if json else say):
-        hint = "`relax-rt ps` shows what it waits for, `relax-rt down --kill` ends it at once"
-        raise RelaxError(f"the run in {run_dir} has not ended within {wait_s:g} s", hint=hint)
+    try:
+        if wait_s > 0 and not wait_until_ended(run_dir, wait_s, (lambda _: None) if json else say, kill=kill):
+            hint = f"it goes on ending; `relax-rt down {run_dir} --now` ends it at once"
+            why = who_ends(run_dir)[1]
+            raise RelaxError(f"the run in {run_dir} has not ended within {wait_s:g} s", why=why, hint=hint)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"the run goes on ending without you; `relax-rt down {run_dir} --now` ends it at once\n")
+        raise
     did = "ended" if wait_s > 0 else "ending"
     show_json({"run_dir": str(run_dir.absolute()), "did": did}) if json else say(f"{run_dir}: {did}")
     return OK

@@ -175,7 +175,7 @@ def test_both_forms_and_exit_codes(
     assert code == int(any(line["level"] == "fail" for line in lines))
     assert {"machine", "limits", "gpu", "software"} == {line["section"] for line in lines}
     assert "sandbox" in {line["name"] for line in lines}
-    (tmp_path / "roles.toml").write_text(CONFIG + "[queue]\ncapacity_mib = 1048576\n")
+    (tmp_path / "roles.toml").write_text(CONFIG.replace('"m"', '"package:tiny"') + "[queue]\ncapacity_mib = 1048576\n")
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "fail shared memory" in out and "queue.capacity_mib" in out

@@ -21,6 +21,7 @@ from relax_rt.cli.top import Look, Paces, Use, look, rows, show_top
 from relax_rt.cli.top import _table as table_of
 from relax_rt.cli.why import account
 from relax_rt.events import read_events
+from relax_rt.observe.estimate import Estimate
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -108,6 +109,21 @@ def test_prometheus_text() -> None:
     # All samples of a name stand together, under its head.
     order = [line.split("{")[0] for line in lines if not line.startswith("#")]
     assert order == sorted(order, key=names.index)
+
+
+def test_prometheus_tells_the_time_left() -> None:
+    lines = prometheus(STATUS, {}, Estimate(3, 20, step_s=2.5, left_s=42.5, measured=3)).splitlines()
+    labels = '{run="t\\"wo"}'
+    total_s = STATUS.uptime_s + 42.5
+    assert {
+        f"relax_run_step{labels} 3",
+        f"relax_run_steps{labels} 20",
+        f"relax_run_step_seconds{labels} 2.5",
+        f"relax_run_left_seconds{labels} 42.5",
+        f"relax_run_total_seconds{labels} {total_s:g}",
+    } <= set(lines)
+    unknown = prometheus(STATUS, {}, Estimate(0, 20))
+    assert "relax_run_steps" in unknown and "left_seconds" not in unknown
 
 
 def test_rates_between_two_looks() -> None:

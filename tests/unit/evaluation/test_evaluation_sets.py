@@ -140,7 +140,7 @@ def test_what_cannot_work_is_refused_at_its_key(folder: Path, change: tuple[str,
 @pytest.mark.parametrize(
     ("change", "key", "words"),
     [
-        (('path = "hard.jsonl"', 'path = "herd.jsonl"'), "evaluation.sets.0", "there is no file"),
+        (('path = "hard.jsonl"', 'path = "herd.jsonl"'), "evaluation.sets.0.path", "there is no file"),
         (('path = "hard.jsonl"', 'path = "hard.jsonl"\nmax_prompt_tokens = 1'), "evaluation.sets.0", "none of its 0"),
         (("success = 0.9", "max_new_tokens = 100000"), "evaluation.sets.1.max_new_tokens", "model's context"),
         (('"judge.py:even"', '"judge.py:odd"'), "evaluation.sets.1.reward", "odd"),

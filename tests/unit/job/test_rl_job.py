@@ -146,17 +146,30 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
 
 def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) -> None:
     wrong = {
-        "model.path": 'model.path="modle"',
         "data.task": 'data.task="chain_sun"',
         "reward.function": 'reward.function="relax_rt.roles.rewards.builtin:interger"',
     }
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
-    # The template is read with the items of the task, and needs no model; nor do mistakes of keys hide any of it.
-    del wrong["data.task"]
-    wrong |= {"data.template": 'data.template="{expresion}"', "run.seed": "run.seed=-1"}
-    wrong |= {"roles.trainer.tensor_parallel": "roles.trainer.tensor_parallel=2"}
-    wrong |= {"roles.rollout.count": "roles.rollout.count=-1"}
+    # The template is read with the items of the task, and needs no model.
+    (toml.parent / "broken").mkdir()
+    for name in ("config.json", "tokenizer.json", "a.safetensors"):
+        (toml.parent / "broken" / name).write_text("nothing of the kind")
+    wrong |= {"model.path": 'model.path="broken"'}
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
+    del wrong["data.task"]
+    wrong |= {"data.template": 'data.template="{expresion}"'}
+    assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
+
+
+def test_mistakes_that_show_without_reading_anything_are_told_alone_and_all_of_them(toml: Path) -> None:
+    quick = {
+        "model.path": 'model.path="modle"',
+        "run.seed": "run.seed=-1",
+        "roles.trainer.tensor_parallel": "roles.trainer.tensor_parallel=2",
+        "roles.rollout.count": "roles.rollout.count=-1",
+    }
+    slow = ('data.task="chain_sun"', 'reward.function="relax_rt.roles.rewards.builtin:interger"')
+    assert problems(toml, *quick.values(), *slow, preflight=True).keys() == quick.keys()
 
 
 def test_a_missing_key_hides_no_check_of_others(toml: Path) -> None:

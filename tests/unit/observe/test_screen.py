@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from relax_rt.observe.headline import Column
-from relax_rt.observe.screen import HEARTBEAT_S, Screen
+from relax_rt.observe.screen import DRAIN_HEARTBEAT_S, HEARTBEAT_S, Screen
 from relax_rt.observe.view import render
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -102,7 +102,7 @@ def test_plain_lines_tell_steps_evaluations_and_restarts(run: Run) -> None:
         "tiny is running, 1 of 1 slots ready",
         "held-out before: 0.250",
         "step 1/10  reward 0.500  queue 3/8",
-        "step 2/10  reward 0.625  queue 3/8",
+        "step 2/10  reward 0.625  queue 3/8  1.0 s a step, about 8.0 s left, a first guess",
         "ERROR rollout/0 died (killed): SIGKILL from outside the run",
         "rollout/0 is back after 2.5 s",
     ]
@@ -124,6 +124,25 @@ def test_each_slot_is_told_once_when_it_is_ready_for_the_first_time(run: Run) ->
         "ERROR rollout/0 died (killed): SIGKILL from outside the run",
         "rollout/0 is back after 2.5 s",
         "WARNING Ctrl-C: the roles finish the work in hand; Ctrl-C again ends them at once",
+    ]
+
+
+def test_a_run_that_drains_says_at_once_and_every_10_s_whom_it_waits_for(run: Run) -> None:
+    clock = Clock()
+    screen, out = plain(run, clock)
+    run.event("run_draining", 1000.5, reason="Ctrl-C", exit_code=130, slot_most_s=600.0)
+    busy = slot("trainer/0", state="stopping", state_s=0.5, detail="finishing the step", kill_latest_s=599.5)
+    show(screen, status(busy, slot("queue/0"), slot("reward/0", state="ended"), state="draining", reason="Ctrl-C"))
+    assert told(out) == [
+        "tiny is draining, 1 of 3 slots ready: Ctrl-C",
+        "draining  trainer/0 stopping for 0.5 s (finishing the step), killed in 10m 00s at the latest",
+        "WARNING Ctrl-C: the roles finish the work in hand, each within 10m 00s; Ctrl-C again ends them at once",
+    ]
+    clock.now += DRAIN_HEARTBEAT_S
+    busy = slot("trainer/0", state="stopping", state_s=10.5, detail="writing a checkpoint", kill_latest_s=589.5)
+    show(screen, status(busy, slot("queue/0"), slot("reward/0", state="ended"), state="draining", reason="Ctrl-C"))
+    assert told(out)[3:] == [
+        "draining  trainer/0 stopping for 10 s (writing a checkpoint), killed in 9m 50s at the latest",
     ]
 
 

@@ -126,6 +126,18 @@ def test_a_role_that_drains_has_its_time_again_at_each_progress_and_a_bound() ->
     assert b.now == 60 and b.of(Kill) == ["a/0"], "no more than drain_timeout_s in all"
 
 
+def test_a_stopping_slot_says_when_it_is_killed_unless_it_makes_progress_and_at_the_latest() -> None:
+    b = Bench(spec("a/0", stop_timeout_s=5, drain_timeout_s=60, drains=True))
+    b(RunStarted()), b.up("a/0")
+    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (None, None)
+    b(StopRequested("Ctrl-C", 130))
+    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (5, 60)
+    (told,) = [action.fields for action in b.actions if isinstance(action, Emit) and action.kind == "run_draining"]
+    assert told["slot_most_s"] == 60
+    b(Progress("a/0", 1, detail="writing a checkpoint"), after=4)
+    assert (b.view("a/0").kill_at, b.view("a/0").kill_latest) == (9, 60)
+
+
 def test_a_role_that_drains_and_stands_still_is_killed() -> None:
     b = stopping(drains=True)
     b(Progress("a/0", 1, detail="writing"), after=4), b(Progress("a/0", 1, detail="writing"), after=4)

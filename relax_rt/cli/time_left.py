@@ -1,0 +1,114 @@
+"""How long a run still takes: of a living one by its own steps, of one that is to start by those of an earlier one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relax_rt.cli.runs import resolved_config
+from relax_rt.config.job import Pacing, load_job, pacing_of
+from relax_rt.config.schema import RunConfig
+from relax_rt.events import parse_line
+from relax_rt.metrics import METRICS
+from relax_rt.observe.estimate import Estimate, Estimator
+from relax_rt.observe.tail import Tail
+from relax_rt.observe.text import duration
+from relax_rt.supervision.api import RunStatus
+from relax_rt.supervision.rundir import RESOLVED_CONFIG, RUN_JSON, machine, read_run
+from relax_rt.transport.errors import RelaxError
+
+HEAD_BYTES, LOOK_BACK_BYTES = 1 << 20, 2 << 20
+MOST_RUNS = 50
+OTHERWISE = ("config_dir", "run.name", "run.dir", "run.seed", "algorithm.steps", "supervision", "events")
+"""Keys that may differ between two runs whose steps take the same time."""
+ENOUGH = 3
+"""Measured steps of an earlier run that say how long those of another take."""
+
+
+def estimate_of(status: RunStatus) -> Estimate | None:
+    """How long a living run still takes; None where its number of steps is not known. One that is ending takes less."""
+    if status.ended:
+        return None
+    run_dir = Path(status.run_dir)
+    try:
+        config = resolved_config(run_dir)
+        return _measured(run_dir, load_job(config.run.job).steps(config), pacing_of(config))
+    except RelaxError:
+        return None
+
+
+def expected(config: RunConfig) -> str:
+    """What is known before a run starts of the time that it will take, in words."""
+    steps = load_job(config.run.job).steps(config)
+    if steps is None:
+        return ""
+    own, pacing = Path(config.run.dir), pacing_of(config)
+    before = _measured(own, steps, pacing) if _on_this_machine(own) else None
+    if before is not None and before.step_s is not None and before.left_s is not None and before.measured >= ENOUGH:
+        if before.step >= steps:
+            return f"all {steps} steps are done"
+        left, pace = steps - before.step, duration(before.step_s)
+        return f"about {duration(left * before.step_s)} for the {left} steps left, at its last start's {pace} a step"
+    for run_dir in _like(config):
+        found = _measured(run_dir, steps, pacing)
+        if found is not None and found.step_s is not None and found.measured >= ENOUGH:
+            long, pace = duration(steps * found.step_s), duration(found.step_s)
+            like = f"the {pace} a step that {run_dir.name} took on this machine with these settings"
+            return f"about {long} for {steps} steps, at {like}"
+    return f"{steps} steps; how long they take is told after the first, and corrected as it goes on"
+
+
+def _measured(run_dir: Path, steps: int | None, pacing: Pacing) -> Estimate | None:
+    if steps is None:
+        return None
+    estimator = Estimator(steps, pacing)
+    for record in _records(run_dir / METRICS):
+        estimator.take(record)
+    return estimator.estimate(time.time())
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The beginning of a run's metrics and their end: what was evaluated first, and the last steps."""
+    try:
+        with path.open("rb") as file:
+            yield from filter(None, map(parse_line, file.read(HEAD_BYTES).split(b"\n")))
+            size = path.stat().st_size
+    except OSError:
+        return
+    if size <= HEAD_BYTES:
+        return
+    tail = Tail(path, last_bytes=min(LOOK_BACK_BYTES, size - HEAD_BYTES), read_bytes=LOOK_BACK_BYTES + 1)
+    try:
+        yield from tail.poll()
+    finally:
+        tail.close()
+
+
+def _on_this_machine(run_dir: Path) -> bool:
+    return (read_run(run_dir) or {}).get("machine") == machine()
+
+
+def _like(config: RunConfig) -> Iterator[Path]:
+    """The runs beside this one on this machine that differ in nothing that steps depend on, the newest first."""
+    own = Path(config.run.dir)
+    found = [path for path in own.parent.glob(f"*/{RUN_JSON}") if path.parent != own]
+    ours = _settings(json.loads(json.dumps(config.model_dump(mode="json"))))
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST_RUNS]:
+        try:
+            theirs = json.loads((path.parent / RESOLVED_CONFIG).read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(theirs, dict) and _settings(theirs) == ours and _on_this_machine(path.parent):
+            yield path.parent
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    for key in OTHERWISE:
+        table, _, name = key.rpartition(".")
+        place = config.get(table) if table else config
+        if isinstance(place, dict):
+            place.pop(name, None)
+    return config

@@ -1,0 +1,139 @@
+"""How long a run still takes, from the records of its steps. Pure: the screen, `ps` and `export` feed it and ask."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from relax_rt.config.job import Pacing
+from relax_rt.observe.text import duration
+
+WINDOW = 32
+"""Steps that the pace is the mean of. It must be some: where staleness is allowed, steps come in bursts; and the ones
+that a checkpoint or an evaluation slows down count as well."""
+SETTLED = 3
+"""From so many measured steps on, what was measured before a restart counts no more."""
+MAX_REPEATED = 64
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """Attributes:
+    step, steps: the last one done, and the number to make.
+    step_s: seconds of one step; None until one is done.
+    left_s: seconds until the run has ended, what comes after its last step included; None until a step is done.
+    measured: steps that `step_s` rests on, after a restart those since. 0: it is the pace before the restart.
+    since_s: seconds since the last step was done.
+    """
+
+    step: int
+    steps: int
+    step_s: float | None = None
+    left_s: float | None = None
+    measured: int = 0
+    since_s: float | None = None
+
+    def total_s(self, uptime_s: float) -> float | None:
+        """How long this start of the run takes in all, if it has taken `uptime_s` until now."""
+        return None if self.left_s is None else uptime_s + self.left_s
+
+    def told(self, uptime_s: float) -> str:
+        """``12 s a step, about 24m 10s left, 31m 00s in all``."""
+        total_s = self.total_s(uptime_s)
+        return str(self) if total_s is None else f"{self}, {duration(total_s)} in all"
+
+    def __str__(self) -> str:
+        """``12 s a step, about 24m 10s left``."""
+        if self.step_s is None or self.left_s is None:
+            return "time left: measured on the first step"
+        if self.step >= self.steps:
+            return f"about {duration(self.left_s)} left after the last step" if self.left_s else "the last step is done"
+        rough = ", a first guess" if self.measured == 1 else ""
+        rough = ", by the steps before the restart" if self.measured == 0 else rough
+        return f"{duration(self.step_s)} a step, about {duration(self.left_s)} left{rough}"
+
+
+class Estimator:
+    """Takes the run's records in the order in which they were written.
+
+    Args:
+        steps: to make. kind, key: of the records that count them.
+        pacing: what the job says of its records.
+    """
+
+    def __init__(self, steps: int, pacing: Pacing, kind: str = "step", key: str = "step") -> None:
+        self._steps, self._pacing, self._kind, self._key = steps, pacing, kind, key
+        self._by = ""
+        self._step = 0
+        self._t, self._m = 0.0, 0.0
+        self._first_s: float | None = None
+        self._before_s: float | None = None
+        self._spans: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._repeated: dict[tuple[str, str], float] = {}
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Take in one record of the metrics; most say nothing of time."""
+        kind, step = str(record.get("kind", "")), record.get(self._key)
+        if kind == self._kind and isinstance(step, int):
+            self._take_step(step, record)
+        elif kind in self._pacing.repeated and record.get("when") == "before" and len(self._repeated) < MAX_REPEATED:
+            self._repeated[kind, str(record.get("set", ""))] = _seconds(record, "seconds")
+
+    def _take_step(self, step: int, record: dict[str, Any]) -> None:
+        by, t = str(record.get("by", "")), _seconds(record, "t")
+        m = _seconds(record, "m") if "m" in record else t
+        if by != self._by or step <= self._step or m < self._m:
+            # Another incarnation: the time between is that of a restart, and its first step warms up.
+            self._before_s = self._step_s() if self._by else None
+            self._first_s = self._of_first(record)
+            self._spans.clear()
+        else:
+            self._spans.append((step - self._step, m - self._m))
+        self._by, self._step, self._t, self._m = by, step, t, m
+
+    def _of_first(self, record: dict[str, Any]) -> float | None:
+        """A first step did not overlap with the making of its input, as later ones do where that is allowed."""
+        if not self._pacing.work:
+            return None
+        wait, ahead = _seconds(record, self._pacing.wait), self._pacing.ahead
+        work = sum(_seconds(record, key) for key in self._pacing.work)
+        return max(work, wait / (1 + ahead)) if ahead else wait + work
+
+    def _step_s(self) -> float | None:
+        measured, seconds = sum(n for n, _ in self._spans), sum(s for _, s in self._spans)
+        if self._before_s is not None and measured < SETTLED:
+            return (seconds + (SETTLED - measured) * self._before_s) / SETTLED
+        if not measured:
+            return self._first_s
+        if self._first_s is None:
+            return seconds / measured
+        # The first step counts as well, but not for more than the slowest of the others: it may have warmed up.
+        first_s = min(self._first_s, max(s / n for n, s in self._spans))
+        mean_s = (first_s + seconds) / (1 + measured)
+        # The input of the first ones after it was made while it waited for its own.
+        return max(self._first_s, mean_s) if measured <= self._pacing.ahead else mean_s
+
+    def estimate(self, now: float) -> Estimate:
+        """How it stands at wall-clock time `now` (s)."""
+        step_s = self._step_s()
+        if step_s is None:
+            return Estimate(self._step, self._steps)
+        since, after_s = max(0.0, now - self._t), sum(self._repeated.values())
+        left = self._steps - self._step
+        # A step that takes longer than expected, or a trainer that is away, does not bring the end nearer.
+        left_s = left * step_s - min(since, step_s) + after_s if left > 0 else max(0.0, after_s - since)
+        measured = sum(n for n, _ in self._spans)
+        return Estimate(
+            self._step,
+            self._steps,
+            step_s,
+            left_s,
+            measured + (self._before_s is None and self._first_s is not None),
+            since,
+        )
+
+
+def _seconds(record: dict[str, Any], key: str) -> float:
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
