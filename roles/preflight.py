@@ -24,7 +24,7 @@ from relax_rt.roles.genrm.checks import preflight_judge
 from relax_rt.roles.media.checks import check_pictures
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.forward_checks import check_computed
-from relax_rt.roles.models.processor import computes_bfloat16
+from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
@@ -148,18 +148,16 @@ def warnings(config: RLConfig) -> list[str]:
 
 
 def _slow_numbers(config: RLConfig) -> list[str]:
+    """Roles that were told to compute on a CPU in bfloat16 that is slow there, or that began elsewhere."""
     rounded = [
         f'roles.{kind}.dtype = "float32"'
         for kind, table in config.roles.items()
         if isinstance(table, EngineSettings | ShardedSettings)
         and (bool(table.count), table.gpus, table.dtype) == (True, 0, "bfloat16")
     ]
-    if not rounded or computes_bfloat16() is not False:
+    if not rounded or (fast := cpu_dtype()).dtype == "bfloat16":
         return []
-    return [
-        "this CPU has no instructions for bfloat16 (amx_bf16, avx512_bf16), and may compute with it much slower than "
-        f"with float32, which takes twice the memory: try {', '.join(rounded)}"
-    ]
+    return [f"{fast.why}; float32 is faster and takes twice the memory: set {', '.join(rounded)}"]
 
 
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:

@@ -119,7 +119,10 @@ class Job(Protocol):
     # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed, and `past(run_dir)`, those of
     # them that can change nothing any more in this run, each with the reason. And `assumed(data)`, tables that need not
     # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
-    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run.
+    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run. And `choose(config,
+    # recorded, measured, here)`, the config with the settings filled in that the job chooses, and `config.chosen`;
+    # recorded is the resolved config that a run began with, measured = False must answer at once, here = False is for a
+    # plan for other machines.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""
