@@ -1,6 +1,7 @@
 """`dtype = "auto"` of a CPU or a GPU: bfloat16 where the device computes it fast, else float32.
 
-`roles/dtypes.py` asks this for the roles of a run, once, before anything starts; programs without a run ask `cpu_dtype`.
+`roles/dtypes.py` asks this for the roles of a run, once, before anything starts; programs without a run ask
+`cpu_dtype`.
 """
 
 from __future__ import annotations
