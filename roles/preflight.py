@@ -33,7 +33,7 @@ from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainerSettings
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
 
@@ -144,7 +144,20 @@ def warnings(config: RLConfig) -> list[str]:
     threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
     if threads > cores:
         found.append(f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down")
-    return found + _slow_numbers(config)
+    return found + _slow_numbers(config) + _rounded_adapters(config)
+
+
+def _rounded_adapters(config: RLConfig) -> list[str]:
+    trainer, rollout = config.roles.get("trainer"), config.roles.get("rollout")
+    if not isinstance(trainer, TrainerSettings) or trainer.lora is None:
+        return []
+    if not isinstance(rollout, EngineSettings) or rollout.dtype != "bfloat16":
+        return []
+    return [
+        "roles.trainer.lora, with weights published in bfloat16: what adapters change by less than about 1/256 of a "
+        "weight is rounded away before it reaches the engines; `changes_kept` in the publications' records is the part "
+        'that is left, and roles.rollout.dtype = "float32" keeps all'
+    ]
 
 
 def _slow_numbers(config: RLConfig) -> list[str]:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -167,6 +169,36 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
 def test_unmeasured_it_answers_by_the_flags(with_instructions: pytest.MonkeyPatch) -> None:
     with_instructions.setattr(precision, "time_products", never)
     assert cpu_dtype(measured=False).dtype == "bfloat16"
+
+
+class Log:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warning(self, text: str, **_: object) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "flags", "warned"),
+    [
+        ("cpu", "bfloat16", False, True),
+        ("cpu", "bfloat16", True, False),
+        ("cpu", "float32", False, False),
+        ("cuda", "bfloat16", False, False),
+    ],
+)
+def test_a_role_says_that_its_node_is_slow_with_what_another_chose(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: str, flags: bool, warned: bool
+) -> None:
+    pytest.importorskip("torch")
+    from relax_rt.roles.models.device import warn_if_slow
+
+    monkeypatch.setattr(precision, "computes_bfloat16", lambda: flags)
+    monkeypatch.setattr(precision, "time_products", lambda: Timing(1.0, 0.5))
+    ctx: Any = SimpleNamespace(log=Log())
+    warn_if_slow(ctx, device, dtype)
+    assert [("float32 would be faster" in text) for text in ctx.log.said] == [True] * warned
 
 
 DECIDE = """
