@@ -57,18 +57,25 @@ class RLJob:
     }
     one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator", "env", "gateway")
     """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
-    changeable: ClassVar[frozenset[str]] = frozenset(
-        ("algorithm.steps", "algorithm.learning_rate", "cold_start.learning_rate", "roles.critic.learning_rate")
-    ) | frozenset(
-        f"roles.trainer.{key}"
-        for key in (
-            *("backend", "count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
-            *("expert_tensor_parallel", "sequence_parallel", "distributed_optimizer", "recompute", "attention"),
-            *("layers", "tokens_per_micro_batch", "gpus", "threads"),
+    changeable: ClassVar[frozenset[str]] = (
+        frozenset(
+            ("algorithm.steps", "algorithm.learning_rate", "cold_start.learning_rate", "roles.critic.learning_rate")
+        )
+        | frozenset(
+            f"roles.{kind}.dtype" for kind in ("rollout", "evaluator", "trainer", "reference", "critic", "genrm")
+        )
+        | frozenset(
+            f"roles.trainer.{key}"
+            for key in (
+                *("backend", "count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
+                *("expert_tensor_parallel", "sequence_parallel", "distributed_optimizer", "recompute", "attention"),
+                *("layers", "tokens_per_micro_batch", "gpus", "threads"),
+            )
         )
     )
-    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, and by the other backend. A
-    run that is finished goes on to more steps, one that ended because its steps came to nothing with smaller ones."""
+    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, by the other backend, and in
+    another dtype: the optimizer's weights are float32. A run that is finished goes on to more steps, one that ended
+    because its steps came to nothing with smaller ones."""
     headline: ClassVar[Sequence[Column]] = (
         Column("cold_start", "loss", "", line="cold start ({phase}): step {step}/{of}  loss {loss:.4f}"),
         Column(
@@ -118,6 +125,12 @@ class RLJob:
             if (table := roles.get(kind)) is not None and "count" not in table.model_fields_set and not table.target
         }
         return {**roles, **idle}
+
+    def choose(self, config: Any, recorded: Mapping[str, Any], *, measured: bool, here: bool) -> RunConfig:
+        """See Job: the dtypes that are "auto"."""
+        from relax_rt.roles.dtypes import choose_dtypes
+
+        return choose_dtypes(config, recorded, measured=measured, here=here)
 
     def absent(self, config: RLConfig) -> list[str]:
         """See Job: what the environment does instead."""

@@ -14,6 +14,7 @@ from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
 from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
+from relax_rt.roles.dtypes import setting
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.planning.models import own_model
 from relax_rt.roles.publication_checks import communicator_of, wire_of
@@ -27,7 +28,8 @@ from relax_rt.roles.sections import (
     TrainerSettings,
 )
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}
+"""Of one number. auto: not chosen yet, as in the table of a role that a user's own stands for."""
 STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
 DELTA_PART = 0.5
@@ -143,7 +145,13 @@ def stage_bytes(config: RLConfig) -> int:
 
 def plan(config: RLConfig) -> list[PlanLine]:
     """Processes, steps, memory and shared memory of a run."""
-    return [*_processes(config), *_steps(config), *_memory(config), *_shared_memory(config)]
+    return [*_processes(config), *_steps(config), *_dtypes(config), *_memory(config), *_shared_memory(config)]
+
+
+def _dtypes(config: RLConfig) -> list[PlanLine]:
+    kinds = [kind for kind, table in config.roles.items() if table.count and setting(kind) in config.chosen]
+    found = [(kind, config.chosen[setting(kind)]) for kind in kinds]
+    return [PlanLine("dtype", kind, one.value, one.why) for kind, one in found]
 
 
 def _processes(config: RLConfig) -> list[PlanLine]:

@@ -27,7 +27,7 @@ from relax_rt.roles.genrm.checks import preflight_judge
 from relax_rt.roles.media.checks import check_pictures
 from relax_rt.roles.models.cache import say
 from relax_rt.roles.models.forward_checks import check_computed
-from relax_rt.roles.models.processor import computes_bfloat16
+from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
 from relax_rt.roles.models.vocabulary import check_vocabulary
@@ -36,7 +36,7 @@ from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
+from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainerSettings
 from relax_rt.roles.stages import stage
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
@@ -185,22 +185,33 @@ def warnings(config: RLConfig) -> list[str]:
     threads, cores = sum(table.count * table.threads for table in busy), os.cpu_count() or 1
     if threads > cores:
         found.append(f"the roles that compute have {threads} threads on {cores} cores; they will slow each other down")
-    return found + _slow_numbers(config)
+    return found + _slow_numbers(config) + _rounded_adapters(config)
+
+
+def _rounded_adapters(config: RLConfig) -> list[str]:
+    trainer, rollout = config.roles.get("trainer"), config.roles.get("rollout")
+    if not isinstance(trainer, TrainerSettings) or trainer.lora is None:
+        return []
+    if not isinstance(rollout, EngineSettings) or rollout.dtype != "bfloat16":
+        return []
+    return [
+        "roles.trainer.lora, with weights published in bfloat16: what adapters change by less than about 1/256 of a "
+        "weight is rounded away before it reaches the engines; `changes_kept` in the publications' records is the part "
+        'that is left, and roles.rollout.dtype = "float32" keeps all'
+    ]
 
 
 def _slow_numbers(config: RLConfig) -> list[str]:
+    """Roles that were told to compute on a CPU in bfloat16 that is slow there, or that began elsewhere."""
     rounded = [
         f'roles.{kind}.dtype = "float32"'
         for kind, table in config.roles.items()
         if isinstance(table, EngineSettings | ShardedSettings)
         and (bool(table.count), table.gpus, table.dtype) == (True, 0, "bfloat16")
     ]
-    if not rounded or computes_bfloat16() is not False:
+    if not rounded or (fast := cpu_dtype()).dtype == "bfloat16":
         return []
-    return [
-        "this CPU has no instructions for bfloat16 (amx_bf16, avx512_bf16), and may compute with it much slower than "
-        f"with float32, which takes twice the memory: try {', '.join(rounded)}"
-    ]
+    return [f"{fast.why}; float32 is faster and takes twice the memory: set {', '.join(rounded)}"]
 
 
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:

@@ -11,6 +11,7 @@ from typing import Literal
 from relax_rt.config.problems import Problem
 from relax_rt.nodes.api import HEAD
 from relax_rt.nodes.gpus import count_gpus
+from relax_rt.roles.dtypes import EXPLICIT, setting
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.sections import EvaluatorSettings, RLConfig, RolloutSettings, TrainerSettings
 
@@ -79,6 +80,8 @@ def _wire(config: RLConfig) -> Iterator[Problem]:
     if wire is None:
         return
     if isinstance(table, RolloutSettings) and wire_of(wire, table.dtype) is None:
+        if setting("rollout") in config.chosen and config.chosen[setting("rollout")].why != EXPLICIT:
+            return  # It has an effect on machines where another dtype is chosen.
         than = f'what is published (roles.rollout.dtype = "{table.dtype}")'
         if wire == table.dtype:
             message = f'wire_dtype = "{wire}" has no effect: it is {than}'

@@ -18,6 +18,8 @@ from relax_rt.roles.trainers.rates import Schedule
 from relax_rt.roles.trainers.torch.settings import LoraTable
 
 Dtype = Literal["float32", "bfloat16"]
+ChosenDtype = Literal["auto", "float32", "bfloat16"]
+"""auto: chosen when the config is loaded, see `roles.dtypes`; no role of a run sees it."""
 
 
 class ModelTable(Table):
@@ -352,7 +354,9 @@ class EngineSettings(RoleSettings):
 
     engine: Literal["embedded", "sglang"] = "embedded"
     """embedded: in the role's own process; sglang: a server under the role's supervision."""
-    dtype: Dtype = "bfloat16"
+    dtype: ChosenDtype = "auto"
+    """Of weights and KV cache; the dtype that weights are published in. auto: bfloat16 where the rollouts' device
+    computes it fast, else float32 (docs/dtype.md)."""
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""
     tensor_parallel: Parallel = 1
@@ -399,8 +403,9 @@ class ShardedSettings(RoleSettings):
     unless given: 1 for megatron, none for torch."""
 
     backend: Literal["torch", "megatron"] = "torch"
-    dtype: Dtype = "bfloat16"
-    """bfloat16: autocast over float32 master weights."""
+    dtype: ChosenDtype = "auto"
+    """bfloat16: autocast over float32 master weights. auto: bfloat16 where the device computes it fast, else float32
+    (docs/dtype.md)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """What computes it. auto: the GPU, where `gpus` gives the slot one and torch sees it, else the CPU (torch)."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 4096

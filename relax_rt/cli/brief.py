@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from relax_rt.cli.time_left import expected
 from relax_rt.config.job import load_job
-from relax_rt.config.schema import MIB, RunConfig
+from relax_rt.config.schema import MIB, Chosen, RunConfig
 from relax_rt.supervision.rundir import SHM_ROOT, read_run
 
 
@@ -32,5 +33,15 @@ def brief(config: RunConfig) -> list[str]:
         f"  takes   {processes} processes, {threads} compute threads on {cores} cores"
         + (f", {gpus:g} GPUs" if gpus else "")
         + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
+        *choices(config.chosen),
         *([f"  time    {told}"] if (told := expected(config)) else []),
     ]
+
+
+def choices(chosen: Mapping[str, Chosen]) -> list[str]:
+    """Settings that were chosen for the user, a line for each value and reason: ``dtype float32 (rollout): why``."""
+    roles: dict[tuple[str, str, str], list[str]] = {}
+    for key, one in chosen.items():
+        role, _, setting = key.removeprefix("roles.").rpartition(".")
+        roles.setdefault((setting, one.value, one.why), []).append(role)
+    return [f"  {setting:<7} {value} ({', '.join(who)}): {why}" for (setting, value, why), who in roles.items()]

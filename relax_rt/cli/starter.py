@@ -66,15 +66,12 @@ during_items = 64
 # One table a role. A role that dies is started again; the others go on.
 [roles.rollout]
 count = 1                            # inference workers
-dtype = "float32"                    # bfloat16 where the hardware is good at it
 
 [roles.reward]
 
 [roles.trainer]
-dtype = "float32"
 
 [roles.evaluator]
-dtype = "float32"
 """
 
 REWARD_PY = '''\

@@ -137,7 +137,10 @@ class Job(Protocol):
     # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
     # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run. And
     # `missing_inputs(config, config_dir)`, a problem for each file that the config names and that is not there; it
-    # only looks at names, so it belongs to the quick checks. And `pacing(config)`, a Pacing.
+    # only looks at names, so it belongs to the quick checks. And `pacing(config)`, a Pacing. And `choose(config,
+    # recorded, measured, here)`, the config with the settings filled in that the job chooses, and `config.chosen`;
+    # recorded is the resolved config that a run began with, measured = False must answer at once, here = False is for a
+    # plan for other machines.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""

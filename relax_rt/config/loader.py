@@ -26,6 +26,8 @@ from relax_rt.transport.errors import RelaxError
 S = TypeVar("S", bound=RoleSettings)
 
 ROLE_GROUP = "relax_rt.roles"
+FILLED_IN = ("config_dir", "chosen")
+"""Keys of a config that are no user's."""
 SYSTEM_ROLES = ("registry", "queue")
 """Roles of every run; they need no table."""
 
@@ -101,9 +103,10 @@ def _quick(
         inventory, inputs: see load_config.
     """
     config_dir = path.absolute().parent
-    if "config_dir" in source.data:
-        problems.append(Problem(("config_dir",), "config_dir is filled in by the loader", at="key"))
-        del source.data["config_dir"]
+    for key in FILLED_IN:
+        if key in source.data:
+            problems.append(Problem((key,), f"{key} is filled in by the loader", at="key"))
+            del source.data[key]
     job = _find_job(source.data, problems)
     if job is not None and hasattr(job, "assumed"):
         source.data.update({key: table for key, table in job.assumed(source.data).items() if key not in source.data})
@@ -119,10 +122,16 @@ def _quick(
         # Also when single keys are wrong: what does not rest on them is certain.
         across = check_runtime(runtime, here=inventory is None)
         if job is not None and isinstance(runtime, model):
-            across += [*job.check(runtime, config_dir), *_hardware(job, runtime, inventory)]
+            guessed, found = _chosen(job, runtime, config_dir, inventory, measured=False)
+            across += found
             if inputs and hasattr(job, "missing_inputs"):
                 told = {problem.path for problem in [*problems, *across]}
                 across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in told]
+            if problems or across:
+                # Nothing is measured for a config that is refused anyway: it takes the time of importing torch.
+                runtime = guessed
+            else:
+                runtime, across = _chosen(job, runtime, config_dir, inventory, measured=True)
         problems += certain(across, in_doubt(problems) | source.lost)
     if problems or runtime is None:
         raise ConfigErrors(str(path), _placed(source, problems))
@@ -187,9 +196,9 @@ def _resolved_table(kind: str, table: dict[str, Any], job: Job) -> RoleSettings:
 
 
 def config_digest(config: RunConfig) -> str:
-    """16 hex digits that change with everything but where the run is: its folder, the config's, where it listens."""
+    """16 hex digits that change with every setting but where the run is: its folder, the config's, where it listens."""
     data = config.model_dump(mode="json")
-    del data["config_dir"], data["run"]["dir"], data["supervision"]["nodes"]["listen"]
+    del data["config_dir"], data["chosen"], data["run"]["dir"], data["supervision"]["nodes"]["listen"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -206,6 +215,25 @@ def _hardware(job: Job, config: RunConfig, inventory: Inventory | None) -> list[
         return job.startable(config)
     found = job.plan_on(config, inventory)
     return found if isinstance(found, list) else []
+
+
+def _chosen(
+    job: Job, config: RunConfig, config_dir: Path, inventory: Inventory | None, *, measured: bool
+) -> tuple[RunConfig, list[Problem]]:
+    """The config with what the job chooses filled in, and what is wrong with it then."""
+    if hasattr(job, "choose"):
+        recorded = {} if inventory is not None else _recorded(Path(config.run.dir))
+        config = job.choose(config, recorded, measured=measured, here=inventory is None)
+    return config, [*job.check(config, config_dir), *_hardware(job, config, inventory)]
+
+
+def _recorded(run_dir: Path) -> dict[str, Any]:
+    """The resolved config of the run that `up` would resume; empty if there is none, or it cannot be read."""
+    try:
+        found = json.loads((run_dir / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _find_job(data: dict[str, Any], problems: list[Problem]) -> Job | None:

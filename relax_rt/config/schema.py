@@ -164,6 +164,13 @@ class RoleSettings(Table):
     """Class of your own role, `file.py:Class` (relative to the config file) or `package.module:Class`."""
 
 
+class Chosen(Table):
+    """A setting that was filled in for the user: its value, and why it is that."""
+
+    value: str
+    why: str
+
+
 class RunConfig(BaseModel):
     """A whole roles.toml. The job's tables are further attributes (see `job_tables`)."""
 
@@ -177,3 +184,6 @@ class RunConfig(BaseModel):
     """One table a role; each becomes that role's own RoleSettings type when loaded."""
     config_dir: str = ""
     """Folder of roles.toml, absolute: paths in it are relative to this. Filled in by the loader."""
+    chosen: dict[str, Chosen] = {}
+    """Settings that the job may choose itself (`auto`), by key: what each is in this run, and why. Filled in by the
+    loader."""

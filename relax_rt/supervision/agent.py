@@ -157,7 +157,11 @@ class Agent:
             self._write_status(listen=door.address)
         self._notices.start()
         self._events.emit(
-            "run_started", run_id=self.paths.run_id, pid=os.getpid(), slots=[view.slot for view in self._core.view()]
+            "run_started",
+            run_id=self.paths.run_id,
+            pid=os.getpid(),
+            slots=[view.slot for view in self._core.view()],
+            chosen={key: one.model_dump() for key, one in self.config.chosen.items()},
         )
         background = [
             asyncio.create_task(self._tick(), name="the clock"),

@@ -38,8 +38,8 @@ from relax_rt.transport.errors import RelaxError
 
 MIB = 1 << 20
 MOST_TOLD, MOST_NAMED = 5, 25
-NOT_ITS_OWN = ("config_dir", "run.dir", "supervision.nodes.listen")
-"""Keys that a run may have otherwise when it is resumed."""
+NOT_ITS_OWN = ("config_dir", "chosen", "run.dir", "supervision.nodes.listen")
+"""Keys, and beginnings of keys, that a run may have otherwise when it is resumed."""
 OUTPUT = "up"
 """Log of what a run prints that has no terminal."""
 
@@ -183,6 +183,7 @@ def prepare(config: RunConfig, config_path: Path, overrides: Sequence[str], syst
         config=str(config_path.resolve()),
         overrides=list(overrides),
         config_digest=digest,
+        chosen={key: one.model_dump() for key, one in config.chosen.items()},
         status="starting",
         machine=machine(),
         started_at=time.time(),
@@ -271,7 +272,7 @@ def _changed(path: Path, config: RunConfig) -> list[tuple[str, Any, Any]]:
     except (OSError, ValueError):
         return []
     now = json.loads(json.dumps(config.model_dump(mode="json")))
-    return [found for found in _different(before, now) if found[0] not in NOT_ITS_OWN]
+    return [found for found in _different(before, now) if not found[0].startswith(NOT_ITS_OWN)]
 
 
 def _different(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -20,14 +20,17 @@ def make_engine(ctx: RoleContext, folder: Path, settings: EngineSettings) -> Eng
     import torch
 
     from relax_rt.roles.engines.embedded import EmbeddedEngine
+    from relax_rt.roles.models.device import warn_if_slow
     from relax_rt.roles.sections import RolloutSettings
 
+    # A slot that was given no device must not touch one.
+    device = "cuda" if settings.gpus and torch.cuda.is_available() else "cpu"
+    warn_if_slow(ctx, device, settings.dtype)
     return EmbeddedEngine(
         folder,
         dtype=settings.dtype,
         max_sequences=settings.max_sequences,
         threads=settings.threads,
-        # A slot that was given no device must not touch one.
-        device="cuda" if settings.gpus and torch.cuda.is_available() else "cpu",
+        device=device,
         routing=isinstance(settings, RolloutSettings) and settings.routing,
     )

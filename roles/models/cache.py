@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from pathlib import Path
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 
 BUILD_TIMEOUT_S = 900.0
+TELL_EVERY_S = 15.0
+SHOWN_COMMAND = 80
 
 
 def cache_dir() -> Path:
@@ -32,26 +36,53 @@ def say(line: str) -> None:
 
 @contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the kernel releases it when the holder dies."""
-    deadline = time.monotonic() + timeout_s
-    with path.open("w") as file:
-        told = False
+    """Hold an exclusive lock on `path`; the kernel releases it when the holder dies. The file says who holds it."""
+    began = time.monotonic()
+    # Not truncated by those who wait: it holds the holder's name.
+    with path.open("a+") as file:
+        tell_at = 0.0
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
-                    say(f"another process prepares {path.with_suffix('').name}; waiting for it")
-                    told = True
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > timeout_s:
                     raise DeadlineExceeded(
                         f"the lock {path}",
-                        why=f"another process has held it for {timeout_s:.0f} s",
-                        hint="see who with `fuser`; the lock goes when that process ends",
+                        why=f"waited {timeout_s:.0f} s for {_holder(path)}",
+                        hint="the lock goes when that process ends",
                     ) from None
+                if waited >= tell_at:
+                    so_far = f" ({waited:.0f} s so far)" if tell_at else ""
+                    say(f"waiting for {_holder(path)}, which prepares {path.with_suffix('').name}{so_far}")
+                    tell_at += TELL_EVERY_S
                 time.sleep(0.1)
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        file.flush()
         yield
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, and since when, in words. The file may still name the holder before, or nobody."""
+    try:
+        told = json.loads(path.read_text())
+        pid, host, since = int(told["pid"]), str(told["host"]), float(told["since"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+    if host != socket.gethostname():
+        # The folder may be on a disk that several machines share.
+        return f"process {pid} on {host}{_since(since)}"
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "another process"
+    return f"process {pid}{_since(since)} ({' '.join(command.split())[:SHOWN_COMMAND]})"
+
+
+def _since(since: float) -> str:
+    return f", since {time.strftime('%H:%M:%S', time.localtime(since))}"
 
 
 def build_once(name: str, build: Callable[[Path], None], *, timeout_s: float = BUILD_TIMEOUT_S) -> Path:

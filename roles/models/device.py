@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.transport.errors import Refused
 
 if TYPE_CHECKING:
@@ -55,8 +56,20 @@ def open_device(ctx: RoleContext, table: ShardedSettings) -> torch.device:
     if table.gpus and device.type == "cpu":
         ctx.log.warning("computing on the CPU: torch sees no GPU", gpus=table.gpus)
     else:
-        ctx.log.info("computing", device=str(device))
+        ctx.log.info("computing", device=str(device), dtype=table.dtype)
+    warn_if_slow(ctx, device.type, table.dtype)
     return device
+
+
+def warn_if_slow(ctx: RoleContext, device: str, dtype: str) -> None:
+    """Say in the role's log that its node is slow with its dtype: it was chosen by another one, or by the user.
+
+    Args:
+        device: cuda or cpu.
+    """
+    if device != "cpu" or dtype != "bfloat16" or (fast := cpu_dtype()).dtype == "bfloat16":
+        return
+    ctx.log.warning(f"{fast.why}: float32 would be faster than bfloat16", setting="dtype")
 
 
 def autocasting(device: torch.device, wanted: bool) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from relax_rt.roles.sections import EngineSettings, ShardedSettings, TrainedSett
 from relax_rt.roles.trainers.torch.settings import LoraTable
 
 MIB, GIB = 1 << 20, 1 << 30
-WIDTH = {"float32": 4, "bfloat16": 2}
+WIDTH = {"float32": 4, "bfloat16": 2, "auto": 4}
 MASTER = 4
 """Bytes of a float32 master weight."""
 BUCKET_BYTES = 512 * MIB

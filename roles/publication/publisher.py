@@ -33,6 +33,8 @@ COPY_S = 300.0
 STAGE_RETRY_S = 0.1
 RETRY_S = 0.5
 WATCH_S = 2.0
+FEW_KEPT = 0.5
+"""Below this part of the adapters' changes the trainer warns."""
 
 T = TypeVar("T")
 
@@ -42,11 +44,13 @@ class Staged(msgspec.Struct, frozen=True):
 
     Attributes:
         export_s: until the weights might change again. stage_s: all of it.
+        changes_kept: see `AdapterBackend.changes_kept`.
     """
 
     manifest: Manifest
     export_s: float
     stage_s: float
+    changes_kept: float | None = None
 
 
 class Publisher:
@@ -86,7 +90,7 @@ class Publisher:
         self._copied.set()
         self._idle = threading.Event()
         self._idle.set()
-        self._closing = False
+        self._closing = self._warned = False
         self._copy_wait_s = table.ack_timeout_s + STAGE_WAIT_S + COPY_S
         # Each of its parts has a limit; a disk or a driver that never answers has none.
         self._limit_s = self._copy_wait_s + STAGE_WAIT_S + COPY_S + table.directory_timeout_s + REGISTRY_WAIT_S
@@ -209,6 +213,9 @@ class Publisher:
             "export_s": round(staged.export_s, 4),
             "stage_s": round(staged.stage_s, 4),
         }
+        if staged.changes_kept is not None:
+            facts["changes_kept"] = round(staged.changes_kept, 4)
+            self._warn_of_lost_changes(staged.changes_kept)
         self._facts = {record.version: facts}
         self._report(self._machine.committed(record.version, time.monotonic()))
         await asyncio.to_thread(self._stage.retire, record.version)
@@ -230,6 +237,17 @@ class Publisher:
             self._doing = f"version {record.version} is committed; those before it are removed from the folder of files"
             await self._files.after(record)
         return record
+
+    def _warn_of_lost_changes(self, kept: float) -> None:
+        """Once a process: engines sample from what is published, and not from what was trained."""
+        if kept >= FEW_KEPT or self._warned:
+            return
+        self._warned = True
+        self._ctx.log.warning(
+            f"of the changes that adapters make, {kept:.1%} are left in {self._dtype}: the others are below the "
+            'rounding of the weights; roles.rollout.dtype = "float32" keeps all',
+            changes_kept=round(kept, 4),
+        )
 
     async def _staged(self, version: int) -> Staged:
         """Wait for a free buffer as long as engines are owed patience; then take one from whoever holds it."""
@@ -270,6 +288,7 @@ class Publisher:
             else:
                 self._backend.export(view, self._dtype, lambda: self._aside(version))
             self._aside(version)
+            kept = getattr(self._backend, "changes_kept", None)
             if self._adapted is not None and adapters is not None:
                 self._adapted.make(adapters, view)
             manifest = self._sealed(version, layout, file, view, adapters)
@@ -279,7 +298,7 @@ class Publisher:
                 # To the version that engines have or are getting.
                 manifest = self._stage.seal_delta(manifest, view, self._committed)
         assert self._copied_at is not None
-        return Staged(manifest, self._copied_at - began, time.monotonic() - began)
+        return Staged(manifest, self._copied_at - began, time.monotonic() - began, kept)
 
     def _aside(self, version: int) -> None:
         """The weights may change: what is still read of them was copied."""

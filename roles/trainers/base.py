@@ -219,5 +219,10 @@ class AdapterBackend(Protocol):
     def export_base(self, into: memoryview | None, dtype: str) -> None:
         """`export` without the adapters: what never changes."""
 
+    @property
+    def changes_kept(self) -> float | None:
+        """Of the elements that adapters change, the part that is not rounded away in the published dtype, 0 to 1, at
+        the last export; None: nothing is changed yet, or there are no adapters."""
+
     def adapters(self) -> Lora:
         """A copy of the adapters as they are, whole; its base is ROOT, without a digest."""

@@ -269,6 +269,12 @@ class Leader(Member):
         with self._order("export_base", options={"dtype": dtype}):
             self._adapted.export_base(into, dtype)
 
+    @property
+    def changes_kept(self) -> float | None:
+        """See `AdapterBackend.changes_kept`; of rank 0's rows."""
+        found: float | None = getattr(self.backend, "changes_kept", None)
+        return found
+
     def adapters(self) -> Lora:
         """See `AdapterBackend.adapters`."""
         with self._order("adapters"):

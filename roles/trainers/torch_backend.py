@@ -307,6 +307,11 @@ class TorchBackend:
         """See `AdapterBackend.export_base`."""
         self.weights.export(into, dtype, merged=False)
 
+    @property
+    def changes_kept(self) -> float | None:
+        """See `AdapterBackend.changes_kept`."""
+        return self.weights.changes_kept
+
     def adapters(self) -> Lora:
         """See `AdapterBackend.adapters`."""
         return self.weights.low_rank()

@@ -26,7 +26,8 @@ WIDTH = 100
 @pytest.fixture(autouse=True)
 def one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of this machine's own is left out."""
-    monkeypatch.setattr("relax_rt.roles.preflight.computes_bfloat16", lambda: True)
+    monkeypatch.setattr("relax_rt.roles.models.precision.computes_bfloat16", lambda: False)
+    monkeypatch.setattr("relax_rt.roles.models.precision.processor_name", lambda: "this CPU")
 
 
 def compare(name: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Side by side in one run: the quickstart job as a system of processes, the same GRPO in one plain process, and TRL's.
+"""Side by side in one run: the addition job as a system of processes, the same GRPO in one plain process, and TRL's.
 
     python tools/bench/end_to_end.py [--quick] [--target 0.3] [--max-staleness N] [--json]
     python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--steps 40] [--at-most N]

@@ -2,7 +2,7 @@
 
     python tools/bench/end_to_end.py --accuracy FOLDER [--seeds 1,2,3] [--max-staleness 0,1] [--late] [--at-most N]
 
-For each seed the quickstart job runs as a system of processes, once for each value of --max-staleness, and as one plain
+For each seed the addition job runs as a system of processes, once for each value of --max-staleness, and as one plain
 process (plain_grpo.py), for as many steps and so as many samples: same prompts in the same order, same held-out items.
 The learning rate goes down to 0 over the run, so that all are compared where they have settled and not on their way.
 The negative control is the plain process at half of its steps: learning of which half was lost.

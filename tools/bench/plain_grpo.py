@@ -1,4 +1,4 @@
-"""The same GRPO in one plain process: the peer of the quickstart job in `end_to_end.py`.
+"""The same GRPO in one plain process: the peer of the addition job in `end_to_end.py`.
 
 Same model, prompts, rewards, loss, batch and learning rate as a roles.toml, written as one loop: sample the whole batch
 with a KV cache, score, train in padded micro-batches, copy the weights to the sampling model. It prints one JSON line a

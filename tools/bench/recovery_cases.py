@@ -38,7 +38,7 @@ from relax_rt.transport.rpc import Client, make_hello
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE.parent.parent / "tests/tiny_job/roles.toml"
-QUICKSTART = HERE.parent.parent / "examples/quickstart/roles.toml"
+ADDITION = HERE / "addition_job/roles.toml"
 QUEUE = "queue/0"
 BACK_WITHIN_S = 120.0
 LOOK_S = 0.05
@@ -334,9 +334,9 @@ def tiny(folder: Path, count: int, seed: int, slots: Sequence[str]) -> dict[str,
 
 
 def smollm(folder: Path, count: int, seed: int) -> dict[str, list[Killed]]:
-    """The trainer of the quickstart, SmolLM2-135M."""
+    """The trainer of the addition job, SmolLM2-135M."""
     overrides = {**AS_FIRST, "algorithm.steps": 10_000, "checkpoint.every_steps": 2}
-    return _one_by_one(ToyRun(_made(folder / "smollm"), QUICKSTART, overrides), ("trainer/0",), count, seed)
+    return _one_by_one(ToyRun(_made(folder / "smollm"), ADDITION, overrides), ("trainer/0",), count, seed)
 
 
 def _one_by_one(run: ToyRun, slots: Sequence[str], count: int, seed: int) -> dict[str, list[Killed]]:

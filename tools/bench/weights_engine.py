@@ -16,6 +16,7 @@ from weights_pause import Compared, compare, mean_gap
 from relax_rt.roles.engines.base import Chunk, GroupRequest
 from relax_rt.roles.engines.embedded import EmbeddedEngine
 from relax_rt.roles.engines.weights import model_layout
+from relax_rt.roles.models.precision import cpu_dtype
 from relax_rt.transport.versions import VersionRecord
 from relax_rt.transport.weights.manifest import Layout
 from relax_rt.transport.weights.source import StageSource
@@ -68,11 +69,12 @@ def random_model(folder: pathlib.Path) -> pathlib.Path:
 
 async def updates(model: pathlib.Path, stage_folder: pathlib.Path, swaps: int) -> Updates:
     """Generate, update `swaps` times, and tell what that cost."""
-    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    layout = model_layout(weights, torch.bfloat16)
+    dtype = cpu_dtype().dtype
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    layout = model_layout(weights, getattr(torch, dtype))
     found = Updates(parameters=sum(p.numel() for p in weights.parameters()))
     stage = WeightStage(stage_folder, 1)
-    engine = EmbeddedEngine(model, dtype="bfloat16", max_sequences=SEQUENCES, threads=2)
+    engine = EmbeddedEngine(model, dtype=dtype, max_sequences=SEQUENCES, threads=2)
     arrivals: list[float] = []
     first = asyncio.Event()
 
@@ -139,7 +141,7 @@ def _stage(stage: WeightStage, layout: Layout, model: torch.nn.Module, version: 
         flat = torch.frombuffer(view, dtype=torch.uint8)
         for entry, parameter in zip(layout.entries, model.parameters(), strict=True):
             raw = flat[entry.offset : entry.offset + entry.nbytes]
-            raw.view(torch.bfloat16).view(entry.shape).copy_(parameter.detach())
+            raw.view(parameter.dtype).view(entry.shape).copy_(parameter.detach())
         record = VersionRecord(version, version - 1, version, stage.seal(version, layout, file, view).digest)
         del flat, raw
     stage.retire(version)

@@ -12,13 +12,18 @@ from relax_rt.cli.app import LOOK, OK, Json, Run, app, as_dict
 @app.command(group=LOOK)
 def ps(run: Run = None, *, json: Json = False) -> int:
     """The slots of a run: what each does, and since when; how far the run is, and how long it still takes."""
-    from relax_rt.cli.display import show_json, show_status
+    from relax_rt.cli.brief import choices
+    from relax_rt.cli.display import say, show_json, show_status
     from relax_rt.cli.figures import Figures, figures_of
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.time_left import estimate_of
+    from relax_rt.config.schema import Chosen
     from relax_rt.supervision import control
+    from relax_rt.supervision.rundir import read_run
 
-    status = control.status(find_run_dir(run))
+    run_dir = find_run_dir(run)
+    status = control.status(run_dir)
+    chosen = (read_run(run_dir) or {}).get("chosen") or {}
     figures = figures_of(status)
     estimate = estimate_of(status) if status.status in ("starting", "running") else None
     if json:
@@ -29,9 +34,11 @@ def ps(run: Run = None, *, json: Json = False) -> int:
         plain["time"] = None
         if estimate is not None:
             plain["time"] = {**as_dict(estimate), "total_s": estimate.total_s(status.uptime_s)}
-        show_json(plain)
+        show_json({**plain, "chosen": chosen})
     else:
         show_status(status, figures, estimate)
+        for line in choices({key: Chosen(**one) for key, one in chosen.items()}):
+            say(line)
     return OK
 
 

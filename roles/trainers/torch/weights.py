@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from relax_rt.transport.weights.payloads import Lora
 
 ADAPTER = "default"
 """Under which name peft keeps the adapters that are trained."""
+LOOKED_AT = 1 << 14
+"""Elements of each adapted weight, at least, that `changes_kept` is measured on."""
 
 
 class Adapter(NamedTuple):
@@ -47,10 +49,14 @@ class Weights:
     Attributes:
         published: the model's own tensors, in its own order. adapters: by the name of the weight that each changes.
         trained: what the optimizer updates.
+        changes_kept: of the elements that adapters change, the part that differs from the model's own in the dtype of
+            the last export or, with `low_rank`, of the base; the rest is rounded away. None: nothing is changed yet.
     """
 
     def __init__(self, model: Any, ranks: TorchRanks | None) -> None:
         self.ranks = ranks
+        self.changes_kept: float | None = None
+        self._published_in = ""
         self.published: list[Piece] = []
         parts: dict[str, dict[str, Piece]] = {}
         for name, parameter in model.named_parameters():
@@ -84,7 +90,10 @@ class Weights:
         ranks give None. Tensor by tensor: besides the buffer nothing large is held. Nothing may change them meanwhile,
         and all ranks do this at the same time as all else."""
         channel = Channel(self.ranks.control) if self.ranks is not None else None
+        self._published_in = dtype
         with torch.no_grad():
+            if merged:
+                self._measure_kept({name: self.whole(one.a) for name, one in self.adapters.items()})
             for place, row_bytes, piece in self._places(into, dtype):
                 values = self.merged(piece) if merged else piece.values.detach()
                 mine = _bytes(values.to(getattr(torch, dtype)))
@@ -102,7 +111,9 @@ class Weights:
         places = list(self._places(into, dtype))
         sizes = [row_bytes * piece.rows for _, row_bytes, piece in places]
         kept: Sequence[torch.Tensor] = ()
+        self._published_in = dtype
         with channel.copying(copied), torch.no_grad():
+            self._measure_kept(factors)
             if channel.rank != 0:
                 kept = torch.split(channel.memory(sum(sizes)), sizes)
             for number, (place, _, piece) in enumerate(places):
@@ -130,6 +141,9 @@ class Weights:
             name.removesuffix(".weight"): payloads.Adapter(_copied(self.whole(one.a)), _copied(self.whole(one.b)))
             for name, one in self.adapters.items()
         }
+        if self._published_in:
+            with torch.no_grad():
+                self._measure_kept({name: copies[name.removesuffix(".weight")].a for name in self.adapters})
         one = next(iter(self.adapters.values()))
         return Lora(one.a.shape[0], one.alpha, ROOT, "", copies)
 
@@ -146,6 +160,27 @@ class Weights:
             return piece.values.detach()
         a = self.whole(adapter.a) if a is None else a
         return torch.addmm(piece.values.detach(), adapter.b.values.detach(), a, alpha=adapter.scale)
+
+    def _measure_kept(self, factors: Mapping[str, torch.Tensor]) -> None:
+        """Set `changes_kept`, from some of this rank's rows of each adapted weight.
+
+        Args:
+            factors: all of A, by the name of the weight.
+        """
+        if not self.adapters:
+            return
+        dtype = getattr(torch, self._published_in)
+        counts = []
+        for piece in self.published:
+            if (adapter := self.adapters.get(piece.name)) is None or not piece.rows:
+                continue
+            every = max(1, piece.values.numel() // LOOKED_AT)
+            base, b = piece.values.detach()[::every], adapter.b.values.detach()[::every]
+            a = factors[piece.name].to(base.device)
+            merged = torch.addmm(base, b, a, alpha=adapter.scale)
+            counts.append(torch.stack([(merged != base).sum(), (merged.to(dtype) != base.to(dtype)).sum()]))
+        changed, kept = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
+        self.changes_kept = kept / changed if changed else None
 
     def whole(self, piece: Piece) -> torch.Tensor:
         """A small tensor of all ranks' rows, on each of them; all ask for the same one."""

@@ -26,7 +26,7 @@ def config(publication: dict[str, Any], roles: dict[str, Any] = LORA, **tables: 
     }
     made = RLConfig.model_validate({**values, "roles": {}})
     made.roles["trainer"] = TrainerSettings(**roles.get("trainer", {}))
-    made.roles["rollout"] = RolloutSettings()
+    made.roles["rollout"] = RolloutSettings(dtype="bfloat16")
     return made
 
 

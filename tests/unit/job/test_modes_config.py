@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 from relax_rt.config.loader import load_config
 from relax_rt.roles.sections import RLConfig
 
+BFLOAT16 = ('roles.rollout.dtype="bfloat16"', 'roles.evaluator.dtype="bfloat16"')
 JUDGE = ('reward.judge.prompt="{completion} or {answer}?"', "roles.genrm.count=1", 'reward.function="genrm"')
 
 
@@ -109,7 +110,11 @@ COLOCATE = ('algorithm.mode="colocate"', "algorithm.max_staleness=0")
         ((*JUDGE, "reward.judge.words={yes=2}"), "reward.judge.words", "from 0 to 1"),
         ((*JUDGE, "reward.judge.samples=4"), "reward.judge.samples", "4 times the same"),
         ((*JUDGE, "roles.genrm.follow=true", 'roles.genrm.model="model"'), "roles.genrm.follow", "another model"),
-        ((*JUDGE, "roles.genrm.follow=true", 'roles.genrm.dtype="float32"'), "roles.genrm.dtype", "in one dtype"),
+        (
+            (*JUDGE, "roles.genrm.follow=true", 'roles.genrm.dtype="float32"', *BFLOAT16),
+            "roles.genrm.dtype",
+            "in one dtype",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_at_its_key(toml: Path, overrides: tuple[str, ...], key: str, words: str) -> None:

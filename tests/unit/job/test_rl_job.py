@@ -17,7 +17,6 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.checks import needed_bytes, retained_batches
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.job import RLJob
-from relax_rt.roles.models.processor import computes_bfloat16
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.plan import DELTA_PART, SERVED_BESIDE, STAGE_BUFFERS, model_size
@@ -202,29 +201,29 @@ def test_the_plan_counts(toml: Path) -> None:
 def test_the_weight_stage_is_asked_for(toml: Path) -> None:
     parameters = model_size("model", toml.parent).parameters
     assert (STAGE_BUFFERS, DELTA_PART, SERVED_BESIDE) == (MAX_BUFFERS, MAX_DELTA, MAX_BESIDE_VERSIONS)
-    assert RLJob().shm_bytes(loaded(toml)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
+    half = 'roles.rollout.dtype="bfloat16"'
+    assert RLJob().shm_bytes(loaded(toml, half)) == STAGE_BUFFERS * 2 * parameters + (1 << 20)
     # With deltas, room for the one to the committed version and the one being written.
-    deltas = loaded(toml, "publication.delta=true")
+    deltas = loaded(toml, half, "publication.delta=true")
     assert RLJob().shm_bytes(deltas) == (STAGE_BUFFERS + 2 * DELTA_PART) * 2 * parameters + (1 << 20)
     # And between nodes for those that are still read by one.
-    more = loaded(toml, "publication.delta=true", 'supervision.nodes.listen="127.0.0.1:0"')
+    more = loaded(toml, half, "publication.delta=true", 'supervision.nodes.listen="127.0.0.1:0"')
     assert RLJob().shm_bytes(more) == (STAGE_BUFFERS + 2 * DELTA_PART + SERVED_BESIDE) * 2 * parameters + (1 << 20)
     (line,) = (line for line in RLJob().plan(deltas) if (line.section, line.name) == ("shared memory", "weights"))
     assert "for deltas" in line.how
-    both = ('roles.rollout.dtype="float32"', 'roles.evaluator.dtype="float32"')
-    assert RLJob().shm_bytes(loaded(toml, *both)) == STAGE_BUFFERS * 4 * parameters + (1 << 20)
+    assert RLJob().shm_bytes(loaded(toml, 'roles.rollout.dtype="float32"')) == STAGE_BUFFERS * 4 * parameters + (
+        1 << 20
+    )
 
 
 def test_engines_of_different_dtypes_are_refused(toml: Path) -> None:
     with pytest.raises(ConfigErrors, match="published in one dtype"):
-        loaded(toml, 'roles.rollout.dtype="float32"')
+        loaded(toml, 'roles.rollout.dtype="float32"', 'roles.evaluator.dtype="bfloat16"')
 
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Of a processor that computes bfloat16."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("relax_rt.roles.preflight.computes_bfloat16", lambda: True)
     return monkeypatch
 
 
@@ -241,27 +240,14 @@ def test_a_single_checkpoint_is_a_warning(toml: Path) -> None:
     assert "checkpoint.keep = 1" in warning and "damaged" in warning
 
 
-def test_numbers_that_the_processor_is_slow_with_are_a_warning(
-    toml: Path, two_cores: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cpuinfo, without = tmp_path / "cpuinfo", "flags\t\t: fpu avx2 avx512f avx512_vnni\n"
+def test_numbers_that_the_processor_is_slow_with_are_a_warning(toml: Path, two_cores: pytest.MonkeyPatch) -> None:
     kinds = ("rollout", "trainer", "evaluator")
-    all_float32 = [f'roles.{kind}.dtype="float32"' for kind in kinds]
-    for text, known in (
-        (without, False),
-        (without + without.replace("\n", " amx_bf16\n"), False),
-        (without.replace("\n", " amx_bf16 amx_tile\n"), True),
-        ("Features\t: fp asimd bf16\n", True),
-        ("something else\n", None),
-    ):
-        cpuinfo.write_text(text)
-        assert computes_bfloat16(cpuinfo) is known
-    assert computes_bfloat16(tmp_path / "absent") is None
-    two_cores.setattr("relax_rt.roles.preflight.computes_bfloat16", lambda: False)
-    (warning,) = warnings(loaded(toml))
+    told = [f'roles.{kind}.dtype="bfloat16"' for kind in kinds]
+    two_cores.setattr("relax_rt.roles.models.precision.computes_bfloat16", lambda: False)
+    (warning,) = warnings(loaded(toml, *told))
     assert all(f'roles.{kind}.dtype = "float32"' in warning for kind in kinds)
-    assert warnings(loaded(toml, *all_float32)) == []
-    (warning,) = warnings(loaded(toml, "roles.trainer.gpus=1"))
+    assert warnings(loaded(toml)) == [], "what was chosen is not slow"
+    (warning,) = warnings(loaded(toml, *told, "roles.trainer.gpus=1"))
     assert "roles.trainer" not in warning and "roles.rollout" in warning
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fresh_model import save_fresh
 
+from relax_rt.roles.models import cache as models_cache
 from relax_rt.roles.models.cache import build_once, cache_dir
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tiny import character_tokenizer
@@ -100,6 +105,66 @@ def test_waiting_for_a_builder_has_a_deadline(cache: Path) -> None:
 
     with pytest.raises(DeadlineExceeded, match=r"m\.lock"):
         build_once("m", build_again)
+
+
+HOLD = """
+import sys
+from relax_rt.roles.models.cache import build_once
+def build(folder):
+    print("holds", flush=True)
+    sys.stdin.readline()
+build_once("m", build)
+"""
+
+
+@pytest.fixture
+def holder(cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that builds `m` until it is told to go on."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "holds\n"
+        yield child
+        child.kill()
+
+
+def test_who_waits_says_for_whom_and_since_when(
+    holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_cache, "TELL_EVERY_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match=rf"process {holder.pid}, since \d\d:\d\d:\d\d \(.*python.*-c"):
+        build_once("m", lambda _: None, timeout_s=1)
+    first, *later = capsys.readouterr().err.splitlines()
+    assert f"waiting for process {holder.pid}, since" in first and "prepares m" in first
+    assert later and all("so far" in line for line in later)
+    # It is still the holder's: who waits has not touched what the file says.
+    assert str(holder.pid) in (cache_dir() / "m.lock").read_text()
+
+
+def test_a_holder_that_dies_gives_the_lock_to_who_waits(holder: subprocess.Popen[str], cache: Path) -> None:
+    holder.kill()
+    assert holder.wait(timeout=60) != 0
+    assert build_once("m", lambda folder: (folder / "whole").write_text("whole") and None) == cache / "m"
+    assert not list(cache.glob(".m.partial"))
+    assert json.loads((cache / "m.lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ("", "another process"),
+        ("{", "another process"),
+        ("[1]", "another process"),
+        ('{"pid": "one", "host": "h", "since": 1}', "another process"),
+        ('{"pid": 4194305, "host": "HERE", "since": 1}', "another process"),
+        ('{"pid": 7, "host": "elsewhere", "since": 1}', "process 7 on elsewhere, since"),
+    ],
+)
+def test_a_lock_file_that_names_no_living_holder_is_no_error(
+    holder: subprocess.Popen[str], cache: Path, told: str, says: str
+) -> None:
+    (cache / "m.lock").write_text(told.replace("HERE", socket.gethostname()))
+    with pytest.raises(DeadlineExceeded, match=says):
+        build_once("m", lambda _: None, timeout_s=0)
 
 
 def test_an_unwritable_cache_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,9 @@ def test_activations_of_the_dense_model_worked_by_hand() -> None:
 
 
 def test_memory_of_the_dense_example_worked_by_hand() -> None:
-    table = TrainerSettings(backend="megatron", count=4, tensor_parallel=2, tokens_per_micro_batch=16_384)
+    table = TrainerSettings(
+        backend="megatron", dtype="bfloat16", count=4, tensor_parallel=2, tokens_per_micro_batch=16_384
+    )
     sizes = Sizes(world=4, tensor=2)
     found = gang(DENSE, table, sizes, 0)
     # Norms are whole on both: 36 layers x (2 x 4,096 + 2 x 128) + 4,096 last.
@@ -94,10 +96,10 @@ def test_memory_of_the_dense_example_worked_by_hand() -> None:
 def test_bytes_a_parameter_are_those_of_the_distributed_optimizer() -> None:
     """6 + 12/d for bfloat16 parameters and float32 gradients, 18 when nothing is divided."""
     for data, each in ((1, 18), (2, 12), (4, 9)):
-        table = TrainerSettings(backend="megatron", count=data)
+        table = TrainerSettings(backend="megatron", dtype="bfloat16", count=data)
         found = gang(DENSE, table, Sizes(world=data), 0)
         assert found["weights"] + found["gradients"] + found["optimizer"] == each * DENSE.parameters
-    table = TrainerSettings(backend="megatron", count=4, distributed_optimizer=False)
+    table = TrainerSettings(backend="megatron", dtype="bfloat16", count=4, distributed_optimizer=False)
     assert gang(DENSE, table, Sizes(world=4), 0)["optimizer"] == 12 * DENSE.parameters
 
 
@@ -187,7 +189,7 @@ def test_an_engine_fills_its_part_of_the_memory_and_no_more() -> None:
     found = {p.name: p.bytes for p in engine_memory(DENSE, table, 80 << 30, longest=8192, communicators=2)}
     assert found["weights"] + found["KV cache"] == int(0.8 * (80 << 30))
     assert found["NCCL"] == 2 * (256 << 20)
-    embedded = EngineSettings(max_sequences=16)
+    embedded = EngineSettings(dtype="bfloat16", max_sequences=16)
     found = {p.name: p.bytes for p in engine_memory(DENSE, embedded, 80 << 30, longest=1024, communicators=0)}
     assert found["weights"] == 4 * DENSE.parameters
     assert found["KV cache"] == 16 * 1024 * DENSE.kv_values_a_token * 2

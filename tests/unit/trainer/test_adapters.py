@@ -104,6 +104,40 @@ def test_what_is_published_computes_what_is_trained(model_dir: Path, tmp_path: P
         np.testing.assert_allclose(mine[1:], every * sample.loss_mask[1:], atol=2e-5)
 
 
+def bits(trainer: TorchBackend, dtype: str) -> torch.Tensor:
+    data = bytearray(trainer.layout(dtype).nbytes)
+    trainer.export(memoryview(data), dtype)
+    return torch.frombuffer(data, dtype=getattr(torch, dtype)).float()
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(1e-6, 0.0, 0.1), (1e-1, 0.8, 1.0)])
+def test_the_changes_that_rounding_leaves_are_measured(model_dir: Path, rate: float, low: float, high: float) -> None:
+    trainer = backend(model_dir)
+    before, whole = bits(trainer, "bfloat16"), bits(trainer, "float32")
+    assert trainer.changes_kept is None, "nothing is changed yet"
+    trainer._algorithm = AlgorithmTable(learning_rate=rate)
+    for number in (1, 2, 3):
+        assert trainer.step(SAMPLES, number).applied
+    changed = int((bits(trainer, "float32") != whole).sum())
+    assert trainer.changes_kept == 1.0, "in float32 nothing is lost"
+    # Adapted weights of so small a model are looked at whole.
+    kept = int((bits(trainer, "bfloat16") != before).sum()) / changed
+    assert trainer.changes_kept == pytest.approx(kept, abs=1e-4)
+    assert low < kept < high
+    # And where adapters travel alone.
+    trainer.weights.changes_kept = None
+    trainer.export_base(memoryview(bytearray(trainer.layout("bfloat16").nbytes)), "bfloat16")
+    trainer.adapters()
+    assert trainer.changes_kept == pytest.approx(kept, abs=1e-4)
+
+
+def test_without_adapters_there_is_nothing_to_measure(model_dir: Path) -> None:
+    trainer = backend(model_dir, None)
+    assert trainer.step(SAMPLES, 1).applied
+    bits(trainer, "bfloat16")
+    assert trainer.changes_kept is None
+
+
 def test_a_resumed_training_takes_the_same_steps(model_dir: Path, tmp_path: Path) -> None:
     straight, resumed = backend(model_dir), backend(model_dir, seed=9)
     straight.step(SAMPLES, 1)

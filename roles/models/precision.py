@@ -1,0 +1,189 @@
+"""`dtype = "auto"` of a CPU or a GPU: bfloat16 where the device computes it fast, else float32.
+
+`roles/dtypes.py` asks this for the roles of a run, once, before anything starts; programs without a run ask
+`cpu_dtype`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from relax_rt.nodes.gpus import count_gpus
+from relax_rt.roles.models.cache import cache_dir
+from relax_rt.roles.models.processor import computes_bfloat16, processor_name
+
+Named = Literal["float32", "bfloat16"]
+
+CLEAR = 0.85
+"""bfloat16 is chosen if its products take at most this part of float32's time. Measured on one core of an EPYC with
+avx512_bf16 (torch 2.13): 0.56; with these instructions hidden from oneDNN: 2.6 (AVX-512) and 12 (AVX2)."""
+HOPELESS = 4.0
+"""From this ratio on a few rounds are enough: without instructions one may take 100 ms."""
+ROUNDS, LEAST_ROUNDS = 5, 3
+TOKENS, WIDTH = 128, 256
+NARROW = 256
+"""Models with smaller hidden states gain nothing from bfloat16 on a CPU: products of 128 x 128 matrices take 1.1 times
+as long as in float32 where there are instructions for them, and all values are converted besides."""
+GPU_TIMEOUT_S = 20.0
+FAST_GPU = 8.0
+"""Compute capability from which on tensor cores take bfloat16 (Ampere)."""
+HIDING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that keep libraries from using a CPU's instructions."""
+
+
+class Choice(NamedTuple):
+    """A dtype, and why it was chosen, in words for people."""
+
+    dtype: Named
+    why: str
+
+
+class Timing(NamedTuple):
+    """Processor time (s) of the same matrix products in both dtypes, the best of some rounds."""
+
+    float32_s: float
+    bfloat16_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Time in bfloat16 by time in float32."""
+        return self.bfloat16_s / max(self.float32_s, 1e-9)
+
+
+def choose_for_cpu(
+    instructions: bool | None, measure: Callable[[], Timing | None], *, name: str = "this CPU"
+) -> Choice:
+    """The dtype that a CPU computes fast.
+
+    Flags alone do not tell: a library may be kept from using the instructions, and a virtual machine may emulate them.
+
+    Args:
+        instructions: whether there are any for products of bfloat16 matrices; None: the system does not say.
+        measure: times both dtypes; None: it cannot.
+    """
+    if instructions is False:
+        return Choice("float32", f"{name} has no instructions for bfloat16 (amx_bf16, avx512_bf16)")
+    timing = measure()
+    if timing is None:
+        has = "has" if instructions else "is not known to have"
+        why = f"{name} {has} instructions for bfloat16; not timed, as torch is not installed here"
+        return Choice("bfloat16" if instructions else "float32", why)
+    dtype: Named = "bfloat16" if timing.ratio <= CLEAR else "float32"
+    return Choice(dtype, f"on {name} matrix products in bfloat16 take {timing.ratio:.2g} times as long as in float32")
+
+
+def cpu_dtype(*, measured: bool = True) -> Choice:
+    """The dtype that this machine's CPU computes fast.
+
+    Args:
+        measured: False answers at once, from the flags and what was measured before; it may be another answer.
+    """
+    known = _recall()
+    measure = (lambda: known) if known is not None or not measured else measure_and_keep
+    return choose_for_cpu(computes_bfloat16(), measure, name=processor_name())
+
+
+def time_products(clock: Callable[[], float] = time.thread_time) -> Timing:
+    """Time the products of a linear layer's forward and backward pass in both dtypes, some milliseconds.
+
+    Safe on a busy machine: the clock counts this thread's processor time, rounds of both dtypes alternate, and the best
+    of each is taken. A round is shorter than a scheduler's time slice.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, WIDTH, generator=generator) for rows in (TOKENS, WIDTH))
+    operands = {dtype: (left.to(dtype), right.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
+    best = dict.fromkeys(operands, float("inf"))
+    torch.set_num_threads(1)
+    try:
+        for number in range(1, ROUNDS + 1):
+            for dtype, (x, w) in operands.items():
+                began = clock()
+                # Libraries have kernels of their own for each of the three, and may have a fast one for the first only.
+                torch.nn.functional.linear(x, w), torch.mm(x, w), torch.mm(x.t(), x)
+                best[dtype] = min(best[dtype], clock() - began)
+            found = Timing(best[torch.float32], best[torch.bfloat16])
+            if number >= LEAST_ROUNDS and found.ratio > HOPELESS:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def measure_and_keep() -> Timing | None:
+    """`time_products`, kept in the cache folder for later processes, so that all of a machine decide alike."""
+    if find_spec("torch") is None:
+        return None
+    timing = time_products()
+    path = _kept_at()
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(timing._asdict()))
+        fresh.replace(path)
+    except OSError:
+        pass  # It costs the next process the same milliseconds.
+    return timing
+
+
+def _recall() -> Timing | None:
+    try:
+        kept = json.loads(_kept_at().read_text())
+        timing = Timing(float(kept["float32_s"]), float(kept["bfloat16_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return timing if timing.float32_s > 0 and timing.bfloat16_s > 0 else None
+
+
+def _kept_at() -> Path:
+    """By all that the answer rests on: the CPU, torch, and what is hidden from its libraries."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = ""
+    hidden = {name: value for name in HIDING if (value := os.environ.get(name))}
+    about = json.dumps([processor_name(), computes_bfloat16(), torch, hidden], sort_keys=True)
+    return cache_dir() / f"cpu-dtype-{hashlib.sha256(about.encode()).hexdigest()[:16]}.json"
+
+
+def choose_for_gpu(capabilities: list[float]) -> Choice:
+    """The dtype that all of these GPUs compute fast.
+
+    Args:
+        capabilities: compute capability of each, as 9.0; empty: not known.
+    """
+    if not capabilities:
+        return Choice("bfloat16", f"GPUs are taken to have compute capability {FAST_GPU} or higher")
+    lowest = min(capabilities)
+    if lowest >= FAST_GPU:
+        return Choice("bfloat16", f"GPUs of compute capability {lowest} compute it fast")
+    return Choice(
+        "float32", f"a GPU of compute capability {lowest} has no bfloat16 in its tensor cores ({FAST_GPU} has)"
+    )
+
+
+@cache
+def gpu_capabilities() -> list[float]:
+    """Compute capabilities of this machine's GPUs, by the driver's own tool: no CUDA context is made here."""
+    tool = shutil.which("nvidia-smi")
+    if not count_gpus() or tool is None:
+        return []
+    try:
+        command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True).stdout
+        return [float(line) for line in out.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
