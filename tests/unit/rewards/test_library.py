@@ -191,7 +191,7 @@ async def test_a_program_prints_what_it_should() -> None:
 
 
 async def test_a_program_is_not_run_where_it_cannot_be_closed_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "_found", [box.Mode("limits", "unshare: not permitted")])
+    monkeypatch.setattr(box, "_found", {(): box.Mode("limits", "unshare: not permitted")})
     tests = [{"input": "2", "output": "4"}]
     said = str(await run("code", "import os; os.write(1, b'4')", tests, box="namespaces"))
     assert re.search(r"see the files.*unshare: not permitted.*box = \"limits\"", said, re.DOTALL)
