@@ -288,14 +288,22 @@ class Watch:
             limits["nproc"] = self._process_limit()
             prepare.limit(limits)
             argv = self.order["argv"]
-            if closed := layout.first_closed(self.order.get("needed", ())):
-                raise _Closed(f"{closed} is closed to {_user()}, as whom programs run in a box")
-            os.execvpe(argv[0], argv, env)
+            self._refuse_closed(sure=Path(argv[0]).is_absolute())
+            try:
+                os.execvpe(argv[0], argv, env)
+            except PermissionError:
+                self._refuse_closed(sure=True)
+                raise
         except _Closed as problem:
             os.write(failed, str(problem)[:1000].encode())
         except BaseException as problem:  # noqa: BLE001 - whatever it is, the parent must hear of it
             os.write(failed, f"{type(problem).__name__}: {problem}"[:1000].encode())
         os._exit(127)
+
+    def _refuse_closed(self, *, sure: bool) -> None:
+        """Raise if the program's user may not read what it needs. `sure`: nothing else is found on the PATH."""
+        if sure and (closed := layout.first_closed(self.order.get("needed", ()))):
+            raise _Closed(f"{closed} is closed to {_user()}, as whom programs run in a box")
 
     def _process_limit(self) -> int | None:
         """RLIMIT_NPROC counts the user's processes: of this box alone in a user namespace of its own, else of all, so

@@ -104,6 +104,8 @@ def is_late(path: str) -> bool:
 
 def needed(argv: Sequence[str]) -> list[str]:
     """Paths that a program's user must be able to open, for `first_closed`."""
+    if shutil.which(argv[0], path=command_path()) is None:
+        return []
     hops = chain(argv[0])
     return [hops[0], sysconfig.get_path("stdlib")] if sys.executable in hops else hops[:1]
 
