@@ -323,11 +323,12 @@ async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
     await server.start(20.0)
     try:
         await asyncio.to_thread(kill_strays, "rollout/0", 7)
-        assert not alive(named.pid) and alive(server.pid)
+        assert await asyncio.to_thread(named.wait, WAIT_S) == -signal.SIGKILL and alive(server.pid)
         os.kill(server.pid, signal.SIGQUIT)
         answer = await server.client.call("/model_info", timeout_s=10.0)
         assert answer["served_model_name"] and alive(server.pid)
     finally:
+        named.kill()
         named.wait()
         await server.stop()
 
