@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_rt.roles.rewards.box.run import orphaned_folders
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120
 
 
 def with_word(word: str) -> list[int]:

@@ -26,7 +26,7 @@ from relax_rt.supervision.rundir import RunPaths
 from relax_rt.supervision.spares import BACKOFF_FIRST_S, Spares, Wanted
 from relax_rt.supervision.spawn import JUDGES, Spawner
 
-WAIT_S = 30.0
+WAIT_S = 120
 IDLE = "import os, socket\nc = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD']))\nwhile c.recv(999): pass"
 
 
