@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -330,9 +331,11 @@ def _advice(why: str) -> str:
     if "is closed to" not in why:
         return advice()
     closed = why.partition(" ")[0]
+    # A folder on the way need only be entered.
+    opened = "o+x" if Path(closed).is_dir() and closed != sysconfig.get_path("stdlib") else "o+rx"
     python = next((str(path) for path in SYSTEM_PYTHONS if path.exists()), "/usr/bin/python3")
     return (
-        f"open that path to everybody (chmod o+rx {closed}), or install the interpreter with all its folders below one "
+        f"open that path to everybody (chmod {opened} {closed}), or install the interpreter with all its folders below one "
         f'that is open, as /opt, or run programs with another: command = ["{python}", "-I", "-B"] in the reward\'s '
         "options, or start relax-rt as the user that it belongs to, or permit namespaces, where closed parent folders "
         "do not matter"
