@@ -335,10 +335,10 @@ def _advice(why: str) -> str:
     opened = "o+x" if Path(closed).is_dir() and closed != sysconfig.get_path("stdlib") else "o+rx"
     python = next((str(path) for path in SYSTEM_PYTHONS if path.exists()), "/usr/bin/python3")
     return (
-        f"open that path to everybody (chmod {opened} {closed}), or install the interpreter with all its folders below one "
-        f'that is open, as /opt, or run programs with another: command = ["{python}", "-I", "-B"] in the reward\'s '
-        "options, or start relax-rt as the user that it belongs to, or permit namespaces, where closed parent folders "
-        "do not matter"
+        f"open that path to everybody (chmod {opened} {closed}), or install the interpreter with all its folders below "
+        "one that is open, as /opt, or run programs with another in the options of the reward: command = "
+        f'["{python}", "-I", "-B"], or start relax-rt as the user that it belongs to, or permit namespaces, where '
+        "closed parent folders do not matter"
     )
 
 
