@@ -62,7 +62,7 @@ def shown(programs: Iterable[str]) -> Shown:
             links[hop] = os.readlink(hop)  # noqa: PTH115
         elif os.path.exists(hop):  # noqa: PTH110
             folders.add(hop)
-    kept = sorted(path for path in folders if not _below(path, SYSTEM))
+    kept = sorted(path for path in folders if path != "/" and not _below(path, SYSTEM))
     outer = [path for path in kept if not _below(path, [one for one in kept if one != path])]
     return Shown(outer, sorted(one for one in links.items() if not _below(one[0], (*SYSTEM, *outer))))
 
