@@ -1,11 +1,18 @@
 """The run's event log: one JSON line an event, in segments, written by every process of the run and read by many.
 
-Lines go to ``events/current.jsonl`` with one O_APPEND write each, so that processes need no lock among themselves.
+Lines go to ``events/current.jsonl`` with one O_APPEND write each, so that writers never wait for one another.
 The agent alone renames a full ``current.jsonl`` to ``events-000001.jsonl`` and removes the oldest segments.
+
+A writer may be suspended for any time between its look at ``current.jsonl`` and its write, and the file may be renamed
+meanwhile: its line then lands in a closed segment. So a writer holds a shared flock on the file from before that look
+until after the write. A reader that gets the exclusive flock on a closed segment knows that nobody writes to it any
+more: who locks it later finds it renamed and opens the new file. Both take the lock without waiting, so that a
+suspended process holds nobody up.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -20,6 +27,8 @@ MAX_LINE_BYTES = 256 << 10
 READ_BYTES = 2 * MAX_LINE_BYTES
 POLL_BYTES = 32 << 20
 """Most that one poll of a follower reads."""
+OPEN_TRIES = 100
+"""Bounds a writer's attempts to open a file that is renamed each time before it is locked."""
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
@@ -42,10 +51,13 @@ class Appender:
         data = line + b"\n"
         with self._lock:
             try:
-                self._reopen()
-                if self._torn:
-                    data = b"\n" + data
-                self._torn = os.write(self._fd, data) != len(data)
+                self._open_current()
+                try:
+                    if self._torn:
+                        data = b"\n" + data
+                    self._torn = os.write(self._fd, data) != len(data)
+                finally:
+                    _unlock(self._fd)
             except OSError:
                 self.lost += 1
                 return False
@@ -60,17 +72,48 @@ class Appender:
                 os.close(self._fd)
                 self._fd = -1
 
-    def _reopen(self) -> None:
-        if self._fd >= 0:
+    def _open_current(self) -> None:
+        """Have `_fd` be the file at `path`, with a shared lock."""
+        for _ in range(OPEN_TRIES):
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._inode = os.fstat(self._fd).st_ino
+            # A reader's lock that keeps us out is on a closed segment. The path is looked at behind the lock.
+            locked = _lock(self._fd, fcntl.LOCK_SH) is not False
             try:
-                if self.path.stat().st_ino == self._inode:
+                if locked and self.path.stat().st_ino == self._inode:
                     return
             except FileNotFoundError:
                 pass
             os.close(self._fd)
             self._fd = -1
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._inode = os.fstat(self._fd).st_ino
+        raise OSError(f"{self.path} was renamed {OPEN_TRIES} times while it was opened")
+
+
+def _lock(fd: int, kind: int) -> bool | None:
+    """Lock an open file without waiting. False: others have it locked. None: its file system has no locks."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def has_no_writer(fd: int) -> bool | None:
+    """Whether no Appender writes to a renamed file any more. None: its file system has no locks."""
+    locked = _lock(fd, fcntl.LOCK_EX)
+    if locked:
+        _unlock(fd)
+    return locked
+
+
+def _unlock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError:
+        return  # it was never locked; see _lock
 
 
 class EventLog:
@@ -181,8 +224,9 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 class EventFollower:
     """Reads a growing event log from the start on, through rotations; `poll` answers with what is new.
 
-    A file that is being read stays open, so that no new file can take its inode; a closed segment is read once more
-    after it was first seen closed, for a writer that had it open when it was renamed.
+    A file that is being read stays open, so that no new file can take its inode. A closed segment is read at each poll
+    until no writer holds it any more. On a file system without locks it is read once more after it was first seen
+    closed, which loses the line of a writer that is suspended for longer.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -201,13 +245,17 @@ class EventFollower:
             inode = self._find(self._directory / name)
             if inode is None:
                 continue
+            # Looked at before the read: what was written till then is read, and nothing comes after it.
+            unwritten = name != CURRENT and has_no_writer(self._open[inode].fileno())
+            finished = name in self._closed if unwritten is None else unwritten
             data = self._open[inode].read(left)
             found += self._events(inode, data)
             left -= len(data)
             if left <= 0:
                 break
-            if name in self._closed:
+            if finished:
                 self._finished.add(name)
+                self._rest.pop(inode, None)
                 self._open.pop(inode).close()
         self._closed = closed
         self._finished &= closed

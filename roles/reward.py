@@ -81,7 +81,7 @@ class RewardRole(Role):
             raise
         await starting
         if (boxes := self.rewards.boxes) is not None:
-            self.ctx.event("sandbox", level=boxes.level, what=str(boxes))
+            self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
         self.queue = QueueClient(
             await self.ctx.queue(),
             self.ctx.who,

@@ -14,7 +14,8 @@ from typing import Any
 
 CONFIG = Path(__file__).resolve().parent / "tiny_job" / "roles.toml"
 RELAX = str(Path(sys.executable).with_name("relax-rt"))
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
+"""Only what hangs takes so long, on one core beside other work too."""
 
 
 class TinyRun:
@@ -49,7 +50,7 @@ class TinyRun:
     def end(self) -> None:
         """Leave nothing of it running, whatever became of the test."""
         if self.process.poll() is None:
-            subprocess.run([RELAX, "down", str(self.run_dir), "--kill"], timeout=90, check=False)
+            subprocess.run([RELAX, "down", str(self.run_dir), "--kill"], timeout=DEADLINE_S, check=False)
             self.process.kill()
             self.process.wait()
 
@@ -58,18 +59,33 @@ class TinyRun:
 
     def ps(self) -> dict[str, Any]:
         done = subprocess.run(
-            [RELAX, "ps", str(self.run_dir), "--json"], capture_output=True, text=True, timeout=60, check=False
+            [RELAX, "ps", str(self.run_dir), "--json"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def slot(self, name: str) -> dict[str, Any]:
         return next((dict(s) for s in self.ps().get("slots", []) if s["slot"] == name), {})
 
+    def processes_of(self, name: str) -> list[dict[str, Any]]:
+        """The incarnations of a slot so far, oldest first: pid, epoch, ready, exited.
+
+        From the event log: `relax-rt ps` takes seconds on a slow machine, in which a tiny run may be over.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.events("slot_spawned", "slot_ready", "slot_exited"):
+            if event["slot"] == name:
+                new = {"epoch": event["epoch"], "pid": 0, "ready": False, "exited": False}
+                one = found.setdefault(event["epoch"], new)
+                one["pid"] = event.get("pid", one["pid"])
+                one["ready"] |= event["kind"] == "slot_ready"
+                one["exited"] |= event["kind"] == "slot_exited"
+        return list(found.values())
+
     def pid(self, name: str) -> int:
         """Of a slot's process. Never 0: a signal to that would reach the tests' own group."""
-        pid = self.slot(name).get("pid", 0)
-        assert pid > 0, f"{name} has no process now"
-        return int(pid)
+        living = [one["pid"] for one in self.processes_of(name) if one["pid"] > 0 and not one["exited"]]
+        assert living, f"{name} has no process now"
+        return int(living[-1])
 
     def until(self, what: str, condition: Callable[[], Any]) -> Any:
         """Wait for a condition; the run's end or the deadline fails the test with the run's last lines."""
@@ -90,10 +106,10 @@ class TinyRun:
     def last_step(self) -> int:
         return max((r["step"] for r in self.records("step")), default=0)
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
         paths = [*sorted((self.run_dir / "events").glob("events-*.jsonl")), self.run_dir / "events/current.jsonl"]
         lines = [line for path in paths if path.exists() for line in path.read_text().splitlines()]
-        return [r for r in map(json.loads, lines) if r["kind"] == kind]
+        return [r for r in map(json.loads, lines) if r["kind"] in kinds]
 
     def run_id(self) -> str:
         return str(json.loads((self.run_dir / "run.json").read_text())["run_id"])
@@ -116,21 +132,21 @@ class TinyRun:
 
     def gone(self, run_id: str) -> None:
         """Wait until nothing is left; the caller has made sure that the run has ended."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_S
         while left := self.leftovers(run_id):
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
 
     def kill(self, slot: str) -> int:
-        """SIGKILL the slot's process and wait until another is there; returns the new pid."""
-        old = self.until(f"{slot} to be ready", lambda: (s := self.slot(slot)).get("state") == "ready" and s["pid"])
-        os.kill(old, signal.SIGKILL)
-        return int(
-            self.until(
-                f"{slot} to be back",
-                lambda: (s := self.slot(slot)).get("state") == "ready" and s["pid"] != old and s["pid"],
-            )
-        )
+        """SIGKILL the slot's process and wait until another is or was ready; returns that one's pid."""
+
+        def ready(after: int = 0) -> dict[str, Any] | None:
+            found = [one for one in self.processes_of(slot) if one["ready"] and one["epoch"] > after]
+            return found[-1] if found and (after or not found[-1]["exited"]) else None
+
+        old = self.until(f"{slot} to be ready", ready)
+        os.kill(old["pid"], signal.SIGKILL)
+        return int(self.until(f"{slot} to be back", lambda: ready(old["epoch"]))["pid"])
 
 
 def processes() -> Iterator[int]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from relax_rt.events import parse_line
+from relax_rt.events import has_no_writer, parse_line
 
 READ_BYTES = 256 << 10
 LINE_BYTES = 1 << 20
@@ -56,7 +56,8 @@ class Tail:
         if self._fd < 0 and not self._open():
             return []
         data = self._read()
-        if not data and self._replaced():
+        # Looked at before the read: nothing is written to a replaced file that has no writer.
+        if not data and self._replaced() and has_no_writer(self._fd) is not False and not (data := self._read()):
             self.close()
             data = self._read() if self._open() else b""
         return self._records(data)

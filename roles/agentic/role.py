@@ -195,7 +195,7 @@ class EnvRole(Role):
         self.rewards = Rewards(table, config_dir(self.ctx), task, lost, place=PLACE, key=KEY)
         await self.rewards.start()
         if (boxes := self.rewards.boxes) is not None:
-            self.ctx.event("sandbox", level=boxes.level, what=str(boxes))
+            self.ctx.event("sandbox", level=boxes.level, backend=boxes.backend, what=str(boxes))
 
     async def run(self) -> None:
         from relax_rt.roles.agentic.blocking import LoopWatch

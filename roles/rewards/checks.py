@@ -25,18 +25,26 @@ def check_reward(config: RLConfig) -> Iterator[Problem]:
         yield Problem(("reward",), message, "raise algorithm.group_size", at="key")
 
 
-async def told_of_boxes(config: RLConfig) -> str:
-    """How the programs of rewards are closed in on this machine; empty where none are run. Whether that is enough is
-    for the dry run to say."""
+def box_commands(config: RLConfig) -> list[list[str]]:
+    """What the programs of a config's rewards are run with, each once; an empty one is this interpreter."""
     from relax_rt.roles.agentic.rewards import reward_table
-    from relax_rt.roles.rewards.box.run import BoxFailed, mode_here
     from relax_rt.roles.rewards.compose import Component, read_components
 
     table = reward_table(config) or config.reward
     found = [one for one in read_components(table) if isinstance(one, Component)]
-    if all(one.box is None for one in found):
-        return ""
-    try:
-        return str(await mode_here())
-    except BoxFailed as error:
-        return f"no program can be run here: {error.why}"
+    commands = [one.box.command for one in found if one.box is not None]
+    return [one for number, one in enumerate(commands) if one not in commands[:number]]
+
+
+async def told_of_boxes(config: RLConfig) -> str:
+    """How the programs of rewards are closed in on this machine; empty where none are run. Whether that is enough is
+    for the dry run to say."""
+    from relax_rt.roles.rewards.box.run import BoxFailed, mode_here
+
+    told = []
+    for command in box_commands(config):
+        try:
+            told.append(str(await mode_here(command)))
+        except BoxFailed as error:
+            told.append(f"no program can be run here: {error.why}")
+    return "; ".join(dict.fromkeys(told))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_rt.config.problems import KeyPath, Problem, dotted
-from relax_rt.roles.rewards.box.run import BoxFailed, Level, Mode, closed_in
+from relax_rt.roles.rewards.box.run import BoxFailed, Mode, closed_in
 from relax_rt.roles.rewards.library.code import BoxOptions
 from relax_rt.roles.rewards.loader import RewardFunction
 from relax_rt.roles.rewards.registry import Place, bind, names, rewards
@@ -32,7 +32,7 @@ class Component:
 
     Attributes:
         place: inline or worker; a user's function is always a worker's.
-        box: the least that closes in the programs that it runs; None: it runs none.
+        box: what bounds the programs that it runs; None: it runs none.
         forgive: whether a failure counts 0. forgive_excess: whether one does that took too much time or memory: in a
             reward that is known, that is the completion's doing.
     """
@@ -43,7 +43,7 @@ class Component:
     place: Place
     forgive: bool
     forgive_excess: bool
-    box: Level | None = None
+    box: BoxOptions | None = None
 
 
 def read_components(
@@ -106,7 +106,7 @@ def _read(table: RewardTable, one: ComponentTable, at: KeyPath, *, alone: bool) 
         message = f"'{name}' scores each completion by itself"
         return [Problem((*at, "group"), message, "group = true is for functions of yours", at="key")]
     part = Part(name, one.options, dotted((*at, "function" if alone else "name")))
-    box = options.box if isinstance(options, BoxOptions) else None
+    box = options if isinstance(options, BoxOptions) else None
     return Component(one.label or name, one.weight, part, rewards()[name].place, forgive, True, box)
 
 
@@ -227,10 +227,12 @@ class Rewards:
             if one.box is None:
                 continue
             try:
-                self.boxes = await closed_in(one.box)
+                mode = await closed_in(one.box.box, one.box.command)
             except BoxFailed as error:
                 what = f"{one.part.setting} = {one.part.target!r}"
                 raise RelaxError(what, why=f"{error.what}: {error.why}", hint=error.hint) from error
+            if self.boxes is None or mode.level == "limits":
+                self.boxes = mode
 
     async def _place(self, one: Component, theirs: list[Part]) -> _Scores:
         if one.place == "worker" and self._pool is not None:

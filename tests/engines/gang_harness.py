@@ -130,7 +130,7 @@ class Gang:
             rank.close()
         for process in self._processes:
             try:
-                process.wait(10)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -90,7 +90,7 @@ def left_since(before: Collection[str]) -> list[str]:
 
 
 async def nothing_shared_since(before: Collection[str]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while left := left_since(before):
         assert time.monotonic() < end, f"left behind in shared memory: {left}"
         await asyncio.sleep(0.1)

@@ -53,9 +53,9 @@ async def test_calls_from_a_program_and_from_a_role(run: LiveRun) -> None:
         assert await asker.ask("sixsix") == 3.0
         assert await asker.ask_slot("reward2/1") == await pid_of(run, "reward2/1")
         async with discovery.watch("reward2") as members:
-            await members.until(lambda m: len(m.ready) == 2, "both", timeout_s=20)
+            await members.until(lambda m: len(m.ready) == 2, "both", timeout_s=120)
             assert set(members.by_slot) == {"reward2/0", "reward2/1"}
-    await asyncio.to_thread(control.stop, run.run_dir, wait_s=20)
+    await asyncio.to_thread(control.stop, run.run_dir, wait_s=120)
     assert run.ends() == 0 and run.left() == []
     with pytest.raises(NoRun, match="no run lives in"):
         async with relax_rt.discovery.connect(run.run_dir):

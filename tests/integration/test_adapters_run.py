@@ -128,7 +128,7 @@ def test_another_node_gets_adapters_alone_behind_the_first(nodes: Nodes, runs: l
     runs.append(run.start())
     with joined(run, nodes.second, tmp_path / "there") as there:
         assert run.wait() == 0, run.text()
-        assert there.wait(60) == 0
+        assert there.wait(120) == 0
     streamed = run.events("weights_streamed")
     whole = run.events("published")[0]["bytes"]
     assert len(streamed) > STEPS / 2 and {event["payload"] for event in streamed} == {"adapters"}

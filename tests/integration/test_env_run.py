@@ -27,7 +27,7 @@ environment = "sums.py:Sums"
 tasks = 500
 max_turns = 2
 max_tokens = 64
-turn_timeout_s = 2
+turn_timeout_s = 60
 success = 0.75
 
 [sampling]
@@ -99,6 +99,8 @@ class Sums:
         right = 0.5 * (reply.text == self.answer)
         return Step(messages="" if self.turn == 2 else self.ask(), reward=right, done=self.turn == 2, state="second")
 '''
+HANGS = {"roles.env.turn_timeout_s": 2}
+"""Of runs in which a turn never ends; others are not to be ended by a slow machine."""
 Make = Callable[..., TinyRun]
 
 
@@ -161,7 +163,7 @@ def test_an_env_role_that_is_killed_costs_only_time(make: Make) -> None:
 def test_an_environment_that_hangs_is_named_killed_and_its_episodes_are_played_again(
     make: Make, blocking: bool
 ) -> None:
-    run = make(blocking=blocking, **{"roles.env.workers": 1})
+    run = make(blocking=blocking, **{**HANGS, "roles.env.workers": 1})
     run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
     run.start()
     assert run.wait() == 0, run.text()
@@ -176,7 +178,7 @@ def test_an_environment_that_hangs_is_named_killed_and_its_episodes_are_played_a
 
 @pytest.mark.long
 def test_a_run_ends_although_coroutines_of_its_environment_never_do(make: Make) -> None:
-    run = make(**{"roles.env.options.stubborn": "true"})
+    run = make(**{**HANGS, "roles.env.options.stubborn": "true"})
     run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
     run.start()
     assert run.wait() == 0, run.text()
@@ -191,7 +193,7 @@ def test_a_run_ends_although_coroutines_of_its_environment_never_do(make: Make) 
 
 @pytest.mark.long
 def test_an_async_environment_that_blocks_is_named_in_the_diagnosis_of_the_hang(make: Make) -> None:
-    run = make(**{"roles.env.hang_after_s": 8})
+    run = make(**{**HANGS, "roles.env.hang_after_s": 8})
     run.overrides["roles.env.options.folder"] = f'"{run.config.parent}"'
     run.start()
     assert run.wait() == 0, run.text()

@@ -41,7 +41,7 @@ def test_slots_on_both_hosts_call_each_other_and_nothing_is_left(tmp_path: Path,
         (head, b) = control.nodes(run.run_dir)
         assert (head.node, head.slots) == ("head", ["registry/0", "caller/0"])
         assert (b.node, b.state, b.slots, b.agent_pid) == ("b", "alive", ["echo/0"], far.agent_pid)
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0
         assert run.left() == [] and far.left() == []
         assert any(e.get("by") == "echo/0#2" or e.get("node") == "b" for e in run.poll()), "events come to the head"
@@ -62,7 +62,7 @@ def test_a_drained_node_says_so_and_takes_slots_again_once_it_is_restarted(tmp_p
         control.restart(run.run_dir, "b")
         run.event("slot_ready", slot="echo/0", nth=1)
         assert state() == "alive" and slots(run)["echo/0"].node == "b"
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0
 
 
@@ -73,7 +73,7 @@ def test_the_other_way_round(tmp_path: Path, nodes: Nodes) -> None:
         os.kill(slots(run)["echo/0"].pid, signal.SIGKILL)
         # A new port: the caller looks for it again.
         assert run.event("echoed", nth=1)["answer"].endswith("on head: hello")
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 
 
@@ -159,7 +159,7 @@ def test_a_host_that_dies_at_once_is_lost_when_its_lease_is_over(tmp_path: Path,
         for name in there:
             assert run.event("slot_ready", slot=name, nth=1)
             assert slots(run)[name].node == "head"
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.left() == []
 
 
@@ -179,7 +179,7 @@ def test_a_partition_ends_the_roles_there_before_others_take_their_place(tmp_pat
         has_room(run)
         control.scale(run.run_dir, "worker", 8)
         until("slots run there again", lambda: any(s.node == "b" and s.state == "ready" for s in slots(run).values()))
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 
 
@@ -199,7 +199,7 @@ def test_a_node_whose_clock_stood_still_is_fenced_by_epochs(tmp_path: Path, node
         assert "is fenced" in log or "has ended" in log
         os.kill(agent, signal.SIGCONT)
         assert run.event("node_joined", node="b", nth=1)["node_epoch"] == 2
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0
 
 
@@ -244,7 +244,7 @@ def test_a_killed_head_costs_the_roles_everywhere_and_its_nodes_join_the_next(tm
         run.event("node_joined", node="b", nth=1)
         has_room(run)
         until("they run on both", lambda: spread(run, count=8))
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 
 
@@ -308,7 +308,7 @@ def test_samples_are_judged_on_another_host_and_read_back_through_deaths(tmp_pat
         run.event("slot_ready", slot="queue/0", nth=1)
         run.event("read", samples=400)
         assert not [e for e in run.poll() if e["kind"] == "slot_exited" and e["diagnosis"]["kind"] == "exception"]
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and far.ends() == 0 and run.left() == [] and far.left() == []
 
 

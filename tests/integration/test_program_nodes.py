@@ -62,11 +62,11 @@ def test_programs_of_a_joined_node_play_through_the_gateway_of_the_head_until_th
             run.until("the env role elsewhere", lambda: run.slot("env/0").get("node") == "b")
             if end == "drained":
                 run.until("steps", lambda: run.last_step() >= STEPS)
-                subprocess.run([RELAX, "down", str(run.run_dir)], timeout=60, check=True)
-                run.process.wait(60)
+                subprocess.run([RELAX, "down", str(run.run_dir)], timeout=120, check=True)
+                run.process.wait(120)
             else:
                 assert run.wait() == 0, run.text()
-            assert there.wait(60) == run.process.returncode
+            assert there.wait(120) == run.process.returncode
     finally:
         run.end()
     path = steps_that_count(run.records("step"))

@@ -55,7 +55,7 @@ class Clients:
 
 
 async def until(run: TinyRun, what: str, condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(120):
         while not condition():
             assert run.process.poll() is None, f"the run ended before {what}:\n{run.text()}"
             await asyncio.sleep(0.01)

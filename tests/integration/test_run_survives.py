@@ -158,7 +158,7 @@ def refused(run: TinyRun) -> str:
     before = of_runs()
     done = subprocess.run(run.command(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while left := strays(run, before):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)

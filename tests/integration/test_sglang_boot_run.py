@@ -85,7 +85,7 @@ def strike(run: TinyRun, stage: str, before: int) -> int:
     seen.update(descendants(pid))
     assert run.slot(ROLE)["state"] == "starting", "it is still booting"
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while left := [f"{one}: {command}" for one, command in seen.items() if psutil.pid_exists(one)]:
         assert time.monotonic() < deadline, f"left behind at stage {stage!r}: {left}"
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def test_the_run_did_all_its_work_with_the_last_server(run: TinyRun) -> None:
 def test_why_names_each_kill(run: TinyRun) -> None:
     def why(*options: str) -> str:
         return subprocess.run(
-            [RELAX, "why", str(run.run_dir), *options], capture_output=True, text=True, timeout=60, check=True
+            [RELAX, "why", str(run.run_dir), *options], capture_output=True, text=True, timeout=120, check=True
         ).stdout
 
     assert "SIGKILL from outside the run" in why()

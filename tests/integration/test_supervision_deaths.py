@@ -33,7 +33,7 @@ def test_killed_role_comes_back_with_a_new_epoch_and_the_others_stay(tmp_path: P
         assert status["worker/0"].last is not None and status["worker/0"].last.pid == before["worker/0"]
         assert {s: status[s].pid for s in ("worker/1", "aide/0")} == {s: before[s] for s in ("worker/1", "aide/0")}
         until("progress is reported", lambda: run.pid("worker/0") and control.status(run.run_dir).slots[0].progress)
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.record["status"] == "stopped"
         assert run.left() == []
 
@@ -121,7 +121,7 @@ def test_run_without_its_keeper_ends_in_order(tmp_path: Path) -> None:
         run.ready("worker/0")
         run.process.kill()
         stand_in = run.event("keeper_started")["pid"]
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.is_gone() and run.record["status"] == "stopped"
         until("the stand-in ends too", lambda: not procfs.start_time(stand_in))
 

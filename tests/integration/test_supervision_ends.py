@@ -93,7 +93,7 @@ def test_a_directory_serves_one_run_at_a_time_and_one_config(tmp_path: Path) -> 
             second.process.stdout.close()
             second.start()
             assert second.ends() == 2 and "is alive" in output(second)
-            control.kill(run.run_dir, wait_s=20)
+            control.kill(run.run_dir, wait_s=120)
             assert run.ends() == 137
             second.process.stdout.close()
             second.start()
@@ -144,7 +144,7 @@ def test_agent_whose_log_cannot_be_written_goes_on(tmp_path: Path) -> None:
         run.ready("worker/0")
         os.kill(run.pid("worker/0"), signal.SIGKILL)
         run.event("slot_ready", slot="worker/0", nth=1)
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.left() == []
 
 
@@ -177,5 +177,5 @@ def test_no_log_of_a_run_grows_without_bound(tmp_path: Path) -> None:
                 out.write("chatter\n" * (1 << 18))
             until(f"{log} is rotated", lambda log=log: log.stat().st_size < 1 << 20)
             assert (log.with_name(f"{log.name}.1")).stat().st_size > 1 << 20
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0

@@ -37,7 +37,7 @@ def test_gang_that_lost_a_rank_comes_back_as_a_whole_and_computes_on(tmp_path: P
         spawned = [e["m"] for e in run.events if e["kind"] == "slot_spawned" and e["slot"].startswith("ranks/")]
         exited = [e["m"] for e in run.events if e["kind"] == "slot_exited"]
         assert max(exited) < min(spawned[2:]), "the old generation is gone before the new one begins"
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.left() == []
 
 

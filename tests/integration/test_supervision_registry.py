@@ -28,7 +28,7 @@ def ask(run: LiveRun, call: Callable[[Any], Awaitable[T]], slot: str = "registry
         hello = make_hello(run.paths.run_id, Incarnation("test/0", 0))
         client = Client(f"unix://{run.paths.socket_dir / slot}.sock", hello)
         try:
-            return await call(client.bind(api, timeout_s=20))
+            return await call(client.bind(api, timeout_s=120))
         finally:
             await client.close()
 
@@ -52,7 +52,7 @@ def test_registry_dies_and_the_others_go_on(tmp_path: Path) -> None:
         until("all are members again", lambda: all(m.state == "ready" for m in members(run).values()))
         found = members(run)
         assert found["worker/0"].pid == run.pid("worker/0") and found["worker/1"].pid == before["worker/1"]
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.left() == []
         exits = [e for e in run.poll() if e["kind"] == "slot_exited"]
         assert exits[-1]["slot"] == "registry/0" and not any(e["diagnosis"]["kind"] == "exception" for e in exits)
@@ -92,5 +92,5 @@ def test_queue_is_told_of_an_end_through_its_own_death(tmp_path: Path) -> None:
             "the group is given back",
             lambda: ask(run, lambda queue: queue.stats(), "queue-0", QueueApi).prompts_returned,
         )
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.left() == []

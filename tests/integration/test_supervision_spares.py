@@ -31,7 +31,7 @@ def test_spare_takes_the_place_of_the_dead_and_is_replaced(tmp_path: Path) -> No
         run.event("spare_died", role="worker", pid=following)
         os.kill(run.pid("worker/1"), signal.SIGKILL)
         run.event("slot_ready", slot="worker/1", nth=2)
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0
         assert run.left() == []
 
@@ -48,7 +48,7 @@ def test_killed_zygotes_cost_nothing(tmp_path: Path) -> None:
         assert [run.pid("worker/0"), run.pid("worker/1")] == before, "roles go on"
         os.kill(before[0], signal.SIGKILL)
         run.event("slot_ready", slot="worker/0", nth=1)
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0
         assert run.left() == []
 
@@ -61,7 +61,7 @@ def test_run_without_zygotes_spawns_its_roles(tmp_path: Path) -> None:
         assert run.event("slot_spawned", slot="worker/0", nth=1)["pid"] == spare
         run.event("slot_ready", slot="worker/0", nth=1)
         assert not [e for e in run.poll() if e["kind"].startswith("zygote")]
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0
 
 
@@ -83,5 +83,5 @@ def test_no_spares_are_kept_for_a_role_that_is_drained(tmp_path: Path) -> None:
         until("the spare ends", lambda: not procfs.start_time(spare))
         control.restart(run.run_dir, "worker")
         run.event("spare_ready", role="worker", nth=1)
-        control.stop(run.run_dir, wait_s=20)
+        control.stop(run.run_dir, wait_s=120)
         assert run.ends() == 0 and run.left() == []

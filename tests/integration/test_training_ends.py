@@ -37,7 +37,7 @@ def tiny_model() -> None:
 
 
 def told(run: TinyRun, *words: str) -> str:
-    done = subprocess.run([RELAX, *words, str(run.run_dir)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([RELAX, *words, str(run.run_dir)], capture_output=True, text=True, timeout=120, check=False)
     return done.stdout + done.stderr
 
 

@@ -54,7 +54,7 @@ def joined(run: OnNode, node: list[str], run_dir: Path) -> Iterator[subprocess.P
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-                process.wait(60)
+                process.wait(120)
 
 
 def test_rollouts_elsewhere_follow_the_trainer_by_one_stream_a_version(nodes: Nodes, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_rollouts_elsewhere_follow_the_trainer_by_one_stream_a_version(nodes: No
             os.kill(run.pid("queue/0"), signal.SIGKILL)
             killed_at = run.last_step()
             assert run.wait() == 0, run.text()
-            assert there.wait(60) == 0
+            assert there.wait(120) == 0
     finally:
         run.end()
     assert run.last_step() == 150
@@ -136,7 +136,7 @@ def test_rollouts_elsewhere_get_deltas_alone_whoever_dies(nodes: Nodes, tmp_path
             run.kill("rollout/1")
             run.kill("trainer/0")
             assert run.wait() == 0, run.text()
-            assert there.wait(60) == 0
+            assert there.wait(120) == 0
     finally:
         run.end()
     assert run.last_step() == 120

@@ -30,7 +30,8 @@ def doctor(
         config = DEFAULT_CONFIG
     loaded = load_config(config, overrides or (), inputs=True) if config is not None else None
     of_gpus, gpus = check_gpus()
-    findings = [*check_machine(), *check_limits(), *of_gpus, *check_software(gpus), check_boxes()]
+    findings = [*check_machine(), *check_limits(), *of_gpus, *check_software(gpus)]
+    findings += check_boxes(loaded)
     if loaded is not None:
         findings += check_fit(loaded, gpus)
     show_json(findings) if json else show_findings(findings)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,7 @@ EXTRAS = {
     "cupy": "broadcast of weights between GPUs; pip install relax-rt[gpu]",
 }
 BOXES = "relax_rt.roles.rewards.box.run"
+REWARDS = "relax_rt.roles.rewards.checks"
 DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}
 
 
@@ -62,15 +64,25 @@ def check_software(gpus: list[Gpu], version: Callable[[str], str | None] | None 
     return found
 
 
-def check_boxes() -> Finding:
-    """What rewards that run programs can have those closed in by here, by trying."""
-    # By its name: the command line knows nothing of rewards.
+def check_boxes(config: object = None) -> list[Finding]:
+    """What rewards that run programs can have those closed in by here, by trying with what runs them.
+
+    Args:
+        config: of a run; one whose rewards run programs names their commands. Else this interpreter is tried.
+    """
+    # By their names: the command line knows nothing of rewards.
     boxes = importlib.import_module(BOXES)
+    named = importlib.import_module(REWARDS).box_commands(config) if hasattr(config, "reward") else []
+    return [asyncio.run(_check_box(boxes, command)) for command in named or [[]]]
+
+
+async def _check_box(boxes: Any, command: list[str]) -> Finding:
+    name = f"sandbox of {command[0]}" if command else "sandbox"
     try:
-        mode = asyncio.run(boxes.probe())
+        mode = await boxes.probe(command)
     except boxes.BoxFailed as error:
-        return judged("software", "sandbox", f"no program can be run: {error.why}", warn=error.hint or boxes.OPT_IN)
-    return judged("software", "sandbox", str(mode), warn="" if mode.level == "namespaces" else boxes.OPT_IN)
+        return judged("software", name, f"no program can be run: {error.why}", warn=error.hint)
+    return judged("software", name, str(mode), warn="" if mode.level == "namespaces" else boxes.advice())
 
 
 def check_gpus() -> tuple[list[Finding], list[Gpu]]:

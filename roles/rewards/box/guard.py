@@ -4,8 +4,9 @@ It is told what to do in one line of JSON on its standard input. That this input
 then everything in the box is killed. What became of the program is one line of JSON on its standard output.
 
 Two levels. `namespaces`: the box has process ids of its own, of which the guard's child is number 1, so that its end is
-the end of all of them at once, and code has no network and a root of its own. `limits`: resource limits, a folder of
-its own, and a guard that as a subreaper finds every descendant and kills until none is left.
+the end of all of them at once, and code has no network and a root of its own; bubblewrap may have made all that, with
+the guard as number 1. `limits`: resource limits, a folder of its own, and a guard that as a subreaper finds every
+descendant and kills until none is left.
 
 Standard library only: it starts in some 30 ms, and nothing of what it guards against is loaded into it.
 """
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_rt.roles.rewards.box import kernel, prepare
+from relax_rt.roles.rewards.box import kernel, layout, prepare
 from relax_rt.supervision import procfs
 
 CONTROL, REPORT = 0, 1
@@ -46,7 +47,10 @@ def main() -> None:
     os.set_blocking(CONTROL, True)
     order = json.loads(_line(CONTROL))
     try:
-        code = _namespaces(order) if order["level"] == "namespaces" else _limits(order)
+        if order["level"] == "limits":
+            code = _limits(order)
+        else:
+            code = _in_bubblewrap(order) if order["backend"] == "bubblewrap" else _namespaces(order)
     except OSError as error:
         _report({"refused": str(error)})
         code = 1
@@ -100,10 +104,10 @@ def _number_one(order: dict[str, Any], life: int) -> int:
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         if order["kind"] == "code":
-            prepare.own_root(order["keep"], order["limits"]["disk_mib"])
+            prepare.own_root(layout.Shown(*order["shown"]), order["limits"]["disk_mib"])
             if os.geteuid() != 0:
                 prepare.close_the_door()
-            folder = prepare.HOME
+            folder = layout.HOME
         else:
             prepare.own_processes()
             folder = order["folder"]
@@ -112,6 +116,16 @@ def _number_one(order: dict[str, Any], life: int) -> int:
     except OSError as error:
         _report({"refused": str(error)})
         return 1
+
+
+def _in_bubblewrap(order: dict[str, Any]) -> int:
+    """Be number 1 of the namespaces that bubblewrap has made (see bubblewrap.argv)."""
+    if os.getpid() != 1:
+        raise OSError("bubblewrap gave the guard no process namespace")
+    if os.geteuid() == 0:
+        prepare.mount_proc()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    return Watch(order, layout.HOME, _all_but_us, _kill_all_but_us, alone=True, ends=(CONTROL,)).run()
 
 
 def _all_but_us() -> list[int]:
@@ -149,6 +163,10 @@ def _below() -> list[int]:
 
 def _kill_below() -> None:
     procfs.kill_descendants(PATIENCE_S)
+
+
+class _Closed(Exception):
+    """A program's user may not read its interpreter."""
 
 
 class Watch:
@@ -270,10 +288,22 @@ class Watch:
             limits["nproc"] = self._process_limit()
             prepare.limit(limits)
             argv = self.order["argv"]
-            os.execvpe(argv[0], argv, env)
+            self._refuse_closed(sure=Path(argv[0]).is_absolute())
+            try:
+                os.execvpe(argv[0], argv, env)
+            except PermissionError:
+                self._refuse_closed(sure=True)
+                raise
+        except _Closed as problem:
+            os.write(failed, str(problem)[:1000].encode())
         except BaseException as problem:  # noqa: BLE001 - whatever it is, the parent must hear of it
             os.write(failed, f"{type(problem).__name__}: {problem}"[:1000].encode())
         os._exit(127)
+
+    def _refuse_closed(self, *, sure: bool) -> None:
+        """Raise if the program's user may not read what it needs. `sure`: nothing else is found on the PATH."""
+        if sure and (closed := layout.first_closed(self.order.get("needed", ()))):
+            raise _Closed(f"{closed} is closed to {_user()}, as whom programs run in a box")
 
     def _process_limit(self) -> int | None:
         """RLIMIT_NPROC counts the user's processes: of this box alone in a user namespace of its own, else of all, so
@@ -304,9 +334,12 @@ class Watch:
             return "processes"
         if (most := self.limits.get("total_mib")) is not None and sum(map(_own_bytes, living)) > most * MIB:
             return "memory"
-        if not self.alone and not self.worker and _held(self.folder) > self.limits["disk_mib"] * MIB:
-            return "disk"
-        return ""
+        if self.worker:
+            return ""
+        if not self.alone:
+            return "disk" if _held(self.folder) > self.limits["disk_mib"] * MIB else ""
+        # bubblewrap cannot bound the files of a file system in memory, and each takes the kernel's memory.
+        return "files" if any(_files(path) > layout.INODES for path in layout.WRITABLE) else ""
 
     def _listen(self, fd: int) -> str:
         """Take what was printed; "output" if that is more than is taken."""
@@ -378,6 +411,16 @@ def _own_bytes(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return (int(resident) - int(shared)) * PAGE
+
+
+def _files(path: str) -> int:
+    """Files of a file system."""
+    found = os.statvfs(path)
+    return found.f_files - found.f_ffree
+
+
+def _user() -> str:
+    return f"user {'nobody' if os.geteuid() == prepare.NOBODY else os.geteuid()}"
 
 
 def _held(folder: str) -> int:

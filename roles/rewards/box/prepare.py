@@ -8,16 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_rt.roles.rewards.box import kernel
+from relax_rt.roles.rewards.box import kernel, layout
+from relax_rt.roles.rewards.box.layout import HOME
 
 NOBODY = 65534
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-ETC = ("ld.so.cache", "passwd", "group", "localtime", "alternatives")
-DEVICES = ("null", "zero", "full", "random", "urandom")
-LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
-INODES = 4096
-"""Files of the box's own folder."""
-HOME = "/tmp"
 OLD = "/old"
 
 
@@ -42,15 +36,16 @@ def enter_namespaces(kind: str) -> None:
 def own_processes() -> None:
     """Show this namespace's processes in /proc, and no others."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)
+    mount_proc()
+
+
+def mount_proc() -> None:
+    """Mount /proc of this process's namespace."""
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
-def own_root(keep: Iterable[str], disk_mib: int) -> None:
-    """A root of system folders and those of `keep`, read-only, with a small /tmp and nothing else.
-
-    Args:
-        keep: absolute paths that programs need, as the interpreter's; those that hold another are taken whole.
-    """
+def own_root(shown: layout.Shown, disk_mib: int) -> None:
+    """A root of system folders and those that a program needs, read-only, with a small /tmp and nothing else."""
     os.umask(0o022)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", HOME, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
@@ -59,27 +54,32 @@ def own_root(keep: Iterable[str], disk_mib: int) -> None:
     os.chdir("/")
     for name in ("/proc", "/tmp", "/dev", "/dev/shm", "/etc"):
         Path(name).mkdir()
-    taken: list[str] = []
-    for path in (*SYSTEM, *sorted(set(keep), key=len)):
-        if not any(path == one or path.startswith(one + "/") for one in taken):
-            _show(path, taken)
-    for path in (*(f"/etc/{name}" for name in ETC), *(f"/dev/{name}" for name in DEVICES)):
-        _show(path, taken)
-    for name, target in LINKS.items():
+    late = [path for path in shown.folders if layout.is_late(path)]
+    for path in (*layout.SYSTEM, *(one for one in shown.folders if one not in late)):
+        _show(path)
+    for path in (*(f"/etc/{name}" for name in layout.ETC), *(f"/dev/{name}" for name in layout.DEVICES)):
+        _show(path)
+    for name, target in layout.LINKS.items():
         Path("/dev", name).symlink_to(target)
+    _link(one for one in shown.links if not layout.is_late(one[0]))
     kernel.make_read_only("/")
     # While the old one is there to be seen: an unprivileged proc is only granted beside it.
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
-    for path in (HOME, "/dev/shm"):
-        size = f"size={disk_mib}m,nr_inodes={INODES}"
+    mount_proc()
+    for path in layout.WRITABLE:
+        size = f"size={disk_mib}m,nr_inodes={layout.INODES}"
         kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"mode=1777,{size}")
+    for path in late:
+        _show(path)
+        if Path(path).exists():
+            kernel.make_read_only(path)
+    _link(one for one in shown.links if layout.is_late(one[0]))
     kernel.detach(OLD)
 
 
-def _show(path: str, taken: list[str]) -> None:
+def _show(path: str) -> None:
     """Bind what lies at a path of the old root to the same place in the new one."""
     source, target = Path(OLD + path), Path(path)
-    if source.is_symlink() and path in SYSTEM:
+    if source.is_symlink() and path in layout.SYSTEM:
         target.symlink_to(source.readlink())
         return
     if not source.exists():
@@ -90,7 +90,12 @@ def _show(path: str, taken: list[str]) -> None:
     else:
         target.touch()
     kernel.mount(str(source), path, None, kernel.MS_BIND | kernel.MS_REC)
-    taken.append(path)
+
+
+def _link(links: Iterable[tuple[str, str]]) -> None:
+    for path, target in links:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).symlink_to(target)
 
 
 def close_the_door() -> None:

@@ -42,6 +42,9 @@ class BoxOptions(Table):
     """Processes and threads at the same time."""
     output_kib: Annotated[int, Field(ge=1, le=16384)] = 256
     """What it may print."""
+    command: list[str] = Field(default_factory=list)
+    """What runs the program, its file at the end: ["bash"]. Empty: this interpreter, with its packages. Tests of
+    functions need a Python."""
     box: Level = "namespaces"
     """The least that closes it in. `limits`: where namespaces are not permitted it runs all the same, and sees the
     files, the network and the processes that the role sees."""
@@ -50,9 +53,6 @@ class BoxOptions(Table):
 class CodeOptions(BoxOptions):
     """The program in the completion (its last fenced block, else all of it) prints what it should for each input of
     metadata.tests: [{ input = "…", output = "…" }], or { inputs = […], outputs = […] }."""
-
-    command: list[str] = Field(default_factory=list)
-    """What runs the program, its file at the end: ["bash"]. Empty: this interpreter, with its packages."""
 
 
 class UnitTestOptions(BoxOptions):
@@ -77,17 +77,19 @@ class Runner:
     """Runs programs in boxes, as many at a time as there are cores."""
 
     def __init__(self, options: BoxOptions) -> None:
-        self._limits, self._least = box_of(options), options.box
+        self._limits, self._options = box_of(options), options
         self._room = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0))))
 
-    async def run(self, argv: list[str], files: Mapping[str, str], stdin: str) -> Ran:
-        """Run one; see Box.run.
+    async def run(self, name: str, text: str, stdin: str) -> Ran:
+        """Run a program's text, in a file of this name; see Box.run.
 
         Raises:
             BoxFailed: also where it could not be closed in as `box` asks.
         """
+        argv = [*(self._options.command or [sys.executable, "-I", "-B"]), name]
         async with self._room:
-            return await Box(self._limits, await closed_in(self._least)).run(argv, files, stdin)
+            box = Box(self._limits, await closed_in(self._options.box, self._options.command))
+            return await box.run(argv, {name: text}, stdin)
 
 
 def share(passed: list[bool], options: BoxOptions) -> float:
@@ -130,13 +132,12 @@ def same_text(said: bytes, wanted: str) -> bool:
 @reward("code", options=CodeOptions)
 def _code(options: CodeOptions) -> Function:
     runner = Runner(options)
-    command = options.command or [sys.executable, "-I", "-B"]
 
     async def code(completion: str, answer: str, metadata: dict[str, Any]) -> float:
         wanted = cases(_tests(metadata, options))[: options.most_tests]
         program, passed = unfenced(completion)[:LONGEST], []
         for case in wanted:
-            ran = await runner.run([*command, "program"], {"program": program}, case.input)
+            ran = await runner.run("program", program, case.input)
             passed.append(ran.code == 0 and same_text(ran.stdout, case.output))
             if not (passed[-1] or options.partial):
                 return 0.0
@@ -183,7 +184,7 @@ def _unit_tests(options: UnitTestOptions) -> Function:
         for text in texts[: options.most_tests]:
             word = secrets.token_hex(16)
             order = json.dumps({"program": program, "test": text + end, "word": word})
-            ran = await runner.run([sys.executable, "-I", "-B", "harness"], {"harness": HARNESS}, order)
+            ran = await runner.run("harness", HARNESS, order)
             passed.append(ran.code == 0 and ran.stdout.endswith(word.encode()))
             if not (passed[-1] or options.partial):
                 return 0.0

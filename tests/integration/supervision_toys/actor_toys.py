@@ -58,4 +58,4 @@ class Asker(Actor):
         return await self.ctx.actor("reward2", Reward).score(text)
 
     async def ask_slot(self, slot: str) -> int:
-        return await self.ctx.actor(slot, Reward, timeout_s=20.0).pid()
+        return await self.ctx.actor(slot, Reward, timeout_s=120.0).pid()

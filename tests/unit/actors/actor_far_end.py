@@ -194,7 +194,7 @@ async def directory(
 
 async def eventually(condition: Callable[[], Any]) -> None:
     """Wait for something that the far end does in its own time."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - the other side has no event to give
             await asyncio.sleep(0.005)
 
@@ -228,7 +228,7 @@ async def spawn(
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 30)
+    line = await asyncio.wait_for(process.stdout.readline(), 120)
     return process, line.decode().strip()
 
 

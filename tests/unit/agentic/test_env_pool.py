@@ -146,7 +146,7 @@ async def test_workers_that_have_started_are_the_pools_although_whoever_waited_f
 
     pool = Pool(Spec("game.py:Game", {}, str(tmp_path)), 2, 20.0, WorkerLimits(), kind=Half)  # type: ignore[arg-type]
     filling = asyncio.create_task(pool._fill())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await both.wait()
     filling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -193,7 +193,7 @@ async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: P
         playing = await pool.environment("1.0")
         await playing.reset(task("hide"))
         await playing.step(REPLY)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while len(living(tmp_path)) != 2:  # noqa: ASYNC110 - it may not have become what it is to be yet
                 await asyncio.sleep(0.02)
     assert not living(tmp_path)

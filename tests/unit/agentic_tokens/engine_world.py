@@ -187,7 +187,7 @@ class World:
 
     async def until_it_stands(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """It has no turn left, or there is nothing to do."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while self.engine.left and not all(task.done() for task in tasks):  # noqa: ASYNC110 - a thread's number
                 await asyncio.sleep(0.0005)
 

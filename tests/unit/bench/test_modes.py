@@ -219,7 +219,7 @@ class Caller:
     async def until(self, count: int) -> None:
         while len(self.done) < count:
             self.some.clear()
-            await asyncio.wait_for(self.some.wait(), 30)
+            await asyncio.wait_for(self.some.wait(), 120)
 
 
 def covered(one: Completion) -> list[tuple[int, int]]:
@@ -276,7 +276,7 @@ async def test_what_the_sleeping_engine_is_stopped_at_keeps_its_tokens() -> None
         )
         caller.assembly.expect(request)
         engine.submit([request])
-        await asyncio.wait_for(caller.some.wait(), 30)
+        await asyncio.wait_for(caller.some.wait(), 120)
         engine.abort(1)
         await caller.until(2)
         assert {one.finish_reason for one in caller.done.values()} == {"abort"}

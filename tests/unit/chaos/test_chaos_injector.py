@@ -70,7 +70,7 @@ def test_its_own_process_is_killed(
     run_of(monkeypatch, "ours", process.pid)
     with Injector(tmp_path, 1) as injector:
         assert not injector.strike(Strike(number=1, fault="kill", slot="trainer/0")).withheld
-    assert process.wait(10) == -9
+    assert process.wait(120) == -9
 
 
 def test_what_fails_after_it_was_told_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,20 +125,51 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (run.Mode("namespaces"), "ok", "a network without any connection are their own", ""),
         (run.Mode("limits", "unshare: no"), "warn", "not closed in.*unshare: no", "permit namespaces.*box = "),
-        (run.BoxFailed("a box", why="no interpreter"), "warn", "no program can be run: no interpreter", "permit"),
+        (run.BoxFailed("a box", why="no python", hint="do so"), "warn", "no program can be run: no python", "do so"),
     ],
 )
 def test_what_programs_of_rewards_are_closed_in_by(
     monkeypatch: pytest.MonkeyPatch, mode: run.Mode | run.BoxFailed, level: str, value: str, advice: str
 ) -> None:
-    async def probe() -> run.Mode:
+    async def probe(command: list[str]) -> run.Mode:
+        assert command == []
         if isinstance(mode, run.BoxFailed):
             raise mode
         return mode
 
     monkeypatch.setattr(run, "probe", probe)
-    found = check_boxes()
+    (found,) = check_boxes()
     assert found.level == level and re.search(value, found.value) and re.search(advice, found.advice)
+
+
+def test_the_sandbox_is_tried_with_what_the_rewards_of_a_config_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    async def probe(command: list[str]) -> run.Mode:
+        tried.append(command)
+        if command == ["node"]:
+            raise run.BoxFailed("node", why="/root (mode 0700) is closed to user nobody", hint="chmod o+rx /root")
+        return run.Mode("namespaces", backend="bubblewrap")
+
+    monkeypatch.setattr(run, "probe", probe)
+    path = tmp_path / "roles.toml"
+    components = [
+        "[[reward.components]]\nname = 'code'\ncommand = ['bash']\n",
+        "[[reward.components]]\nname = 'code'\nlabel = 'b'\ncommand = ['node']\n",
+        "[[reward.components]]\nname = 'unit_tests'\n",
+        "[[reward.components]]\nname = 'code'\nlabel = 'c'\ncommand = ['bash']\n",
+    ]
+    path.write_text(CONFIG.replace('[reward]\nfunction = "a:b"\n', "".join(components)))
+    found = {finding.name: finding for finding in check_boxes(load_config(path))}
+    assert tried == [["bash"], ["node"], []]
+    assert {name: finding.level for name, finding in found.items()} == {
+        "sandbox of bash": "ok",
+        "sandbox of node": "warn",
+        "sandbox": "ok",
+    }
+    assert found["sandbox of node"].advice == "chmod o+rx /root" and "bubblewrap sandbox" in found["sandbox"].value
 
 
 def test_a_run_that_does_not_fit(tmp_path: Path) -> None:

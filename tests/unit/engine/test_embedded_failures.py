@@ -51,7 +51,7 @@ async def test_an_owner_that_cannot_take_a_chunk_is_told(conformance_model: Path
     await engine.start(sink, lambda error: told.done() or told.set_exception(error))
     engine.submit([Driver(engine, conformance_model, Traits()).request([1], 1)])
     with pytest.raises(ValueError, match="not expected"):
-        await asyncio.wait_for(told, 30)
+        await asyncio.wait_for(told, 120)
     await engine.close(10.0)
 
 

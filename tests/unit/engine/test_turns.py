@@ -17,7 +17,7 @@ from relax_rt.roles.engines.turns import TRAINER_SLOT, EngineTurns, Gate, NoWay,
 from relax_rt.transport.errors import Unreachable
 from relax_rt.transport.identity import Incarnation
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ class Raw:
 
     async def answer(self) -> tuple[int, Any]:
         """Status and body."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             self.head = head = await self.reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"content-length: (\d+)", head)
             body = await self.reader.readexactly(int(length[1])) if length else b""
@@ -47,7 +47,7 @@ class Raw:
 
     async def closed(self) -> bool:
         """Whether the far end closes it."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             try:
                 while await self.reader.read(65536):
                     pass

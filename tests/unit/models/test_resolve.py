@@ -94,7 +94,7 @@ def test_two_processes_build_once(cache: Path) -> None:
         "build_once('m', build)"
     )
     children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = "".join(child.communicate(timeout=60)[0] for child in children)
+    said = "".join(child.communicate(timeout=120)[0] for child in children)
     assert said == "built\n"
     assert [child.returncode for child in children] == [0, 0]
 

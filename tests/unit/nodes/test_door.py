@@ -101,7 +101,7 @@ async def joined(api: HeadApi, token: str = "t") -> Joined:
 
 
 async def soon(probe: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not probe():  # noqa: ASYNC110 the head's clock has no event to give
             await asyncio.sleep(0.01)
 

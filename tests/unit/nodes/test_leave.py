@@ -113,7 +113,7 @@ async def test_work_of_an_agent_that_fails_ends_its_part(name: str) -> None:
 
     task = asyncio.create_task(fails(), name=name)
     task.add_done_callback(agent._work_ended)
-    end = await asyncio.wait_for(agent._over, 5)
+    end = await asyncio.wait_for(agent._over, 120)
     assert (end.over, end.exit_code) == (True, EXIT_FAULT) and f"{name} has failed: KeyError" in end.reason
     assert told.calls == ["supervisor_fault", "a/0"], "its roles are ended at once"
 

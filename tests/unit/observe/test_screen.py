@@ -304,6 +304,6 @@ def test_a_reader_that_goes_away_does_not_end_the_run(run: Run) -> None:
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    _, errors = process.communicate("go\n", timeout=60)
+    _, errors = process.communicate("go\n", timeout=120)
     assert process.returncode == 0, errors
     assert errors.strip() == "went on"

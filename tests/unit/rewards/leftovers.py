@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_rt.roles.rewards.box.run import orphaned_folders
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120
 
 
 def with_word(word: str) -> list[int]:
@@ -41,3 +41,11 @@ def nothing_left(word: str) -> None:
     while (left := [*with_word(word), *orphaned_folders()]) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left
+
+
+def until_started(word: str) -> None:
+    """Wait until a process of a box has the word in its command line: the program itself, or what it is started by."""
+    end = time.monotonic() + DEADLINE_S
+    while not with_word(word):
+        assert time.monotonic() < end, "no program was started"
+        time.sleep(0.01)

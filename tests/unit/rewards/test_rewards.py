@@ -413,7 +413,7 @@ async def run_role(role: RewardRole, tokenizer: ChatTokenizer, batches: list[Fak
     queue = FakeQueue(batches, role.ctx.stopping)
     role.queue, role.tokenizer = queue, tokenizer  # type: ignore[assignment]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await role.run()
     finally:
         await role.teardown()
@@ -438,7 +438,7 @@ async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monk
     monkeypatch.setattr(role.rewards, "start", start)
     monkeypatch.setattr(role, "_composed", lambda: role.rewards)
     monkeypatch.setattr(role, "_load", load)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(RelaxError, match="the tokenizer"):
             await role.setup()
     assert loading.is_set() and ended.is_set()

@@ -218,7 +218,7 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path, 
     async for pool in made(tmp_path, word, "namespaces", timeout_s=30.0, size=2):
         # What was begun in it fails, and says how it ended.
         task = asyncio.create_task(call(pool, "waits", f"begun {tmp_path / 'begun'}"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not (tmp_path / "begun").exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for pid in workers(word):

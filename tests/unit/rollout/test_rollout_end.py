@@ -106,7 +106,7 @@ class Stopping:
 
 async def test_the_end_of_following_the_weights_does_not_end_the_hand_over() -> None:
     stopping = Stopping()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await stopping.role.run()
     assert stopping.handed
 
@@ -114,7 +114,7 @@ async def test_the_end_of_following_the_weights_does_not_end_the_hand_over() -> 
 async def test_an_engine_that_cannot_follow_ends_the_hand_over() -> None:
     stopping = Stopping(ArithmeticError("of the weights"))
     with pytest.raises(ArithmeticError, match="of the weights"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await stopping.role.run()
     assert not stopping.handed
 

@@ -23,7 +23,7 @@ async def test_who_asks_again_when_the_router_is_left_is_told_so(tmp_path: Path)
             except NotGenerated:
                 told.append("cancelled")
 
-    async with fleet(tmp_path) as run, asyncio.timeout(30):
+    async with fleet(tmp_path) as run, asyncio.timeout(120):
         router = Router(run)
         async with router:
             # There is no engine: it waits.

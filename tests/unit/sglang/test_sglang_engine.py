@@ -200,7 +200,7 @@ async def rig(folder: Path, **table: Any) -> AsyncIterator[Rig]:
     assert not (folder / "run").exists(), "a copy of the weights is left"
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 120) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 what it looks at tells nobody
             await asyncio.sleep(0.005)
@@ -278,7 +278,7 @@ async def test_what_nobody_foresaw_ends_the_engine(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await one.begin()
-        assert isinstance(one.failure, ZeroDivisionError)
+        await until(lambda: isinstance(one.failure, ZeroDivisionError))
 
 
 async def test_one_that_is_silent_while_others_go_on_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ async def test_a_fetch_that_is_broken_off_keeps_the_lock_until_its_thread_has_en
     async with rig(tmp_path) as one:
         slow, next_one = Source(1, gate), Source(2)
         fetch = asyncio.create_task(one.engine.prepare(slow))
-        await asyncio.to_thread(slow.begun.wait, 5.0)
+        await asyncio.to_thread(slow.begun.wait, 120)
         fetch.cancel()
         await asyncio.wait([fetch], timeout=1.0)
         assert fetch.cancelled(), "whoever waits is let go at once"
@@ -351,10 +351,10 @@ async def test_closing_in_a_fetch_waits_no_longer_than_it_may(tmp_path: Path) ->
     async with rig(tmp_path) as one:
         slow = Source(1, gate)
         fetch = asyncio.create_task(one.engine.prepare(slow))
-        await asyncio.to_thread(slow.begun.wait, 5.0)
+        await asyncio.to_thread(slow.begun.wait, 120)
         began = time.monotonic()
         await one.engine.close(0.2)
-        assert 0.1 < time.monotonic() - began < 5.0
+        assert 0.1 < time.monotonic() - began < 60.0
         gate.set()
         await asyncio.gather(fetch, return_exceptions=True)
         with pytest.raises(EngineEnded):

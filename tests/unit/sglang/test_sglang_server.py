@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +35,8 @@ from relax_rt.supervision import procfs
 from relax_rt.supervision.process import kill_strays
 from relax_rt.transport.errors import DeadlineExceeded, ProtocolError, Refused, RelaxError
 
+WAIT_S = 120.0
+"""Only what hangs takes so long."""
 ANSWERS = """
 import http.server, json, os, sys, threading, time
 port, name = int(sys.argv[1]), sys.argv[2]
@@ -47,7 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
 def end():
     began = time.monotonic()
-    while not os.path.exists(sys.argv[3]) and time.monotonic() < began + 60.0:
+    while not os.path.exists(sys.argv[3]) and time.monotonic() < began + 600.0:
         time.sleep(0.02)
     print("out of cheese", flush=True)
     os._exit(7)
@@ -86,7 +87,7 @@ def answering(tmp_path: Path, name: str = "$NAME") -> str:
     return f'exec {sys.executable} {tmp_path / "answers.py"} "$PORT" "{name}" {tmp_path / "end"}'
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = WAIT_S) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 what it looks at tells nobody
             await asyncio.sleep(0.02)
@@ -102,7 +103,7 @@ def alive(pid: int) -> bool:
 async def test_a_server_that_dies_at_once_is_told_with_its_last_lines(tmp_path: Path) -> None:
     server = stand_in(tmp_path, "echo starting; echo no such model >&2; exit 3")
     with pytest.raises(ServerDied, match=r"exit status 3; its last lines: starting \| no such model"):
-        await server.start(20.0)
+        await server.start(WAIT_S)
     assert server.pid == 0
     assert not (tmp_path / "f").exists()
 
@@ -128,14 +129,14 @@ async def test_a_port_that_was_taken_is_given_up_for_another(tmp_path: Path) -> 
 async def test_a_server_that_is_not_ours_is_not_talked_to(tmp_path: Path) -> None:
     server = stand_in(tmp_path, answering(tmp_path, name="another"))
     with pytest.raises(ProtocolError, match="another server answers"):
-        await server.start(20.0)
+        await server.start(WAIT_S)
     assert server.pid == 0
 
 
 async def test_a_key_is_never_taken_for_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_bytes", lambda nbytes=None: b"\xfb" * (nbytes or 32))  # "-_v7…" in base64
     server = stand_in(tmp_path, answering(tmp_path))
-    await server.start(20.0)
+    await server.start(WAIT_S)
     given = (tmp_path / "f/key.yaml").read_text()
     await server.stop()
     assert "api-key" in given and not given.split(":")[1].strip(" \n'\"").startswith("-"), given
@@ -144,7 +145,7 @@ async def test_a_key_is_never_taken_for_an_option(tmp_path: Path, monkeypatch: p
 async def test_an_end_that_nobody_asked_for_is_told_once(tmp_path: Path) -> None:
     told: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path), told.append)
-    await server.start(20.0)
+    await server.start(WAIT_S)
     key = (tmp_path / "f/key.yaml").stat()
     assert key.st_mode & 0o777 == 0o600
     (tmp_path / "end").touch()
@@ -184,7 +185,7 @@ async def test_the_cause_of_a_servers_end_comes_first_and_once(tmp_path: Path, s
     (tmp_path / "said").write_text(said)
     server = stand_in(tmp_path, f"cat {tmp_path / 'said'}; exit 3")
     with pytest.raises(ServerDied) as caught:
-        await server.start(20.0)
+        await server.start(WAIT_S)
     assert caught.value.why.startswith(told), caught.value.why
     assert caught.value.why.count(told.partition(";")[0]) == 1
 
@@ -210,7 +211,7 @@ async def test_an_earlier_servers_end_is_not_told_of_its_successor(tmp_path: Pat
     log, late = log_of(tmp_path), DeadlineExceeded("a token", why="none within 20 s")
     log.write_text(CRASH)
     server = stand_in(tmp_path, answering(tmp_path))
-    await server.start(20.0)
+    await server.start(WAIT_S)
     try:
         assert server.explain(late).why == "none within 20 s; its last lines: serving"
         (child,) = procfs.descendants(server.pid)
@@ -250,20 +251,18 @@ subprocess.Popen([sys.executable, "-c", "import time; name = 'multiprocessing.re
 
 async def test_the_end_of_an_idle_server_is_told_before_what_it_left_is_cleaned_up(tmp_path: Path) -> None:
     """multiprocessing's trackers may end by themselves: the guard gives them seconds."""
-    told: list[float] = []
+    told: list[bool] = []
     (tmp_path / "orphan.py").write_text(ORPHAN)
     server = stand_in(
         tmp_path,
         f"{sys.executable} {tmp_path / 'orphan.py'}; {answering(tmp_path)}",
-        lambda error: told.append(time.monotonic()),
+        lambda error: told.append(alive(server.pid)),
     )
-    await server.start(20.0)
+    await server.start(WAIT_S)
     child = next(pid for pid in procfs.descendants(server.pid) if b"answers.py" in cmdline(pid))
     os.kill(child, signal.SIGKILL)
-    killed = time.monotonic()
     await until(lambda: bool(told))
-    assert told[0] - killed < 2.0
-    assert alive(server.pid), "the guard cleans up still"
+    assert told[0], "the guard cleans up still"
     await server.stop()
     assert len(told) == 1
 
@@ -271,7 +270,7 @@ async def test_the_end_of_an_idle_server_is_told_before_what_it_left_is_cleaned_
 async def test_a_guard_that_is_killed_is_the_end_of_its_server(tmp_path: Path) -> None:
     told: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path), told.append)
-    await server.start(20.0)
+    await server.start(WAIT_S)
     os.kill(server.pid, signal.SIGKILL)
     await until(lambda: bool(told))
     assert isinstance(told[0], ServerDied)
@@ -303,7 +302,7 @@ async def test_a_start_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_the_end_of_a_server_is_waited_for_where_it_is_coming(tmp_path: Path) -> None:
     ended: list[RelaxError] = []
     server = stand_in(tmp_path, answering(tmp_path), ended.append)
-    await server.start(20.0)
+    await server.start(WAIT_S)
     await server.end_told(0.01)
     assert not ended
     (tmp_path / "end").touch()
@@ -320,14 +319,15 @@ async def test_the_guard_is_not_shot_as_what_a_dead_role_left_behind(
     monkeypatch.setenv("RELAX_EPOCH", "7")
     named = await asyncio.to_thread(subprocess.Popen, ["sleep", "600"])
     server = stand_in(tmp_path, answering(tmp_path))
-    await server.start(20.0)
+    await server.start(WAIT_S)
     try:
         await asyncio.to_thread(kill_strays, "rollout/0", 7)
-        assert not alive(named.pid) and alive(server.pid)
+        assert await asyncio.to_thread(named.wait, WAIT_S) == -signal.SIGKILL and alive(server.pid)
         os.kill(server.pid, signal.SIGQUIT)
-        answer = await server.client.call("/model_info", timeout_s=10.0)
+        answer = await server.client.call("/model_info", timeout_s=WAIT_S)
         assert answer["served_model_name"] and alive(server.pid)
     finally:
+        named.kill()
         named.wait()
         await server.stop()
 
@@ -354,7 +354,7 @@ async def test_nothing_outlives_a_role_that_is_killed(tmp_path: Path) -> None:
     finally:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-    await until(lambda: not any(map(alive, found)), 5.0)
+    await until(lambda: not any(map(alive, found)))
 
 
 def test_the_guard_ends_as_its_server_did_and_changes_its_environment(tmp_path: Path) -> None:

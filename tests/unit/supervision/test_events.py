@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-import multiprocessing
+import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
-import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from relax_rt import events
 from relax_rt.events import CURRENT, MAX_LINE_BYTES, Appender, EventFollower, EventLog, read_events, segments
 from relax_rt.metrics import MetricsLog, read_metrics
+from relax_rt.observe.tail import Tail
 
 
 def test_events_carry_who_when_and_what(tmp_path: Path) -> None:
@@ -37,29 +42,133 @@ def test_rotation_keeps_order_and_removes_the_oldest(tmp_path: Path) -> None:
     assert numbers == list(range(numbers[0], 40)) and numbers[0] > 0
 
 
-def _write(run_dir: Path, who: str, count: int) -> None:
-    log = EventLog(run_dir, who)
-    for n in range(count):
-        log.emit("n", n=n, filler="x" * (n % 300))
-        time.sleep(0.0005)
+WRITER = """
+import sys, time
+from pathlib import Path
+from relax_rt.events import EventLog
+log = EventLog(Path(sys.argv[1]), sys.argv[2])
+for n in range(400):
+    log.emit("n", n=n, filler="x" * (n % 300))
+    time.sleep(0.0005)
+"""
 
 
 def test_writers_in_many_processes_lose_nothing_through_rotations(tmp_path: Path) -> None:
     agent = EventLog(tmp_path, "agent", segment_bytes=4000, keep=10_000)
-    spawn = multiprocessing.get_context("spawn")
-    writers = [spawn.Process(target=_write, args=(tmp_path, f"w/{w}", 400)) for w in range(2)]
     follower, followed = EventFollower(tmp_path), []
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, tmp_path, f"w/{w}"]) for w in range(2)]
+    while any(writer.poll() is None for writer in writers):
         agent.rotate()
         followed += follower.poll()
-    followed += follower.poll() + follower.poll()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    followed += follower.poll()
     follower.close()
     assert len(segments(tmp_path / "events")) > 3, "it must have rotated while they wrote"
     for found in (list(read_events(tmp_path)), followed):
         for w in range(2):
             assert sorted(e["n"] for e in found if e["by"] == f"w/{w}") == list(range(400))
+
+
+class Suspended:
+    """Stands for os.write: a writer is suspended at its first write, `meanwhile` happens, and it writes then."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self._meanwhile: Callable[[], None] | None = meanwhile
+
+    def __call__(self, fd: int, data: bytes, write: Callable[[int, bytes], int] = os.write) -> int:
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return write(fd, data)
+
+
+@pytest.mark.parametrize("rotations", [1, 3])
+@pytest.mark.parametrize("polls", [1, 2, 5])
+def test_a_writer_that_is_suspended_through_rotations_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polls: int, rotations: int
+) -> None:
+    agent, slow = EventLog(tmp_path, "agent", segment_bytes=1), EventLog(tmp_path, "slow")
+    follower, followed = EventFollower(tmp_path), []
+    slow.emit("n", n=0)
+
+    def meanwhile() -> None:
+        for n in range(rotations):
+            assert agent.rotate()
+            agent.emit("n", n=10 + n)
+            for _ in range(polls):
+                followed.extend(follower.poll())
+
+    monkeypatch.setattr(os, "write", Suspended(meanwhile))
+    slow.emit("n", n=1)
+    slow.emit("n", n=2)
+    followed += follower.poll()
+    follower.close()
+    wanted = [0, 1, 2, *(10 + n for n in range(rotations))]
+    assert sorted(e["n"] for e in followed) == sorted(e["n"] for e in read_events(tmp_path)) == wanted
+
+
+def test_a_file_that_is_followed_alone_is_left_when_no_writer_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, slow = EventLog(tmp_path, "agent", segment_bytes=1), EventLog(tmp_path, "slow")
+    tail = Tail(tmp_path / "events" / CURRENT)
+    slow.emit("n", n=0)
+    found = tail.poll()
+
+    def meanwhile() -> None:
+        assert agent.rotate()
+        agent.emit("n", n=2)
+        found.extend([*tail.poll(), *tail.poll(), *tail.poll()])
+
+    monkeypatch.setattr(os, "write", Suspended(meanwhile))
+    slow.emit("n", n=1)
+    found += [*tail.poll(), *tail.poll()]
+    tail.close()
+    assert [e["n"] for e in found] == [0, 1, 2]
+
+
+def test_a_reader_that_locks_a_closed_segment_holds_no_writer_up(tmp_path: Path) -> None:
+    agent, slow = EventLog(tmp_path, "agent", segment_bytes=1), EventLog(tmp_path, "slow")
+    slow.emit("n", n=0)
+    assert agent.rotate()
+    with segments(tmp_path / "events")[0].open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_EX)
+        slow.emit("n", n=1)
+    assert (slow.lost, [e["n"] for e in read_events(tmp_path)]) == (0, [0, 1])
+
+
+def test_a_writer_that_is_killed_in_a_write_keeps_no_segment_open(tmp_path: Path) -> None:
+    EventLog(tmp_path, "a").emit("first")
+    holder = "import fcntl, os, sys; fcntl.flock(0, fcntl.LOCK_SH); print('locked', flush=True); sys.stdin = None; "
+    with (tmp_path / "events" / CURRENT).open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", holder + "os.kill(os.getpid(), 19)"], stdin=file, stdout=subprocess.PIPE
+        )
+    assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+    assert EventLog(tmp_path, "agent", segment_bytes=1).rotate()
+    follower = EventFollower(tmp_path)
+    assert [e["kind"] for e in follower.poll() + follower.poll() + follower.poll()] == ["first"]
+    assert follower._finished == set()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert follower.poll() == [] and follower._finished == {"events-000001.jsonl"}
+    follower.close()
+
+
+def test_without_locks_a_closed_segment_is_read_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    log = EventLog(tmp_path, "agent", segment_bytes=1)
+    follower, numbers = EventFollower(tmp_path), []
+    for n in range(5):
+        log.emit("n", n=n)
+        log.rotate()
+        numbers += [e["n"] for e in follower.poll()]
+    assert log.lost == 0 and numbers == list(range(5))
+    follower.close()
 
 
 def test_threads_share_an_appender(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from relax_rt.supervision.channel import FaultKind, FaultMsg
 from relax_rt.supervision.limits import own_memory
 
 MIB = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 120
 
 
 def until(probe: Callable[[], bool]) -> None:

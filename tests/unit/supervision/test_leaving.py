@@ -17,7 +17,7 @@ from relax_rt.host import LiveProbeFailed, live
 from relax_rt.role import Role
 from relax_rt.transport.errors import RelaxError
 
-SOON_S = 20.0
+SOON_S = 120
 
 
 @pytest.fixture(autouse=True)

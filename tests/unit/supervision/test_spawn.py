@@ -26,7 +26,7 @@ from relax_rt.supervision.rundir import RunPaths
 from relax_rt.supervision.spares import BACKOFF_FIRST_S, Spares, Wanted
 from relax_rt.supervision.spawn import JUDGES, Spawner
 
-WAIT_S = 30.0
+WAIT_S = 120
 IDLE = "import os, socket\nc = socket.socket(fileno=int(os.environ['RELAX_CONTROL_FD']))\nwhile c.recv(999): pass"
 
 
@@ -120,7 +120,9 @@ async def test_exits_are_told_while_many_stacks_are_being_looked_at(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "py-spy"
-    program.write_text("#!/bin/sh\nexec sleep 3\n")
+    monkeypatch.setattr("relax_rt.supervision.process.SPY_WITHIN_S", 5 * WAIT_S)
+    seen = tmp_path / "seen"
+    program.write_text(f"#!/bin/sh\nwhile [ ! -e {seen} ]; do sleep 0.05; done\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     toy = await world.start(IDLE)
@@ -128,8 +130,11 @@ async def test_exits_are_told_while_many_stacks_are_being_looked_at(
         toy.process.dump_stacks()
     await asyncio.to_thread(until_logged, world.log, "--- py-spy dump")
     toy.process.kill("killed", "enough")
-    async with asyncio.timeout(2):
-        assert (await toy.end).cause == "enough"
+    try:
+        async with asyncio.timeout(WAIT_S):
+            assert (await toy.end).cause == "enough"
+    finally:
+        seen.touch()
 
 
 async def test_kill_after_the_exit_hits_nobody_and_changes_no_diagnosis(

@@ -208,10 +208,11 @@ async def test_light_zygote_that_is_never_fit_is_given_up_and_roles_are_spawned(
         assert time.monotonic() - began >= 0.2 + 0.4, "with back-off between them"
         assert given_up["reason"].startswith("nothing can be forked any more after zygote_thread: 2 threads")
         assert len(world.told("zygote_died", "light")) == 2
-        began = time.monotonic()
-        with pytest.raises(NoZygote, match="2 threads"):
-            await world.fork()
-        assert time.monotonic() - began < 1, "nobody waits for what does not come"
+        # Nobody waits for what does not come.
+        monkeypatch.setattr("relax_rt.supervision.nursery.FORK_WAIT_S", 600.0)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(NoZygote, match="2 threads"):
+                await world.fork()
 
 
 async def test_heavy_zygote_that_all_imports_together_make_unfit_is_given_up(tmp_path: Path) -> None:

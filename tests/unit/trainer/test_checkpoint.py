@@ -329,7 +329,7 @@ MIB = 1 << 20
 
 def until_said(words: str, said: list[str]) -> None:
     """Have the thread that writes wait until it was seen how far it is."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not any(words in line for line in said) and time.monotonic() < end:
         time.sleep(0.005)
 

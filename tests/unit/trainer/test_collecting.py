@@ -14,7 +14,7 @@ from relax_rt.roles.trainers.step import Batch, Collector, give_back
 from relax_rt.transport.errors import Unreachable
 from relax_rt.transport.queue.batch import LeasedBatch
 
-SOON_S = 30.0
+SOON_S = 120
 
 
 class Shown:

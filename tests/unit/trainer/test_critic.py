@@ -344,7 +344,7 @@ class Slow:
     async def left_at_work(self, call: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
         """The caller is gone in the middle of the work, and these come before its end."""
         first = asyncio.create_task(call())
-        assert await asyncio.to_thread(self.begun.wait, 20)
+        assert await asyncio.to_thread(self.begun.wait, 120)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         found = asyncio.gather(*(other() for other in others), return_exceptions=True)
@@ -387,7 +387,7 @@ async def test_a_critic_that_could_not_begin_is_nowhere(model_dir: Path, tmp_pat
         await link.begin(0, tmp_path)
     with pytest.raises(Refused, match="go back to the last checkpoint"):
         await link.judge(copy.deepcopy(SAMPLES), 0)
-    await asyncio.wait_for(link.begin(0, None), 60)
+    await asyncio.wait_for(link.begin(0, None), 120)
     await world.step(link, 0)
 
 

@@ -137,7 +137,7 @@ async def judged(model: FrozenModel, *batches: list[Sample]) -> tuple[Queue, lis
     role = ReferenceRole(ctx)  # type: ignore[arg-type]
     leases = [Leases(Leased(SampleKey(n, i), s) for i, s in enumerate(batch)) for n, batch in enumerate(batches)]
     role.model, role.queue = model, (queue := Queue(leases, ctx.stopping))  # type: ignore[assignment]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await role.run()
     return queue, metrics
 

@@ -25,7 +25,7 @@ GROUPS = 2
 """Of a step."""
 STALENESS = 12
 """More than there are steps in a life: all samples are of the first version."""
-SOON_S = 60.0
+SOON_S = 120
 
 
 class Progress:

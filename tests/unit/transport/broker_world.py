@@ -108,6 +108,6 @@ async def world(tmp_path: Path, **changes: Any) -> AsyncIterator[World]:
 
 async def until(done: Callable[[], bool]) -> None:
     """Wait for what happens in the background."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not done():  # noqa: ASYNC110 - there is nothing to wait on
             await asyncio.sleep(0.01)

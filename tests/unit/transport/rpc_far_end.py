@@ -128,14 +128,14 @@ class FarEndImpl:
         return "not a number"  # type: ignore[return-value]
 
     async def until_working(self, n: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             async with self.entered:
                 await self.entered.wait_for(lambda: self.working >= n)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Wait for something that the far end does in its own time."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - the other side has no event to give
             await asyncio.sleep(0.01)
 
@@ -184,7 +184,7 @@ async def spawn(address: str, mode: str, keys: CurveKeys | None = None) -> tuple
         sys.executable, __file__, address, mode, *parts, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 30)
+    line = await asyncio.wait_for(process.stdout.readline(), 120)
     return process, line.decode().strip()
 
 

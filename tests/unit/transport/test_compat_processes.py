@@ -30,7 +30,7 @@ ROWS, WIDTH = 64, 2048
 KEYS = [f"far{n}" for n in range(ROWS)]
 
 
-def until(true: Callable[[], Any], what: str, wait_s: float = 20.0) -> None:
+def until(true: Callable[[], Any], what: str, wait_s: float = 120) -> None:
     deadline = time.monotonic() + wait_s
     while not true():
         assert time.monotonic() < deadline, f"never: {what}"
@@ -140,7 +140,7 @@ def test_a_put_waits_for_memory_and_says_so_when_none_comes(folder: Path) -> Non
 def test_another_process_finds_the_queue_by_the_environment(folder: Path) -> None:
     begin(folder)
     process = far_end("put")
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     data = tq.kv_batch_get(KEYS, "far")
     assert torch.equal(data["x"].values(), torch.arange(ROWS * WIDTH * 1.0))
     assert tq.kv_list("far")["far"]["far0"] == {"by": "far end"}

@@ -178,7 +178,7 @@ async def talk(path: str, *messages: bytes) -> bytes:
         writer.write_eof()
     heard = b""
     with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             heard = await reader.read(1 << 20)
     writer.close()
     with contextlib.suppress(ConnectionError):
@@ -278,7 +278,9 @@ async def test_two_hosts_of_one_folder(tmp_path: Path) -> None:
             async with TransferQueue.serve(folder, TASKS):
                 pass
         command = [sys.executable, "-m", "relax_rt.transport.queue", str(folder), "--task", "train=tokens"]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 2 and done.stdout == "" and "another process does" in done.stderr
         assert "Traceback" not in done.stderr
 

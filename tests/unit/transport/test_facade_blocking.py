@@ -47,7 +47,7 @@ def test_leaving_another_node_waits_for_readers_for_as_long_as_it_was_told(
             memory = far._queue.client.arena._dir
             far.put([{"x": np.full(5000, 7, np.int32)}])
             monkeypatch.setattr(blocking, "CLOSE_TIMEOUT_S", 0.0)
-        reader.join(30)
+        reader.join(120)
     assert found == [7]
     assert not memory.exists()
 

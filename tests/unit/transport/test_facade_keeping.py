@@ -38,7 +38,7 @@ async def test_what_cannot_be_mended_is_told_to_all(
 ) -> None:
     folder = tmp_path / "queue"
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(120),
         TransferQueue.serve(folder, {"t": ["x"]}, listen="tcp://127.0.0.1:0") as queue,
         TransferQueue.connect(folder) as other,
     ):
@@ -58,7 +58,7 @@ async def test_what_cannot_be_mended_is_told_to_all(
 
 
 async def test_what_passes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with asyncio.timeout(30), TransferQueue.serve(tmp_path / "queue", {"t": ["x"]}) as queue:
+    async with asyncio.timeout(120), TransferQueue.serve(tmp_path / "queue", {"t": ["x"]}) as queue:
         fails(monkeypatch, queue.host, OutOfSpace("journal"), AddressError("listening"), OSError("a file"))
         keys = await queue.put(SAMPLE)
         batch = await queue.take("t", samples=1, wait_s=20)

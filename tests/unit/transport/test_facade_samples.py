@@ -159,7 +159,7 @@ async def test_waits_have_a_reason_and_an_end(tmp_path: Path) -> None:
         await until(lambda: producer.waiting_on.startswith("payloads fill the capacity"))
         assert not waiting.done()
         assert producer.waiting_on in reasons and queue.waiting_on == ""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await queue.done(await queue.take("t", samples=2, wait_s=5))
             assert len(await waiting) == 2
         assert producer.waiting_on == reasons[-1] == ""
@@ -254,7 +254,7 @@ def test_the_blocking_form(tmp_path: Path) -> None:
         if batch:
             queue.give_up(batch, "for the other")
         queue.put(tokens(9), group=True)
-        consumer.join(60)
+        consumer.join(120)
         assert sorted(found) == [1, 2, 3, 5, 5, 9]
         assert queue.statistics()["broker"]["memory"]["blocks"] == 0
     with pytest.raises(Refused, match="it was not entered"):

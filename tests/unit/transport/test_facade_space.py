@@ -57,7 +57,7 @@ async def test_what_does_not_fit_goes_to_disk_and_comes_back(tmp_path: Path) -> 
         TransferQueue.serve(folder, {"train": ["tokens"]}, capacity_bytes=1 << 20, spill_bytes=64 << 20) as queue,
         TransferQueue.connect(folder, capacity_bytes=1 << 20, slab_bytes=256 * KIB) as producer,
     ):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             for n in range(60):
                 await producer.put([sample(n)])
         full = await settled(lambda: memory(queue), lambda now: now["occupancy"] <= 0.8)
@@ -108,11 +108,11 @@ async def test_a_full_disk_makes_producers_wait_and_loses_nothing(
         waiting = asyncio.create_task(queue.put([sample(put)]))
         await until(lambda: queue.waiting_on.startswith("payloads fill the capacity"))
         assert await drain(queue, 5) == list(range(5))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await waiting
         # With more room on the disk it goes on without anybody reading.
         await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,size=32m", str(small_disk)], check=True)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             for n in range(put + 1, put + 30):
                 await queue.put([sample(n)])
         assert await drain(queue, put + 25) == list(range(5, put + 30))
@@ -180,7 +180,7 @@ async def test_a_host_whose_journal_could_not_be_written_begins_again(
         full = os.open("/dev/full", os.O_WRONLY)
         os.dup2(full, failed._journal._fd)
         os.close(full)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await queue.put([sample(1)])
             assert await drain(queue, 2) == [0, 1]
         assert queue.host.broker is not failed
@@ -215,6 +215,6 @@ async def test_who_waits_for_room_when_the_queue_is_left_is_told(tmp_path: Path,
             columns = {"tokens": np.stack([one["tokens"] for one in more]), "n": np.arange(8)}
             putting = asyncio.create_task(producer.put(more if how == "rows" else columns, wait_s=60))
             await until(lambda: bool(producer.waiting_on))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             with pytest.raises(Refused, match=r"may have been (put|carried out, or not)"):
                 await putting

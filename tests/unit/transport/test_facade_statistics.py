@@ -113,5 +113,5 @@ def test_the_command_ends_in_order_and_leaves_nothing(world: World) -> None:
 )
 def test_a_command_that_cannot_work(tmp_path: Path, options: list[str], status: int, says: str) -> None:
     command = [sys.executable, "-m", "relax_rt.transport.queue", str(tmp_path / "queue"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status and says in done.stderr and "Traceback" not in done.stderr

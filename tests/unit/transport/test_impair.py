@@ -47,16 +47,16 @@ async def test_delay_both_ways_in_order_and_then_no_more(carrier: str, tmp_path:
         answers = await asyncio.gather(*(far.echo(bytes([i])) for i in range(50)))
         assert answers == [bytes([i]) for i in range(50)]
         await asyncio.sleep(0.5)
-        await far.nothing()
-        assert await took_s(far) < 0.2
-        assert not impair.active
+        await eventually(lambda: not impair.active)
+        # Delayed, each of them would take so long.
+        assert min([await took_s(far) for _ in range(20)]) < 0.2
         assert client.reconnects == 0
 
 
 @pytest.mark.parametrize("carrier", ["unix", "tcp"])
 async def test_partition_holds_and_then_lets_pass(carrier: str, tmp_path: pathlib.Path) -> None:
     async with pair(carrier, tmp_path) as (client, far):
-        impair.impair(drop=1.0, for_s=0.5)
+        impair.impair(drop=1.0, for_s=2.0)
         with pytest.raises(Unreachable, match="though the connection stands"):
             await client.bind(FarEnd, timeout_s=0.1).nothing()
         waiting = [asyncio.create_task(far.echo(bytes([i]))) for i in range(20)]

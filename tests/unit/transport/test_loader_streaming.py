@@ -40,7 +40,7 @@ async def offer(queue: QueueClient, first: int, count: int) -> None:
 
 
 async def test_steps_come_in_order_and_end_where_they_are_to(tmp_path: Path) -> None:
-    async with asyncio.timeout(60), serve(tmp_path) as broker, connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path) as broker, connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 10)
         async with (
             connect(tmp_path, "trainer/0") as queue,
@@ -55,7 +55,7 @@ async def test_steps_come_in_order_and_end_where_they_are_to(tmp_path: Path) -> 
 
 
 async def test_the_next_batch_is_taken_while_one_is_worked_on(tmp_path: Path) -> None:
-    async with asyncio.timeout(60), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 12)
         async with connect(tmp_path, "trainer/0") as queue:
             for prefetch in (0, 1, 2):
@@ -77,7 +77,7 @@ async def test_the_next_batch_is_taken_while_one_is_worked_on(tmp_path: Path) ->
 async def test_a_wait_says_what_for_and_can_go_on_after_its_deadline(tmp_path: Path) -> None:
     reasons: list[str] = []
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         serve(tmp_path),
         connect(tmp_path, "rollout/0") as producer,
         connect(tmp_path, "trainer/0") as queue,
@@ -96,7 +96,7 @@ async def test_a_wait_says_what_for_and_can_go_on_after_its_deadline(tmp_path: P
 
 
 async def test_what_cannot_be_loaded_is_an_error_and_goes_back(tmp_path: Path) -> None:
-    async with asyncio.timeout(60), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 2)
         async with connect(tmp_path, "trainer/0") as queue:
             for number, (options, message) in enumerate(
@@ -118,7 +118,7 @@ async def test_what_cannot_be_loaded_is_an_error_and_goes_back(tmp_path: Path) -
 
 
 async def test_an_error_in_the_trainer_gives_the_step_back(tmp_path: Path) -> None:
-    async with asyncio.timeout(60), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 2)
         async with connect(tmp_path, "trainer/0") as queue:
             with pytest.raises(ZeroDivisionError):
@@ -137,7 +137,7 @@ async def test_an_error_in_the_trainer_gives_the_step_back(tmp_path: Path) -> No
 
 async def test_failed_samples_end_and_the_others_go_on(tmp_path: Path) -> None:
     policy = LedgerPolicy(tasks={TASK: ("tokens",), "later": ("sum",)}, step_task="")
-    async with asyncio.timeout(60), serve(tmp_path, policy), connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path, policy), connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 3)
         async with connect(tmp_path, "trainer/0") as queue:
             async with StreamingLoader(queue, TASK, groups=3) as loader:
@@ -152,7 +152,7 @@ async def test_failed_samples_end_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 async def test_a_batch_that_ended_is_not_granted_again_and_a_stream_goes_on_at_its_index(tmp_path: Path) -> None:
-    async with asyncio.timeout(60), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path), connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 6)
         async with connect(tmp_path, "trainer/0") as queue:
             async with StreamingLoader(queue, TASK, groups=2, steps=1) as loader:
@@ -168,7 +168,7 @@ async def test_training_takes_one_batch_at_a_time_and_one_rank_says_that_it_is_t
     policy = LedgerPolicy(tasks={"train": ("tokens",)}, prompts_per_step=2)
     told: list[str] = []
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         serve(tmp_path, policy) as broker,
         connect(tmp_path, "rollout/0") as producer,
         connect(tmp_path, "trainer/0") as lead,
@@ -223,7 +223,7 @@ async def test_a_thread_beside_the_loop_iterates_without_await(tmp_path: Path) -
         return found
 
     await_more = threading.Event()
-    async with asyncio.timeout(60), serve(tmp_path) as broker, connect(tmp_path, "rollout/0") as producer:
+    async with asyncio.timeout(120), serve(tmp_path) as broker, connect(tmp_path, "rollout/0") as producer:
         await offer(producer, 0, 6)
         async with connect(tmp_path, "trainer/0") as queue:
             training = asyncio.create_task(asyncio.to_thread(train, queue))
@@ -363,7 +363,7 @@ async def test_threads_that_all_wait_for_the_queue_do_not_hold_it_up(
 ) -> None:
     # Every put is a large one.
     monkeypatch.setattr(space, "_THREAD_BYTES", 1)
-    async with asyncio.timeout(60), serve(tmp_path), connect(tmp_path, "trainer/0") as queue:
+    async with asyncio.timeout(120), serve(tmp_path), connect(tmp_path, "trainer/0") as queue:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(1))
 

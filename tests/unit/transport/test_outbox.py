@@ -196,12 +196,12 @@ async def test_close_tells_who_waits_at_the_door(monkeypatch: pytest.MonkeyPatch
     far.gate.clear()
     box = Outbox(far.send)
     inside = [asyncio.create_task(put(box, n)) for n in range(3)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while far.sent != [0, 1]:  # noqa: ASYNC110
             await asyncio.sleep(0)
     await box.close()
     assert box._pending == 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         ends = await asyncio.gather(*inside, return_exceptions=True)
     assert [type(end) for end in ends] == [Refused] * 3
     with pytest.raises(Refused, match="this end of the queue was closed"):

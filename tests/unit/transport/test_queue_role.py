@@ -60,7 +60,7 @@ async def test_serves_until_it_is_asked_to_stop(ctx: Context) -> None:
     await ctx.is_ready.wait()
     stats = await ctx.served[QueueApi].stats()
     assert stats.step == 0 and ctx.events == ["queue_recovered"]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not ctx.done:  # noqa: ASYNC110 - progress is told, not awaited
             await asyncio.sleep(0.05)
         ctx.stopping.set()
@@ -80,7 +80,7 @@ async def test_ends_with_the_error_when_the_journal_cannot_be_written(ctx: Conte
     os.close(full)
     with pytest.raises(Unreachable):
         role.broker._apply(Open("run-2"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         with pytest.raises(OutOfSpace, match="No space left"):
             await running
     await role.teardown()

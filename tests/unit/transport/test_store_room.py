@@ -136,7 +136,7 @@ COLUMN = {"x": np.zeros((1, 12_000), np.int32)}
 
 
 async def test_a_put_waits_for_room_for_all_to_see(tmp_path: Path) -> None:
-    async with asyncio.timeout(30), served(tmp_path / "queue") as (host, store):
+    async with asyncio.timeout(120), served(tmp_path / "queue") as (host, store):
         await store.put(Rows("p", ["k"]), COLUMN)
         await store.put(Rows("p", ["l"]), COLUMN)
         waiting = asyncio.ensure_future(store.put(Rows("p", ["m"]), COLUMN))
@@ -154,7 +154,7 @@ async def test_a_put_waits_for_room_for_all_to_see(tmp_path: Path) -> None:
 
 
 async def test_a_put_gives_up_in_time_and_takes_its_memory_back(tmp_path: Path) -> None:
-    async with asyncio.timeout(30), served(tmp_path / "queue", space_wait_s=0.1) as (_, store):
+    async with asyncio.timeout(120), served(tmp_path / "queue", space_wait_s=0.1) as (_, store):
         await store.put(Rows("p", ["k"]), COLUMN)
         await store.put(Rows("p", ["l"]), COLUMN)
         used = store.writer.statistics().used_bytes

@@ -177,7 +177,7 @@ def test_a_server_that_dies_while_the_base_crosses_is_found_again(tmp_path: Path
         found: list[tuple[bool, int]] = []
         thread = threading.Thread(target=lambda: found.append(content(home, mirror, record)))
         thread.start()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while not (away / f"{BASE_FILE}.tmp").exists():
             assert time.monotonic() < until
             time.sleep(0.001)

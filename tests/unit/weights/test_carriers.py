@@ -136,7 +136,7 @@ async def test_a_full_disk_behind_costs_the_copy_alone(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(WeightDirectory, "write", full)
     await files.after(record)
-    await asyncio.wait_for(files.close(), 10)
+    await asyncio.wait_for(files.close(), 120)
     assert [kind for kind, _ in ctx.events] == ["weights_not_filed"]
 
 
@@ -156,7 +156,7 @@ class Disk:
         monkeypatch.setattr(WeightDirectory, "write", slow)
 
     async def at(self, *versions: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while tuple(self.begun) != versions:  # noqa: ASYNC110 what is waited for sets no event
                 await asyncio.sleep(0.005)
 
@@ -176,7 +176,7 @@ async def test_the_newest_is_copied_when_the_copy_under_way_is_done(
     await disk.at(7, 9)
     assert not ending.done() and "put into" in ctx.progress.waits[-1]
     disk.may.release()
-    await asyncio.wait_for(ending, 10)
+    await asyncio.wait_for(ending, 120)
     await files.close()
     assert [path.name for path in (tmp_path / "files" / "run-1").glob("v*")] == ["v00000009"]
     assert not ctx.events and ctx.progress.waits[-1] == ""
@@ -192,11 +192,11 @@ async def test_a_trainer_that_failed_or_is_stopped_does_not_wait_for_a_slow_disk
         await files.after(stage(ctx, fill(LAYOUT, version), version))
         await disk.at(7)
     ctx.stopping.set()
-    await asyncio.wait_for(files.through(), 10)
+    await asyncio.wait_for(files.through(), 120)
     closing = asyncio.create_task(files.close())
     await asyncio.sleep(0)
     disk.may.release()
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 120)
     ((kind, told),) = ctx.events
     assert (kind, told["version"]) == ("weights_not_filed", 7) and "too slow" in told["why"]
     assert disk.begun == [7] and not [*(tmp_path / "files" / "run-1").glob("[v.]*")]
@@ -213,15 +213,15 @@ async def test_a_file_system_that_never_answers_keeps_no_run_from_its_end(
     files._timeout_s = 0.1
     await files.after(stage(ctx, fill(LAYOUT), 7))
     await disk.at(7)
-    await asyncio.wait_for(files.through(), 5)
-    await asyncio.wait_for(files.close(), 5)
+    await asyncio.wait_for(files.through(), 120)
+    await asyncio.wait_for(files.close(), 120)
     ((kind, told),) = ctx.events
     assert (kind, told["version"]) == ("weights_not_filed", 7) and "not answered for 0.25 s" in told["why"]
     # The host of a role that has done its work waits for the default executor.
-    await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 5)
+    await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 120)
     disk.may.release()
     assert files._behind is not None
-    await asyncio.wait_for(files._behind, 10)
+    await asyncio.wait_for(files._behind, 120)
 
 
 async def test_a_folder_that_cannot_be_opened_is_told_and_tried_again_with_the_next_version(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ else:
 
 
 def in_a_process_that_ends(folder: Path, *words: str) -> None:
-    subprocess.run([sys.executable, "-c", DEAD, str(folder), *words], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", DEAD, str(folder), *words], check=True, timeout=120)
 
 
 def test_the_dead_are_served_by_nobody_and_their_files_go(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from relax_rt.transport.weights.source import DeltaSource, StageSource, stage_so
 from relax_rt.transport.weights.stage import MAX_BUFFERS, WeightStage, read_manifest
 
 LAYOUT = layout_of([("w", "bfloat16", (4000,), 8000)])
-SOON_S = 5.0
+SOON_S = 120
 
 
 class Registry:

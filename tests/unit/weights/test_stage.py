@@ -148,7 +148,7 @@ def test_who_comes_to_keep_a_file_while_it_is_retired_finds_it_gone(
     monkeypatch.setattr(Path, "unlink", slow)
     stage.retire(2)
     unlinked.set()
-    reader.join(10)
+    reader.join(120)
     assert found == [f"{path.name}: retired from the stage {tmp_path}"]
     with kept(tmp_path / wire_file(2)):
         stage.retire(3)

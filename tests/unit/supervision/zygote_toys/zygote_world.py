@@ -18,7 +18,7 @@ from relax_rt.supervision.nursery import Birth, NoZygote, Nursery, ZygoteKey
 from relax_rt.supervision.spawn import Spawner
 
 TOYS = Path(__file__).parent
-WAIT_S = 30.0
+WAIT_S = 120
 KEY = ZygoteKey(sys.executable, ())
 RUN_ID = "0badf00d"
 
