@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -289,7 +290,15 @@ def machine() -> str:
         return "torch sees no CUDA device"
     nccl = cupy.cuda.nccl.get_version() if getattr(cupy.cuda.nccl, "available", False) else None
     name = torch.cuda.get_device_name(0)
-    tell("machine", device=name, torch=torch.__version__, cupy=cupy.__version__, nccl=nccl, cpus=os.cpu_count())
+    tell(
+        "machine",
+        device=name,
+        torch=torch.__version__,
+        cupy=cupy.__version__,
+        nccl=nccl,
+        cpus=os.cpu_count(),
+        shm_free_mib=shutil.disk_usage("/dev/shm").free >> 20,
+    )
     return ""
 
 

@@ -89,8 +89,12 @@ IMPORTS = """
 import importlib.metadata as metadata, json, platform
 import reasoning_gym, transformers, torch, zmq, relax_rt.roles.rollout, relax_rt.roles.trainer, relax_rt.roles.evaluator
 names = ("torch", "transformers", "tokenizers", "numpy", "cupy-cuda13x", "nvidia-nccl-cu13", "megatron-core", "peft")
-found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
-print(json.dumps({"figure": "versions", "python": platform.python_version(), **{n: found.get(n) for n in names}}))
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+print(json.dumps({"figure": "versions", "python": platform.python_version(), **{n: version(n) for n in names}}))
 """
 TINY = """
 import json, time
@@ -155,9 +159,17 @@ class Rows:
             out.flush()
             os.fsync(out.fileno())
         if row.get("outcome") != "started":
-            print(json.dumps({**row, **({"tail": row["tail"][-SHOWN:]} if "tail" in row else {})}), flush=True)
+            say(json.dumps({**row, **({"tail": row["tail"][-SHOWN:]} if "tail" in row else {})}))
         if "outcome" in row:
             self.last[str(row["probe"])] = dict(row)
+
+
+def say(line: str) -> None:
+    """Print a line; a reader of stdout that has gone away ends nothing, since the file has everything."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the end
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -361,8 +373,9 @@ def main() -> None:
     own_descendants()
     rows = Rows(arguments.out, arguments.resume)
     found = measure(arguments.phase, arguments.budget_s, rows, again=arguments.again)
-    rows.add({"probe": "", **found})
-    print("\n".join(f"{name}: {len(those)}: {'; '.join(those)}" for name, those in found.items() if name != "summary"))
+    for name, those in found.items():
+        if name != "summary":
+            say(f"{name}: {len(those)}: {'; '.join(those)}")
     sys.exit(0 if set(found) <= {"summary", "ok"} else 1)
 
 

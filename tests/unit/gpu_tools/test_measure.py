@@ -215,6 +215,15 @@ def test_ending_the_tool_ends_its_probe(tmp_path: Path) -> None:
         tool.wait()
 
 
+def test_a_reader_of_stdout_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    command = given_to(tmp_path, [probe("one", "pass"), probe("two", "pass")])
+    tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert tool.stdout is not None
+    tool.stdout.close()
+    tool.wait(120)
+    assert outcomes(tmp_path) == [("one", "started"), ("one", "ok"), ("two", "started"), ("two", "ok")]
+
+
 def test_every_test_and_figure_of_a_device_is_in_a_probe() -> None:
     words = [" ".join(one.command) for one in PROBES]
     for file in (REPO / "tests/gpu").glob("test_*.py"):
