@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from relax_rt.transport.errors import Refused
 
@@ -29,6 +30,22 @@ MOST_ASPECT = 32
 MOST_PICTURES = 64
 """Of one conversation."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+OTHER_FORMATS = {
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+    b"<svg": "SVG",
+    b"<?xml": "XML, as SVG is",
+    b"%PDF": "PDF",
+    b"8BPS": "PSD",
+    b"\0\0\1\0": "ICO",
+    b"v/1\1": "OpenEXR",
+    b"\0\0\0\x0cJXL ": "JPEG XL",
+    b"\xff\x0a": "JPEG XL",
+    b"\0\0\0\x0cjP  ": "JPEG 2000",
+}
+"""Formats that users send and that are refused by name: how their files begin."""
+PNG_DEPTH_AT = 24
+"""Where a PNG's header has its bits per channel."""
 DIGEST_BYTES = 16
 IMAGES = frozenset({"image_url", "input_image", "image"})
 """Types of parts that are pictures, in the APIs that we speak."""
@@ -138,21 +155,28 @@ def _decoded(text: str) -> bytes:
 
 
 def opened(data: bytes) -> Image:
-    """An encoded picture as RGB, turned as its camera says; of several frames the first. Blocks.
+    """Decode a picture to 8-bit RGB, as a viewer on a white page would show it. Blocks.
+
+    The camera's orientation is applied, transparent parts show white, 16-bit values are scaled to 8 bits, and colours
+    with an ICC profile are converted to sRGB. Of an animation, the first frame is taken.
 
     Raises:
-        Refused: it is none, or beyond a bound.
+        Refused: the bytes are no picture of FORMATS, or beyond a bound.
     """
     from PIL import Image as pillow
     from PIL import ImageOps
 
     hint = f"send {', '.join(FORMATS)}"
+    if name := _other_format(data):
+        raise Refused("a picture", why=f"it is {name}, which is not decoded", hint=hint)
     try:
         with pillow.open(io.BytesIO(data), formats=FORMATS) as found:
             # The head alone was read: nothing is decoded yet.
             _check_size(*found.size)
             found.seek(0)
-            return ImageOps.exif_transpose(found).convert("RGB")
+            if found.format == "PNG":
+                _scale_colour_key(found, depth=data[PNG_DEPTH_AT])
+            return _to_srgb(ImageOps.exif_transpose(found))
     except Refused:
         raise
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
@@ -164,6 +188,67 @@ def opened(data: bytes) -> Image:
         # Decoders raise what they like on bytes that are no picture.
         why = f"it cannot be read: {type(error).__name__}: {error}"[:200]
         raise Refused("a picture", why=why, hint=hint) from error
+
+
+def _other_format(data: bytes) -> str:
+    """Name a common format that is not in FORMATS; empty for all else."""
+    head = data[:64].lstrip()
+    if data[4:8] == b"ftyp":
+        return {b"avif": "AVIF", b"avis": "AVIF"}.get(data[8:12], "HEIC or a video")
+    return next((name for magic, name in OTHER_FORMATS.items() if head.startswith(magic)), "")
+
+
+def _scale_colour_key(found: Image, *, depth: int) -> None:
+    """Bring a PNG's transparent colour to the scale of the decoded pixels: Pillow leaves it at that of the file."""
+    key = found.info.get("transparency")
+    if found.mode == "L" and isinstance(key, int) and depth < 8:
+        found.info["transparency"] = key * 255 // ((1 << depth) - 1)
+    elif found.mode == "RGB" and isinstance(key, tuple) and depth == 16:
+        # Pillow decodes such pixels to their high bytes.
+        found.info["transparency"] = tuple(value >> 8 for value in key)
+
+
+def _to_srgb(found: Image) -> Image:
+    """Return a decoded picture as sRGB on white."""
+    from PIL import Image as pillow
+
+    profile, size = found.info.get("icc_profile"), found.size
+    if found.mode.startswith("I"):
+        found = _eight_bits(found)
+    if found.mode in ("RGBA", "LA", "PA") or "transparency" in found.info:
+        drawn = found.convert("RGBA")
+        found = pillow.new("RGB", size, "white")
+        found.paste(drawn, mask=drawn.getchannel("A"))
+    elif found.mode == "P":
+        found = found.convert("RGB")
+    if profile and (managed := _colour_managed(found, profile)) is not None:
+        return managed
+    return found.convert("RGB")
+
+
+def _eight_bits(found: Image) -> Image:
+    """Scale 16-bit grey values to 8 bits; values of the transparent colour become white."""
+    from PIL import Image as pillow
+
+    values = np.asarray(found).astype(np.uint32)
+    scaled = (values.clip(0, 65535) * 255 + 32767) // 65535
+    if (key := found.info.get("transparency")) is not None:
+        scaled[values == key] = 255
+    return pillow.fromarray(scaled.astype(np.uint8))
+
+
+def _colour_managed(found: Image, profile: bytes) -> Image | None:
+    """Convert colours from the picture's ICC profile to sRGB; None where the profile is sRGB or cannot be used."""
+    from PIL import ImageCms
+
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if "sRGB" in ImageCms.getProfileDescription(source):
+            return None
+        return ImageCms.profileToProfile(found, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError, ImportError):
+        # Damaged, for other channels than the picture's, or Pillow was built without littlecms: viewers ignore it, too.
+        return None
 
 
 def _check_size(width: int, height: int) -> None:

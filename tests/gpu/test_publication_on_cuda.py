@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from relax_rt.transport.versions import VersionRecord
@@ -18,6 +20,9 @@ PARAMETERS, TENSORS = 1_500_000_000, 250
 
 def test_every_byte_goes_from_the_device_through_the_stage_to_the_device(tmp_path: Path) -> None:
     """What CUDA IPC does between processes is in test_cuda_ipc; this is the size, and the way by shared memory."""
+    free = shutil.disk_usage("/dev/shm").free
+    if free < 3 * PARAMETERS:
+        pytest.skip(f"/dev/shm has {free >> 20} MiB free, and the stage needs {3 * PARAMETERS >> 20} MiB")
     each = PARAMETERS // TENSORS
     layout = layout_of([(f"w{i}", "bfloat16", (each,), 2 * each) for i in range(TENSORS)])
     generator = torch.Generator("cuda").manual_seed(1)

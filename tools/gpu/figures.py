@@ -1,7 +1,9 @@
 """Figures of a GPU machine, measured in one run and printed as JSON, a line a figure.
 
-    python tools/gpu/figures.py [--mib 4096] [--only ipc,absent,duplicate,shared,start,engine]
+    python tools/gpu/figures.py [--mib 4096] [--only device,ipc,absent,duplicate,shared,start,engine]
 
+device: what the device itself reaches: a copy of --mib (bytes read and written are both counted) and products of square
+matrices of random numbers; the other figures are read beside it.
 ipc: a copy of weights out of another process's memory by CUDA IPC, as a share of the same copy within one process, both
 by the device's own clock, in turns, medians of the rounds; to reach: 0.8. Bytes read and written are both counted.
 absent, duplicate: NCCL whose peer never comes, and two ranks on one device, with our own look-out for them and without:
@@ -19,6 +21,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -50,6 +53,35 @@ def device_seconds(copy: Callable[[], None]) -> float:
     end.record()
     end.synchronize()
     return float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+
+
+def device(mib: int) -> None:
+    import torch
+
+    def median_s(work: Callable[[], Any]) -> float:
+        for _ in range(3):
+            work()
+        times = []
+        for _ in range(ROUNDS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+    source = torch.randint(0, 255, (mib << 20,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_gb_s = 2 * source.nbytes / median_s(lambda: target.copy_(source)) / GB
+    size, rates = 8192, {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left, right = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+        seconds = median_s(lambda left=left, right=right: left @ right)
+        rates[f"{dtype}".removeprefix("torch.") + "_tflop_s"] = 2 * size**3 / seconds / 1e12
+    free, total = torch.cuda.mem_get_info()
+    precision = torch.get_float32_matmul_precision()
+    tell("device", copy_gb_s=copy_gb_s, **rates, float32=precision, free_mib=free >> 20, total_mib=total >> 20)
 
 
 def ipc(mib: int) -> None:
@@ -232,7 +264,15 @@ def engine(_: int) -> None:
     tell("engine", concurrent=64, tokens=tokens, tokens_s=tokens / seconds, includes="warm-up and prefill")
 
 
-FIGURES = {"ipc": ipc, "absent": absent, "duplicate": duplicate, "shared": shared, "start": start, "engine": engine}
+FIGURES = {
+    "device": device,
+    "ipc": ipc,
+    "absent": absent,
+    "duplicate": duplicate,
+    "shared": shared,
+    "start": start,
+    "engine": engine,
+}
 
 
 def machine() -> str:
@@ -250,7 +290,15 @@ def machine() -> str:
         return "torch sees no CUDA device"
     nccl = cupy.cuda.nccl.get_version() if getattr(cupy.cuda.nccl, "available", False) else None
     name = torch.cuda.get_device_name(0)
-    tell("machine", device=name, torch=torch.__version__, cupy=cupy.__version__, nccl=nccl, cpus=os.cpu_count())
+    tell(
+        "machine",
+        device=name,
+        torch=torch.__version__,
+        cupy=cupy.__version__,
+        nccl=nccl,
+        cpus=os.cpu_count(),
+        shm_free_mib=shutil.disk_usage("/dev/shm").free >> 20,
+    )
     return ""
 
 

@@ -136,6 +136,7 @@ async def test_a_full_disk_behind_costs_the_copy_alone(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(WeightDirectory, "write", full)
     await files.after(record)
+    await files.through()  # close() alone would not begin the copy, where its task has not run yet
     await asyncio.wait_for(files.close(), 120)
     assert [kind for kind, _ in ctx.events] == ["weights_not_filed"]
 
