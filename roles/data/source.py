@@ -14,6 +14,7 @@ import msgspec
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
 from relax_rt.roles.data.items import Message, PromptItem, RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
+from relax_rt.roles.data.truncation import truncated
 from relax_rt.roles.models.tokenizer import ChatTokenizer
 from relax_rt.roles.sections import DataTable
 from relax_rt.transport.errors import RelaxError
@@ -76,14 +77,12 @@ class PromptSource:
             RelaxError: bad data; with the setting or the file and line.
         """
         raws, duplicates = distinct(_read(data, config_dir))
-        rendered, dropped, truncated = _render(raws, data, tokenizer)
+        rendered, dropped, cut = _render(raws, data, tokenizer)
         train = [item for item in rendered if item.split == "train"]
         held_out = [item for item in rendered if item.split == "held_out"]
         source = cls(train, held_out, seed=seed, shuffle=data.shuffle, epochs=data.epochs)
         longest = max(len(item.tokens) for item in rendered) if rendered else 0
-        source.report = DataReport(
-            len(raws) + duplicates, duplicates, dropped, truncated, len(train), len(held_out), longest
-        )
+        source.report = DataReport(len(raws) + duplicates, duplicates, dropped, cut, len(train), len(held_out), longest)
         return source
 
     def _check_splits(self) -> None:
@@ -220,7 +219,7 @@ def fill(template: str, raw: RawItem, setting: str = "data.template") -> str:
 def _render(raws: list[RawItem], data: DataTable, tokenizer: ChatTokenizer) -> tuple[list[PromptItem], int, int]:
     """Items with tokens, how many were dropped as overlong, and how many were cut."""
     conversations = [conversation(raw, data.template, data.system) for raw in raws]
-    items, dropped, truncated = [], 0, 0
+    items, dropped, cut = [], 0, 0
     for raw, messages, tokens in zip(raws, conversations, tokenizer.render_many(conversations), strict=True):
         if len(tokens) > data.max_prompt_tokens:
             if data.overlong == "error":
@@ -232,8 +231,12 @@ def _render(raws: list[RawItem], data: DataTable, tokenizer: ChatTokenizer) -> t
             if data.overlong == "drop":
                 dropped += 1
                 continue
-            tokens = tokens[-data.max_prompt_tokens :]
-            truncated += 1
+            shorter = truncated(messages, tokenizer.render, data.max_prompt_tokens)
+            if shorter is None:
+                dropped += 1
+                continue
+            messages, tokens = shorter
+            cut += 1
         held = in_held_out(raw.question, data.held_out)
         items.append(
             PromptItem(
@@ -246,4 +249,4 @@ def _render(raws: list[RawItem], data: DataTable, tokenizer: ChatTokenizer) -> t
                 tokens=tokens,
             )
         )
-    return items, dropped, truncated
+    return items, dropped, cut
