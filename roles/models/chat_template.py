@@ -58,7 +58,8 @@ class TemplateCapabilities(msgspec.Struct, frozen=True):
 
     Attributes:
         arguments_as_text: the arguments of tool calls are wanted as JSON text, else as a mapping.
-        null_content: calls are written only where the content beside them is null.
+        null_content: calls are written only where the content beside them is null, or absent: newer versions of
+            transformers leave out what is null before a template sees it.
         text_as_parts: texts are shown only as lists of parts.
         developer: it knows the role `developer`, which is rendered as `system` otherwise.
         missing: what it cannot render (SYSTEM, CALLS, ...) -> why.
@@ -136,8 +137,9 @@ def _fault(apply: Apply, messages: list[Message], *wanted: str, tools: Sequence[
     except template_errors() as error:
         return Fault(f"it raises {type(error).__name__}: {error}"[:MOST_REASON], raises=True)
     if absent := [word for word in wanted if word not in text]:
-        what = {KEY: "the call's arguments", VALUE: "the call's arguments", WORD: "the words"}
-        return Fault(f"it does not write {what.get(absent[0], 'all of it')}")
+        return Fault(
+            f"it does not write {'the words' if absent[0] in (WORD, SECOND_WORD) else 'all arguments of calls'}"
+        )
     for key in (KEY, SECOND_KEY):
         if f'\\"{key}' in text:
             return Fault("it writes the arguments as a quoted text")

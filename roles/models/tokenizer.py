@@ -165,38 +165,42 @@ PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
 
 
 def named_ends(folder: Path) -> list[int]:
-    """End-of-sequence tokens that a model's files name: those of generation_config.json, or of config.json where it has
-    none, as transformers and SGLang take them. In a model of several parts the language model's are among them.
+    """End-of-sequence tokens that a model's files name: those of config.json and generation_config.json together, since
+    SGLang ends at either; of the language model's part of config.json where neither has any, because the parts of a
+    composed model often keep a default that nobody set.
 
     Raises:
         RelaxError: a file is no JSON object, or names an end that is no token id.
     """
-    if (named := _ends(folder / "generation_config.json", ())) or (named := _ends(folder / "config.json", PARTS)):
-        return named
-    return []
+    path = folder / "config.json"
+    config = _json_object(path)
+    found = [*_ends(path, config), *_ends(generation := folder / "generation_config.json", _json_object(generation))]
+    tables = [config]
+    while not found and tables:
+        tables = [table[name] for table in tables for name in PARTS if isinstance(table.get(name), dict)]
+        found = [token for table in tables for token in _ends(path, table)]
+    return found
 
 
-def _ends(path: Path, parts: tuple[str, ...]) -> list[int]:
+def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        return []
+        return {}
     try:
         values = json.loads(path.read_text())
     except (ValueError, OSError) as error:
         raise RelaxError(str(path), why=f"it cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise RelaxError(str(path), why="it is not a JSON object")
-    found: list[int] = []
-    tables = [values]
-    for table in tables:
-        named = table.get("eos_token_id")
-        for token in named if isinstance(named, list) else [named]:
-            if isinstance(token, bool) or not isinstance(token, int | None):
-                why = f"eos_token_id = {named!r:.80} is not a token id or a list of them"
-                raise RelaxError(str(path), why=why, hint="write the ids as numbers")
-            if token is not None:
-                found.append(token)
-        tables += [table[name] for name in parts if isinstance(table.get(name), dict)]
-    return found
+    return values
+
+
+def _ends(path: Path, table: dict[str, Any]) -> list[int]:
+    named = table.get("eos_token_id")
+    tokens = [token for token in (named if isinstance(named, list) else [named]) if token is not None]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+        why = f"eos_token_id = {named!r:.80} is not a token id or a list of them"
+        raise RelaxError(str(path), why=why, hint="write the ids as numbers")
+    return tokens
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:

@@ -83,6 +83,7 @@ SPACE = re.compile(r"\s*")
 MOST_HEAD = 256
 """Characters of a harmony message before its channel."""
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
+CALL_ID = re.compile(r"[\w.:-]{1,64}")
 CALL_BEGUN = re.compile(
     r'{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*(?:,\s*"(?P<next>\w+))?'
 )
@@ -122,8 +123,9 @@ def _call_object(value: Any) -> Call | None:
     """A call as {"name": ..., "arguments" or "parameters": ...}."""
     if not isinstance(value, dict):
         return None
-    arguments = value.get("arguments")
-    return _call(value.get("name"), value.get("parameters") if arguments is None else arguments)
+    arguments, name = value.get("arguments"), value.get("id")
+    arguments = value.get("parameters") if arguments is None else arguments
+    return _call(value.get("name"), arguments, name if isinstance(name, str) and CALL_ID.fullmatch(name) else "")
 
 
 def call_of(value: Any) -> Call | None:
@@ -421,7 +423,14 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
         return words, calls, 0
     # What stands alone is meant as a call if it begins as one of an offered tool.
     begun = CALL_BEGUN.match(body)
-    meant = begun is not None and begun["name"] in names and begun["next"] in (None, *CALL_KEYS)
+    meant = (
+        begun is not None
+        and begun["name"] in names
+        and (
+            begun["next"] in (None, *CALL_KEYS)
+            or (begun.end() == len(body) and any(key.startswith(begun["next"]) for key in CALL_KEYS))
+        )
+    )
     return (words + body[at:] if calls else text), calls, int(bool(tag or calls or meant))
 
 
@@ -580,7 +589,8 @@ AUTO, MODEL = "auto", "model"
 SIGNS = (
     ("<arg_key>", "glm45"),
     (KIMI_CALL, "kimi_k2"),
-    ("<|channel|>", "gpt_oss"),
+    ("tool_declare<|im_middle|>", "kimi_k2"),
+    (CHANNEL, "gpt_oss"),
     ("<function=", "qwen3_coder"),
     (TOOL_CALL, "hermes"),
     (MISTRAL, "mistral"),
@@ -599,7 +609,7 @@ def tool_family(template: str) -> str:
 
 def reasoning_family(template: str) -> str:
     """How thoughts are marked, as far as a template's text knows them."""
-    if "<|channel|>" in template:
+    if CHANNEL in template:
         return "gpt_oss"
     return "think" if THOUGHT in template or THINK in template else "none"
 
