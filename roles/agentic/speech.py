@@ -84,7 +84,7 @@ def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[st
     """
     chat = load_chat(config, tokenizer, speech_of(config))
     for fault in chat.shortcomings(tools=True, turns=True):
-        cost = "calls of the gateway that send it are refused" if fault.raises else "it is left out of prompts"
+        cost = "the gateway's calls that send it are refused" if fault.raises else "it is left out of prompts"
         yield f"the model's chat template cannot render {fault.why}; {cost}"
 
 

@@ -178,7 +178,11 @@ class ChatTemplate:
         }
         found = []
         for key, (what, is_needed) in needed.items():
-            if is_needed and (fault := self.capabilities.missing.get(key)) is not None:
+            fault = self.capabilities.missing.get(key)
+            if key == RESULTS and any(one.raises for one in found):
+                # A result is tried behind its call: nothing can be told of it.
+                continue
+            if is_needed and fault is not None:
                 # Calls that are left out still stand in the tokens that were sampled; other messages are refused.
                 found.append(Fault(f"{what}: {fault.why}", raises=fault.raises or key != CALLS))
         return found
