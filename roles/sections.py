@@ -86,7 +86,8 @@ class DataTable(Table):
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 512
     """Of a rendered prompt; `overlong` says what becomes of longer ones."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
-    """What becomes of a prompt with more tokens."""
+    """What becomes of a prompt with more tokens. truncate_left leaves out its oldest exchanges, then the beginning of
+    the last question; system message and marks of turns stay, and a prompt that is too long even so is dropped."""
 
 
 class SamplingTable(Table):

@@ -14,9 +14,10 @@ from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.program_checks import check_program, is_program
 from relax_rt.roles.agentic.rewards import KEY, PLACE, check_rewards, reward_table
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
-from relax_rt.roles.agentic.speech import check_speech, load_chat, speech_of
+from relax_rt.roles.agentic.speech import check_speech, load_chat, speech_of, template_warnings
 from relax_rt.roles.agentic.tokens.parsers import AUTO
 from relax_rt.roles.engines.tables import SHARING
+from relax_rt.roles.models.cache import say
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
 
@@ -33,6 +34,7 @@ UNSEEN = (
     "set roles.env.chat_template to one that does; or describe them in the messages, and set tool_parser to how calls "
     "are written"
 )
+TEMPLATE = "set roles.env.chat_template to one that does, or put it into the model's folder as chat_template.jinja"
 ANY_NUMBER = 1 << 40
 OPTION = re.compile(r"roles\.env\.(\w+)(?:\.(\w+))?")
 REPLACED = {"reward": "the environment gives the rewards", "evaluator": "the env role plays the held-out episodes"}
@@ -127,7 +129,11 @@ def preflight_environment(
         message = f"{table.environment} has {factory.seats} seats, each a member of the group, and group_size is "
         yield Problem(("algorithm", "group_size"), f"{message}{config.algorithm.group_size}", "a multiple of the seats")
     if tokenizer is not None:
-        if not factory.plays:
+        if factory.plays:
+            # What a program will send is its own affair.
+            for warning in template_warnings(config, tokenizer):
+                say(f"warning: {warning}")
+        else:
             yield from _begin_one(config, table, factory, tokenizer)
         yield from _try_rewards(config, table, config_dir, tokenizer)
 
@@ -167,6 +173,12 @@ def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer
         if seen.tools and speech.tool_parser == AUTO and not chat.shows(seen.tools):
             message = f"{table.environment} offers tools, and the model's chat template does not show them"
             yield Problem((*PLACE, "environment"), message, UNSEEN)
+        for fault in chat.shortcomings(tools=bool(seen.tools), turns=table.max_turns > 1):
+            message = f"{table.environment}: the model's chat template cannot render {fault.why}"
+            if fault.raises:
+                yield Problem((*PLACE, "environment"), f"{message}; an episode would end there", TEMPLATE)
+            else:
+                say(f"warning: {message}; where a history is rendered anew, it is not what was said")
         tokens = asyncio.run(_first_prompt(chat, seen, table))
     except RelaxError as error:
         yield _problem(error)

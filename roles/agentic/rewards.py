@@ -10,8 +10,9 @@ import msgspec
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.agentic.settings import env_settings
-from relax_rt.roles.agentic.tokens.messages import ASSISTANT, for_template, words
+from relax_rt.roles.agentic.tokens.messages import ASSISTANT
 from relax_rt.roles.agentic.tokens.types import CONTEXT, Message
+from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
 from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def _text(message: Message) -> str:
     content = words(message.get("content"))
     parts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]
     lines = ["".join(parts)] if any(parts) else []
-    for call in for_template(message).get("tool_calls") or []:
-        function = {name: call["function"].get(name) for name in ("name", "arguments")}
+    for call in calls_of(message):
+        function = {"name": call["function"]["name"], "arguments": parsed_arguments(call["function"].get("arguments"))}
         lines.append(msgspec.json.encode(function).decode())
     return "\n".join(lines)
 

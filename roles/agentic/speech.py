@@ -76,6 +76,18 @@ def load_chat(
     )
 
 
+def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[str]:
+    """What a program that calls the gateway may send and the chat template cannot render.
+
+    Raises:
+        RelaxError: see `load_chat`.
+    """
+    chat = load_chat(config, tokenizer, speech_of(config))
+    for fault in chat.shortcomings(tools=True, turns=True):
+        cost = "the gateway's calls that send it are refused" if fault.raises else "it is left out of prompts"
+        yield f"the model's chat template cannot render {fault.why}; {cost}"
+
+
 def check_speech(config: RLConfig) -> Iterator[Problem]:
     """Files that are not there, and parsers that nobody has."""
     for path, table in ((ENV, env_settings(config)), (GATEWAY, _gateway(config))):

@@ -19,6 +19,7 @@ MARKS = (
     "<tool_call>",
     "<function=",
     "[TOOL_CALLS]",
+    "to=functions.",
     "<|",
     "<｜",
 )

@@ -10,9 +10,17 @@ from typing import Any
 
 import xxhash
 
+from relax_rt.roles.models.chat_template import (
+    Message,
+    TemplateCapabilities,
+    Tool,
+    prepared,
+    probe_template,
+    template_errors,
+    unseen_role,
+)
 from relax_rt.transport.errors import RelaxError
 
-Message = dict[str, Any]
 PROBE: list[Message] = [{"role": "user", "content": "a"}]
 
 
@@ -27,49 +35,65 @@ class ChatTokenizer:
     def __init__(self, raw: Any, folder: Path) -> None:
         self.raw, self.folder = raw, folder
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
+    @cached_property
+    def capabilities(self) -> TemplateCapabilities:
+        """What the model's own chat template takes."""
+        return probe_template(lambda messages, tools: self._rendered(messages, tools), str(self.raw.chat_template))
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """The prompt as text: the template applied, with the opening of the assistant's turn.
 
         Args:
             tools: functions that the model may call, as OpenAI's `tools`.
 
         Raises:
-            RelaxError: the template refuses these messages (a role or an order it does not know).
+            RelaxError: the template refuses these messages (a role or an order that it does not know), or would leave
+                a message out.
         """
-        return self._apply(messages, opened=True, tools=tools)
+        return self._apply(messages, tools, opened=True)
 
-    def _apply(self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Message] | None = None) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            offered = list(tools) if tools else None
-            return str(
-                self.raw.apply_chat_template(
-                    list(messages), tools=offered, tokenize=False, add_generation_prompt=opened
-                )
-            )
-        except TemplateError as error:
-            raise RelaxError(
-                f"the chat template of {self.folder}", why=f"it refuses {messages!r:.200}: {error}"
-            ) from error
-
-    def conversation(self, messages: Sequence[Message]) -> str:
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Answered messages as text: the template applied, and nothing opened after them.
 
         Raises:
-            RelaxError: the template refuses these messages.
+            RelaxError: as `text`.
         """
-        return self._apply(messages, opened=False)
+        return self._apply(messages, tools, opened=False)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Tool], *, opened: bool) -> str:
+        why = unseen_role(messages, self.capabilities)
+        if not why:
+            try:
+                return self._rendered([prepared(one, self.capabilities) for one in messages], tools, opened=opened)
+            except template_errors() as error:
+                why = f"it refuses {messages!r:.200}: {error}"
+        raise RelaxError(
+            f"the chat template of {self.folder}",
+            why=why,
+            hint="leave these messages out, or put a chat_template.jinja that takes them into the model's folder",
+        )
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool], *, opened: bool = False) -> str:
+        return str(
+            self.raw.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opened
+            )
+        )
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Token ids of a prompt, the opening of the assistant's turn included."""
         return self.encode(self.text(messages, tools))
 
-    def render_many(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """`render` of many prompts, several times faster than one by one."""
-        if not conversations:
-            return []
-        return self.encode_many([self.text(messages) for messages in conversations])
+    def render_many(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Tool]] | None = None
+    ) -> list[list[int]]:
+        """`render` of many prompts, several times faster than one by one.
+
+        Args:
+            tools: of each conversation.
+        """
+        offered = tools if tools is not None else [()] * len(conversations)
+        return self.encode_many([self.text(*one) for one in zip(conversations, offered, strict=True)])
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it stands: no special tokens are added."""
@@ -91,21 +115,17 @@ class ChatTokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a completion: EOS of tokenizer and generation_config, and what closes a turn.
+        """Tokens that end a completion: EOS of the tokenizer and of the model's files, and what closes a turn.
 
         Raises:
             RelaxError: there is none, so that nothing but the length limit would end a completion.
         """
-        found = {self.raw.eos_token_id, self._turn_end()}
-        config = self.folder / "generation_config.json"
-        if config.is_file():
-            named = json.loads(config.read_text()).get("eos_token_id")
-            found.update(named if isinstance(named, list) else [named])
+        found = {self.raw.eos_token_id, self._turn_end(), *named_ends(self.folder)}
         stops = frozenset(int(token) for token in found if token is not None)
         if not stops:
             raise RelaxError(
                 f"the tokenizer of {self.folder}",
-                why="neither it nor generation_config.json names an end-of-sequence token",
+                why="neither it nor generation_config.json nor config.json names an end-of-sequence token",
                 hint="set eos_token in tokenizer_config.json",
             )
         return stops
@@ -121,7 +141,7 @@ class ChatTokenizer:
         """The special token that the chat template puts right after an assistant's words, if there is one."""
         mark = "zqx"
         messages = [*PROBE, {"role": "assistant", "content": mark}]
-        text = str(self.raw.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+        text = self.conversation(messages)
         tail = self.encode(text.rpartition(mark)[2])
         return tail[0] if tail and tail[0] in set(self.raw.all_special_ids) else None
 
@@ -141,6 +161,49 @@ class ChatTokenizer:
     def template_digest(self) -> str:
         """xxh3-128 of the chat template's source."""
         return xxhash.xxh3_128_hexdigest(str(self.raw.chat_template).encode())
+
+
+PARTS = ("text_config", "thinker_config", "llm_config", "language_config")
+"""Where the config of a model that sees or hears has that of its language model."""
+
+
+def named_ends(folder: Path) -> list[int]:
+    """End-of-sequence tokens that a model's files name: those of config.json and generation_config.json together, since
+    SGLang ends at either; of the language model's part of config.json where neither has any, because the parts of a
+    composed model often keep a default that nobody set.
+
+    Raises:
+        RelaxError: a file is no JSON object, or names an end that is no token id.
+    """
+    path = folder / "config.json"
+    config = _json_object(path)
+    found = [*_ends(path, config), *_ends(generation := folder / "generation_config.json", _json_object(generation))]
+    tables = [config]
+    while not found and tables:
+        tables = [table[name] for table in tables for name in PARTS if isinstance(table.get(name), dict)]
+        found = [token for table in tables for token in _ends(path, table)]
+    return found
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise RelaxError(str(path), why=f"it cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise RelaxError(str(path), why="it is not a JSON object")
+    return values
+
+
+def _ends(path: Path, table: dict[str, Any]) -> list[int]:
+    named = table.get("eos_token_id")
+    tokens = [token for token in (named if isinstance(named, list) else [named]) if token is not None]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+        why = f"eos_token_id = {named!r:.80} is not a token id or a list of them"
+        raise RelaxError(str(path), why=why, hint="write the ids as numbers")
+    return tokens
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -291,13 +291,17 @@ class TokenLedger:
             message["reasoning_content"] = parsed.reasoning
         if parsed.calls:
             message["content"] = parsed.content or None
-            message["tool_calls"] = []
+            calls: list[dict[str, Any]] = []
+            message["tool_calls"] = calls
             for one in parsed.calls:
                 self._tool_calls += 1
                 function = {"name": one.name, "arguments": one.arguments}
                 # Nine letters and digits: Mistral's templates take no other ids.
                 name = f"call{self._tool_calls % 100_000:05d}"
-                message["tool_calls"].append({"id": name, "type": "function", "function": function})
+                if one.id and one.id not in [call["id"] for call in calls]:
+                    # Templates name it again beside the result.
+                    name = one.id
+                calls.append({"id": name, "type": "function", "function": function})
         return message
 
     def abandon(self, plan: PromptPlan) -> None:

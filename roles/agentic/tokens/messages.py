@@ -1,4 +1,4 @@
-"""Chat messages: what makes two of them the same, and how a template wants them."""
+"""Chat messages: what makes two of them the same, and what is no message."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from relax_rt.roles.agentic.tokens.types import Message, Tool
+from relax_rt.roles.models.chat_template import calls_of, parsed_arguments, words
 from relax_rt.transport.errors import Refused
 
 Key = tuple[str, str]
@@ -41,25 +42,11 @@ def _wrong(message: Any) -> str:
         odd = [] if content is None or isinstance(content, str) else [content]
     if odd:
         return f"content is a text or a list of parts, not {odd[0]!r:.80}"
-    for call in _calls(message):
+    for call in calls_of(message):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return f"a tool call has a function with a name, unlike {call!r:.80}"
     return ""
-
-
-def _calls(message: Message) -> list[Any]:
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else []
-
-
-def words(content: Any) -> Any:
-    """Content as one text; parts that are no text (images, audio) leave it a list."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all("text" in part for part in content):
-        return "".join(part["text"] for part in content)
-    return content
 
 
 def without_thought(content: str) -> str:
@@ -79,7 +66,9 @@ def message_key(message: Message) -> Key:
     if role == ASSISTANT:
         if isinstance(content, str):
             content = without_thought(content).strip()
-        calls = [[call["function"]["name"], _canonical(call["function"].get("arguments"))] for call in _calls(message)]
+        calls = [
+            [call["function"]["name"], _canonical(call["function"].get("arguments"))] for call in calls_of(message)
+        ]
         return role, digest([content, calls])
     # Frameworks name the tool again beside its result, or do not, and give ids of their own.
     return role, digest([content, None if role == "tool" else message.get("name")])
@@ -99,30 +88,6 @@ def digest(value: Any) -> str:
 def _canonical(arguments: Any) -> Any:
     parsed = parsed_arguments(arguments)
     return parsed.strip() if isinstance(parsed, str) else parsed
-
-
-def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a tool call as an object; text that is none stays text."""
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
-
-
-def for_template(message: Message) -> Message:
-    """As templates want it: a text for content that is text, and the arguments of tool calls as objects."""
-    ready = {**message, "content": words(message.get("content"))}
-    if calls := _calls(message):
-        ready["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))}}
-            for call in calls
-        ]
-    return ready
 
 
 def without_reasoning(message: Message) -> Message:

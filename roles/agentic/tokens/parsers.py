@@ -1,30 +1,39 @@
 """What a model wrote, taken apart: thoughts, words and tool calls, by the family of its chat template.
 
 transformers' `parse_response` serves where a tokenizer brings its `response_template`; few do, and it fails as a whole
-where one of several calls is malformed. For the others these readers go over the text once; a call that cannot be read
-stays text.
+where one of several calls is malformed. For the others these readers go over the text once. A call that cannot be read
+is counted and stays text: training needs to see it, where a server may drop it (docs/decisions/0017-tool-parsers.md
+compares them with SGLang's detectors).
+
+A call in a family's marks is a call whatever its name: the environment answers that there is no such tool. A text
+without marks (llama3_json, pythonic) is one only if it names tools that are offered: an answer may be JSON, too.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
-import json
 import re
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import msgspec
 
 from relax_rt.roles.agentic.tokens.messages import THINK, THOUGHT
 from relax_rt.roles.agentic.tokens.types import Tool
+from relax_rt.roles.models.chat_template import STRICT_JSON, parsed_arguments, written_arguments
 from relax_rt.transport.errors import Refused
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A tool call; arguments are a JSON object as text."""
+    """A tool call; arguments are a JSON object as text, and id is the one that the model wrote, if its family has
+    them."""
 
     name: str
     arguments: str
+    id: str = ""
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -32,7 +41,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
     Attributes:
         content: words, malformed calls among them. reasoning: thoughts, without marks.
-        malformed: tool calls that could not be read.
+        malformed: tool calls that could not be read, or stand in a thought that does not end.
     """
 
     content: str
@@ -46,31 +55,50 @@ Found = tuple[str, list[Call], int]
 Reader = Callable[[str, int], tuple[list[Call], int] | None]
 """Calls of a text from a place on and where they end; None: there are none."""
 
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 SEP = "<｜tool▁sep｜>"
-DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK = re.compile(rf"\s*(?:function{SEP}(?P<fenced>[^\n<]+)\n```json\s*|(?P<plain>[^\n<]+){SEP}\s*)")
 FENCE = re.compile(r"\s*```")
+KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+KIMI = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*")
 MISTRAL = "[TOOL_CALLS]"
-MISTRAL_NAME = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?={)")
-PYTHON_TAG = "<|python_tag|>"
-FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+MISTRAL_NAME = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\]\s*|\s*(?={))")
+PYTHON_TAG, PYTHON_END = "<|python_tag|>", "<|python_end|>"
+PYTHON_STARTS = ("<|python_start|>", PYTHON_TAG)
+FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
+FUNCTION_END = re.compile(r"\s*</function>")
+PARAMETER, PARAMETER_END = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?"), "</parameter>"
+GLM_NAME = re.compile(r"\s*(?P<name>[\w.:/-]+)\s*")
+GLM_KEY, GLM_VALUE_END = re.compile(r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"), "</arg_value>"
+HARMONY_START, CHANNEL, HARMONY_BODY = "<|start|>", "<|channel|>", "<|message|>"
+HARMONY_TO = re.compile(r"\bto=(?P<to>[\w.-]+)")
+HARMONY_BEFORE = re.compile(r"(?:<\|start\|>)?(?:assistant)?\s*(?:to=[\w.-]+)?\s*")
+HARMONY_CHANNEL = re.compile(r"\s*(?P<channel>\w+)")
+HARMONY_END = re.compile(r"<\|(?:end|return|call)\|>|(?=<\|(?:start|channel)\|>)|\Z")
 BETWEEN = re.compile(r"[\s;]*")
 SPACE = re.compile(r"\s*")
+MOST_HEAD = 256
+"""Characters of a harmony message before its channel."""
+CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
+CALL_ID = re.compile(r"[\w.:-]{1,64}")
+CALL_BEGUN = re.compile(
+    r'{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*(?:,\s*"(?P<next>\w+))?'
+)
+MOST_REFERENCES = 16
+"""Steps that are followed in a schema's references and alternatives."""
 
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_number)
+_literals = threading.Lock()
+"""Python's own warning filters are the process's, and texts are parsed in threads."""
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
     """The JSON value that begins at a place, space before it skipped, and where it ends."""
     begin = _after(SPACE, text, at)
     try:
-        return DECODER.raw_decode(text, begin)
+        return STRICT_JSON.raw_decode(text, begin)
     except (ValueError, RecursionError):
         return None
 
@@ -80,23 +108,35 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def _call(value: Any) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+def _call(name: Any, arguments: Any, id: str = "") -> Call | None:
+    """A call, if it has a name and its arguments are an object, or none at all (null, empty text)."""
+    arguments = parsed_arguments(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        found = _json_at(arguments, 0)
-        arguments = found[0] if found else None
-    if not isinstance(arguments, dict):
+    try:
+        return Call(name, written_arguments(arguments), id)
+    except (ValueError, TypeError, RecursionError):
         return None
-    return Call(value["name"], written(arguments))
 
 
-def written(arguments: Any) -> str:
-    """Arguments of a call as JSON text."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    # Half a surrogate pair, which JSON can escape, is in no encoding.
-    return json.dumps(arguments) if any("\ud800" <= character <= "\udfff" for character in text) else text
+def _call_object(value: Any) -> Call | None:
+    """A call as {"name": ..., "arguments" or "parameters": ...}."""
+    if not isinstance(value, dict):
+        return None
+    arguments, name = value.get("arguments"), value.get("id")
+    arguments = value.get("parameters") if arguments is None else arguments
+    return _call(value.get("name"), arguments, name if isinstance(name, str) and CALL_ID.fullmatch(name) else "")
+
+
+def call_of(value: Any) -> Call | None:
+    """The call of a message in OpenAI's form; None if it is none."""
+    return _call_object(value.get("function", value)) if isinstance(value, dict) else None
+
+
+def _arguments_at(text: str, at: int, *ends: str) -> tuple[Any, int] | None:
+    """The arguments that begin at a place; none at all where one of `ends` follows at once."""
+    begin = _after(SPACE, text, at)
+    return ({}, begin) if text.startswith(ends, begin) else _json_at(text, begin)
 
 
 def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
@@ -122,19 +162,44 @@ def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
     return "".join([*kept, text[at:]]), calls, malformed
 
 
+def _section(found: Found, marks: tuple[str, str]) -> Found:
+    """Calls in a section of their own: its marks are no words. One that was begun and holds no call is malformed."""
+    said, calls, malformed = found
+    if calls and not malformed:
+        for mark in marks:
+            said = said.replace(mark, "")
+    return said, calls, malformed or int(not calls and marks[0] in said)
+
+
 def _read_json(text: str, at: int) -> tuple[list[Call], int] | None:
     """One call as JSON, or a list of them."""
     found = _json_at(text, at)
     if found is None:
         return None
-    calls = [_call(value) for value in (found[0] if isinstance(found[0], list) else [found[0]])]
+    calls = [_call_object(value) for value in (found[0] if isinstance(found[0], list) else [found[0]])]
     known = [call for call in calls if call is not None]
     return (known, found[1]) if known and len(known) == len(calls) else None
 
 
 def hermes(text: str, tools: Sequence[Tool]) -> Found:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5 and 3)."""
-    return _regions(text, "<tool_call>", "</tool_call>", _read_json)
+    return _regions(text, TOOL_CALL, TOOL_CALL_END, _read_json)
+
+
+def _pairs(text: str, at: int, key: re.Pattern[str], end: str, again: str) -> tuple[list[tuple[str, str]], int] | None:
+    """Keys and values in marks. A value that holds the beginning of another (`again`) lacks its end.
+
+    Returns:
+        None: a value does not end.
+    """
+    found: list[tuple[str, str]] = []
+    while (head := key.match(text, at)) is not None:
+        close = text.find(end, head.end())
+        if close < 0 or text.find(again, head.end(), close) >= 0:
+            return None
+        found.append((head["key"].strip(), text[head.end() : close]))
+        at = close + len(end)
+    return found, at
 
 
 def qwen3_coder(text: str, tools: Sequence[Tool]) -> Found:
@@ -144,55 +209,272 @@ def qwen3_coder(text: str, tools: Sequence[Tool]) -> Found:
     """
 
     def read(text: str, at: int) -> tuple[list[Call], int] | None:
-        found = FUNCTION.match(text, at)
-        if found is None or PARAMETER.sub("", found["body"]).strip():
+        calls: list[Call] = []
+        while (head := FUNCTION.match(text, at)) is not None:
+            found = _pairs(text, head.end(), PARAMETER, PARAMETER_END, "<parameter=")
+            tail = FUNCTION_END.match(text, found[1]) if found else None
+            if found is None or tail is None:
+                return None
+            schema = _parameters(tools, head["name"])
+            values = {key: _typed(value.removesuffix("\n"), _kinds(schema, key)) for key, value in found[0]}
+            if (call := _call(head["name"].strip(), values)) is None:
+                return None
+            calls.append(call)
+            at = tail.end()
+        return (calls, at) if calls else None
+
+    return _regions(text, TOOL_CALL, TOOL_CALL_END, read)
+
+
+def glm45(text: str, tools: Sequence[Tool]) -> Found:
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>` (GLM 4.5 to 4.7).
+
+    Values are JSON, but for those that the tool's schema says are texts; what is no JSON is a text.
+    """
+
+    def read(text: str, at: int) -> tuple[list[Call], int] | None:
+        head = GLM_NAME.match(text, at)
+        found = _pairs(text, head.end(), GLM_KEY, GLM_VALUE_END, "<arg_key>") if head else None
+        if head is None or found is None or not (found[0] or text.startswith(TOOL_CALL_END, found[1])):
+            # A name alone may be cut in its middle.
             return None
-        types = _types(tools, found["name"])
-        values = {one["key"]: _typed(one["value"], types.get(one["key"])) for one in PARAMETER.finditer(found["body"])}
-        return [Call(found["name"], written(values))], found.end()
+        schema = _parameters(tools, head["name"])
+        values: dict[str, Any] = {}
+        for key, value in found[0]:
+            kinds = _kinds(schema, key)
+            whole = None if kinds else _whole_json(value)
+            values[key] = whole[0] if whole else _typed(value, kinds)
+        call = _call(head["name"], values)
+        return ([call], found[1]) if call else None
 
-    return _regions(text, "<tool_call>", "</tool_call>", read)
+    return _regions(text, TOOL_CALL, TOOL_CALL_END, read)
 
 
-def _types(tools: Sequence[Tool], name: str) -> dict[str, Any]:
+def _whole_json(text: str) -> tuple[Any] | None:
+    """The value of a text that is JSON and nothing else, in a tuple since it may be null."""
+    try:
+        return (STRICT_JSON.decode(text),)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parameters(tools: Sequence[Tool], name: str) -> dict[str, Any]:
+    """The schema of a tool's parameters."""
     for tool in tools:
         function = tool.get("function", tool)
-        if isinstance(function, dict) and function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: one.get("type") for key, one in properties.items() if isinstance(one, dict)}
+        if isinstance(function, dict) and function.get("name") == name.strip():
+            parameters = function.get("parameters") or function.get("input_schema")
+            return parameters if isinstance(parameters, dict) else {}
     return {}
 
 
-def _typed(value: str, kind: Any) -> Any:
-    if kind in (None, "string"):
-        return value
+JSON_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def _kinds(schema: dict[str, Any], key: str) -> list[str]:
+    """The JSON types that a parameter may have, in the order in which its schema names them; none if it does not."""
+    properties = schema.get("properties")
+    found: list[str] = []
+    open_schemas = [properties.get(key)] if isinstance(properties, dict) else []
+    for _ in range(MOST_REFERENCES):
+        if not open_schemas:
+            break
+        one = open_schemas.pop(0)
+        if not isinstance(one, dict):
+            continue
+        if isinstance(one.get("$ref"), str):
+            open_schemas.insert(0, _referenced(schema, one["$ref"]))
+        kind = one.get("type")
+        found += [name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str)]
+        values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
+        if kind is None:
+            found += [JSON_TYPES[type(value)] for value in values if type(value) in JSON_TYPES]
+            found += ["object"] * ("properties" in one) + ["array"] * ("items" in one)
+        found += ["null"] * bool(one.get("nullable"))
+        alternatives = [one[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(one.get(name), list)]
+        open_schemas += [other for several in alternatives for other in several]
+        # What may be a text is one, unless the schema lists another type before it.
+        if alternatives and any(isinstance(o, dict) and o.get("type") == "string" for s in alternatives for o in s):
+            found.append("string")
+    return list(dict.fromkeys(found))
+
+
+def _referenced(schema: dict[str, Any], reference: str) -> Any:
+    """What a local reference such as `#/$defs/Point` points at."""
+    at: Any = schema
+    for name in reference.removeprefix("#/").split("/"):
+        at = at.get(name) if isinstance(at, dict) else None
+    return at
+
+
+def _typed(value: str, kinds: Sequence[str]) -> Any:
+    """A value that was written as text, as the type that its schema asks for; as text if it is none of them.
+
+    Templates write true and null as Python does where they have nothing but `| string`, so both forms are read.
+    """
+    text = value.strip()
+    if "null" in kinds and (
+        text in ("null", "None") or ("string" not in kinds and text.casefold() in ("null", "none"))
+    ):
+        return None
+    for kind in kinds:
+        if kind == "string":
+            return value
+        if kind == "boolean" and text.casefold() in ("true", "false"):
+            return text.casefold() == "true"
+        if kind in ("integer", "number", "array", "object"):
+            found = _whole_json(text) or (_literal(text) if kind in ("array", "object") else None)
+            if found and (fitting := _fitting(found[0], kind)) is not None:
+                return fitting
+    return value
+
+
+def _fitting(value: Any, kind: str) -> Any:
+    """The value if it has this JSON type, else None."""
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    found = JSON_TYPES.get(type(value))
+    return value if found == kind or (kind, found) == ("number", "integer") else None
+
+
+def _literal(text: str) -> tuple[Any] | None:
+    """The value of a Python literal that JSON can say; in a tuple, since it may be None."""
+    tree = _expression(text)
     try:
-        return json.loads(value)
+        return (_evaluated(tree),) if tree is not None else None
     except (ValueError, RecursionError):
-        return value
+        return None
+
+
+def _expression(text: str) -> ast.expr | None:
+    """A text as a Python expression."""
+    try:
+        with _literals, warnings.catch_warnings():
+            # The parser warns of escapes that it does not know, as models write them.
+            warnings.simplefilter("ignore")
+            return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """The value of a literal.
+
+    Raises:
+        ValueError: it is none, or JSON has no such value.
+    """
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | int | float)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_evaluated(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [_evaluated(key) if key is not None else None for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(_evaluated, node.values), strict=True))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _evaluated(node.operand)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value
+    raise ValueError(f"{type(node).__name__} is no literal")
+
+
+def _is_call(keys: Set[str]) -> bool:
+    """Whether an object with these keys is a call although nothing marks it as one."""
+    return bool(keys & {"arguments", "parameters"}) or keys <= CALL_KEYS
+
+
+def _offered(tools: Sequence[Tool]) -> set[str]:
+    functions = (tool.get("function", tool) for tool in tools)
+    return {str(function.get("name")) for function in functions if isinstance(function, dict)}
 
 
 def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
-    """Nothing but `{"name": ..., "parameters": {...}}`, several with `;` between them (Llama 3)."""
-    body = text.strip()
-    marked = body.startswith(PYTHON_TAG)
-    body = body.removeprefix(PYTHON_TAG).lstrip()
-    if not marked and not body.startswith("{"):
-        return text, [], 0
+    """`{"name": ..., "parameters": {...}}`, several with `;` between them (Llama 3): nothing but calls of tools that
+    are offered, or behind `<|python_tag|>`."""
+    words, tag, body = text.partition(PYTHON_TAG)
+    if not tag:
+        words, body = "", text.strip()
+        if not body.startswith("{"):
+            return text, [], 0
+    names = _offered(tools)
     calls: list[Call] = []
-    at = 0
+    at = _after(BETWEEN, body, 0)
     while at < len(body):
         found = _json_at(body, at)
-        call = _call(found[0]) if found else None
-        if found is None or call is None:
+        call = _call_object(found[0]) if found else None
+        if found is None or call is None or not (tag or (call.name in names and _is_call(found[0].keys()))):
             break
         calls.append(call)
         at = _after(BETWEEN, body, found[1])
     if at == len(body) and calls:
-        return "", calls, 0
-    # An object alone is an answer in JSON unless it looks like a call.
-    meant = marked or bool(calls) or '"name"' in body
-    return (body[at:] if calls else text), calls, int(meant)
+        return words, calls, 0
+    # What stands alone is meant as a call if it begins as one of an offered tool.
+    begun = CALL_BEGUN.match(body)
+    meant = (
+        begun is not None
+        and begun["name"] in names
+        and (
+            begun["next"] in (None, *CALL_KEYS)
+            or (begun.end() == len(body) and any(key.startswith(begun["next"]) for key in CALL_KEYS))
+        )
+    )
+    return (words + body[at:] if calls else text), calls, int(bool(tag or calls or meant))
+
+
+def pythonic(text: str, tools: Sequence[Tool]) -> Found:
+    """`[name(key=value), ...]` with Python's literals (Llama 3.2 and 4): nothing but calls of tools that are offered,
+    or behind `<|python_start|>` or `<|python_tag|>`."""
+    body, words = text.strip(), ""
+    starts = [(at, mark) for mark in PYTHON_STARTS if (at := text.find(mark)) >= 0]
+    if starts:
+        at, mark = min(starts)
+        words, body = text[:at], text[at + len(mark) :].strip()
+    body = body.removesuffix(PYTHON_END).strip()
+    if not starts and not body.startswith("["):
+        return text, [], 0
+    names = _offered(tools)
+    tree = _expression(body)
+    items = tree.elts if isinstance(tree, ast.List) else [] if tree is None else [tree] if starts else []
+    if not starts and not (items and all(_called(item) in names for item in items)):
+        begun = re.match(r"\[\s*([\w.]+)\s*\(", body)
+        return text, [], int(begun is not None and begun[1] in names)
+    calls = [call for item in items if (call := _python_call(item)) is not None]
+    malformed = max(len(items), 1) - len(calls)
+    return (words if not malformed else text), calls, malformed
+
+
+def _called(node: ast.expr) -> str:
+    """The name of what is called; empty if nothing is."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) and _is_name(node.func) else ""
+
+
+def _is_name(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _python_call(node: ast.expr) -> Call | None:
+    name = _called(node)
+    if not name or not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+        return None
+    try:
+        return _call(name, {str(one.arg): _evaluated(one.value) for one in node.keywords})
+    except (ValueError, RecursionError):
+        return None
 
 
 def mistral(text: str, tools: Sequence[Tool]) -> Found:
@@ -203,7 +485,7 @@ def mistral(text: str, tools: Sequence[Tool]) -> Found:
         if named is None:
             return _read_json(text, at)
         found = _json_at(text, named.end())
-        call = _call({"name": named["name"], "arguments": found[0]}) if found else None
+        call = _call(named["name"], found[0], named["id"] or "") if found else None
         return ([call], found[1]) if found and call else None
 
     return _regions(text, MISTRAL, "", read)
@@ -214,17 +496,73 @@ def deepseek(text: str, tools: Sequence[Tool]) -> Found:
 
     def read(text: str, at: int) -> tuple[list[Call], int] | None:
         head = DEEPSEEK.match(text, at)
-        found = _json_at(text, head.end()) if head else None
+        found = _arguments_at(text, head.end(), "```", DEEPSEEK_CALL_END) if head else None
         if head is None or found is None:
             return None
-        call = _call({"name": (head["fenced"] or head["plain"]).strip(), "arguments": found[0]})
+        call = _call((head["fenced"] or head["plain"]).strip(), found[0])
         end = _after(FENCE, text, found[1]) if head["fenced"] else found[1]
         return ([call], end) if call else None
 
-    said, calls, malformed = _regions(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
-    if calls and not malformed:
-        said = said.replace(DEEPSEEK_BEGIN, "").replace(DEEPSEEK_END, "")
-    return said, calls, malformed
+    return _section(_regions(text, DEEPSEEK_CALL, DEEPSEEK_CALL_END, read), DEEPSEEK_SECTION)
+
+
+def kimi_k2(text: str, tools: Sequence[Tool]) -> Found:
+    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` (Kimi K2)."""
+
+    def read(text: str, at: int) -> tuple[list[Call], int] | None:
+        head = KIMI.match(text, at)
+        found = _arguments_at(text, head.end(), KIMI_CALL_END) if head else None
+        call = _call(head["name"], found[0], head["id"]) if head and found else None
+        return ([call], found[1]) if found and call else None
+
+    return _section(_regions(text, KIMI_CALL, KIMI_CALL_END, read), KIMI_SECTION)
+
+
+def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
+    """`<|channel|>commentary to=functions.name<|message|>{...}<|call|>` (harmony, gpt-oss); the words of other
+    messages are its content."""
+    said: list[str] = []
+    calls: list[Call] = []
+    malformed = 0
+    for _, to, body, whole in _harmony(text):
+        if to is None:
+            said.append(body)
+            continue
+        found = _whole_json(body) if body.strip() else ({},)
+        call = _call(to.removeprefix("functions."), found[0]) if found else None
+        if call is None:
+            malformed += 1
+            said.append(whole)
+        else:
+            calls.append(call)
+    return "".join(said), calls, malformed
+
+
+def _harmony(text: str) -> list[tuple[str, str | None, str, str]]:
+    """The messages of a harmony text: channel (empty: words outside of any), recipient, body, and all of it."""
+    found: list[tuple[str, str | None, str, str]] = []
+
+    def words(some: str) -> None:
+        if some.strip():
+            found.append(("", None, some, some))
+
+    at = 0
+    while (channel := text.find(CHANNEL, at)) >= 0 and (body := text.find(HARMONY_BODY, channel)) >= 0:
+        # The recipient stands before the channel or behind it.
+        start = text.rfind(HARMONY_START, at, channel)
+        begin = start if start >= 0 else at
+        if channel - begin > MOST_HEAD or not HARMONY_BEFORE.fullmatch(text, begin, channel):
+            begin = channel
+        words(text[at:begin])
+        kind = HARMONY_CHANNEL.match(text, channel + len(CHANNEL))
+        to = HARMONY_TO.search(text, begin, body)
+        end = HARMONY_END.search(text, body + len(HARMONY_BODY))
+        assert end is not None
+        said = text[body + len(HARMONY_BODY) : end.start()]
+        found.append((kind["channel"] if kind else "", to["to"] if to else None, said, text[begin : end.end()]))
+        at = end.end()
+    words(text[at:])
+    return found
 
 
 def no_calls(text: str, tools: Sequence[Tool]) -> Found:
@@ -235,29 +573,44 @@ def no_calls(text: str, tools: Sequence[Tool]) -> Found:
 TOOL_PARSERS: dict[str, Callable[[str, Sequence[Tool]], Found]] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
+    "glm45": glm45,
     "llama3_json": llama3_json,
+    "pythonic": pythonic,
     "mistral": mistral,
     "deepseek": deepseek,
+    "kimi_k2": kimi_k2,
+    "gpt_oss": gpt_oss,
     "none": no_calls,
 }
-REASONING_PARSERS = ("think", "none")
+REASONING_PARSERS = ("think", "gpt_oss", "none")
 AUTO, MODEL = "auto", "model"
 """By the template's text; by the tokenizer's own `response_template`."""
+
+SIGNS = (
+    ("<arg_key>", "glm45"),
+    (KIMI_CALL, "kimi_k2"),
+    ("tool_declare<|im_middle|>", "kimi_k2"),
+    (CHANNEL, "gpt_oss"),
+    ("<function=", "qwen3_coder"),
+    (TOOL_CALL, "hermes"),
+    (MISTRAL, "mistral"),
+    (DEEPSEEK_CALL, "deepseek"),
+    ("[func_name1(", "pythonic"),
+    (PYTHON_TAG, "llama3_json"),
+    ('"parameters":', "llama3_json"),
+)
+"""What a template's text has -> its family; the first one that is there counts."""
 
 
 def tool_family(template: str) -> str:
     """The tool parser that a template's text speaks for; none where it names no calls."""
-    if "<tool_call>" in template:
-        return "qwen3_coder" if "<function=" in template else "hermes"
-    if MISTRAL in template:
-        return "mistral"
-    if "<｜tool▁call▁begin｜>" in template:
-        return "deepseek"
-    return "llama3_json" if PYTHON_TAG in template or '"parameters":' in template else "none"
+    return next((family for sign, family in SIGNS if sign in template), "none")
 
 
 def reasoning_family(template: str) -> str:
-    """think, where a template's text knows such thoughts."""
+    """How thoughts are marked, as far as a template's text knows them."""
+    if CHANNEL in template:
+        return "gpt_oss"
     return "think" if THOUGHT in template or THINK in template else "none"
 
 
@@ -290,8 +643,32 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
     return thought.strip("\n"), said.lstrip("\n")
 
 
+def split_harmony(text: str) -> tuple[str, str]:
+    """The analysis of a harmony text, and the rest: words without marks, messages to tools as they stand."""
+    thoughts, said = [], []
+    for channel, to, body, whole in _harmony(text):
+        if channel == "analysis" and to is None:
+            thoughts.append(body.strip("\n"))
+        else:
+            said.append(body if to is None else whole)
+    return "\n".join(thoughts), "".join(said)
+
+
 def parse(text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parser: str, opened: bool) -> Parsed:
-    """Take a completion apart; without tools no calls are looked for."""
-    reasoning, said = split_reasoning(text, opened=opened) if reasoning_parser == "think" else ("", text)
-    content, calls, malformed = TOOL_PARSERS[tool_parser](said, tools) if tools else (said, [], 0)
+    """Take a completion apart; without tools no calls are looked for.
+
+    Calls in a thought that does not end are no calls, since a thought is none; they are malformed, so that a policy
+    that forgets to end its thoughts shows in the counts.
+    """
+    reasoning, said = "", text
+    if reasoning_parser == "think":
+        reasoning, said = split_reasoning(text, opened=opened)
+    elif reasoning_parser == "gpt_oss":
+        reasoning, said = split_harmony(text)
+    if not tools:
+        return Parsed(said, reasoning)
+    content, calls, malformed = TOOL_PARSERS[tool_parser](said, tools)
+    if reasoning_parser == "think" and reasoning and THOUGHT not in text:
+        _, inside, broken = TOOL_PARSERS[tool_parser](reasoning, tools)
+        malformed += len(inside) + broken
     return Parsed(content.strip() if calls else content, reasoning, tuple(calls), malformed)

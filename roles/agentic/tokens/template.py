@@ -14,15 +14,24 @@ from relax_rt.roles.agentic.tokens.messages import (
     THINK,
     Key,
     check_messages,
-    for_template,
-    parsed_arguments,
     without_reasoning,
-    words,
 )
 from relax_rt.roles.agentic.tokens.messages import tools_key as key_of_tools
-from relax_rt.roles.agentic.tokens.parsers import Call, Parsed
+from relax_rt.roles.agentic.tokens.parsers import Parsed
 from relax_rt.roles.agentic.tokens.types import Message, Tool
 from relax_rt.roles.media.pictures import IMAGE, Shown
+from relax_rt.roles.models.chat_template import (
+    CALLS,
+    RESULTS,
+    TURNS,
+    Fault,
+    TemplateCapabilities,
+    prepared,
+    probe_template,
+    template_errors,
+    unseen_role,
+    words,
+)
 from relax_rt.roles.models.tokenizer import PROBE, ChatTokenizer
 from relax_rt.transport.errors import Refused
 
@@ -78,6 +87,7 @@ class ChatTemplate:
         self.tool_parser = auto if tool_parser == parsers.AUTO else tool_parser
         auto = parsers.reasoning_family(source)
         self.reasoning_parser = auto if reasoning_parser == parsers.AUTO else reasoning_parser
+        self.capabilities: TemplateCapabilities = probe_template(self._apply, source)
         if sight is not None:
             self._check_places(sight)
 
@@ -87,31 +97,26 @@ class ChatTemplate:
         Raises:
             Refused: the template takes no such conversation.
         """
-        from jinja2 import TemplateError
-
         check_messages(messages)
-        ready = [for_template(message) for message in messages]
-        try:
-            text = self.tokenizer.raw.apply_chat_template(
-                ready, tools=list(tools) or None, tokenize=False, add_generation_prompt=generation, **self._given
-            )
-            str(text).encode()
-        # What a template stumbles over in a client's messages is the client's error, whatever its class.
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            roles = ", ".join(message["role"] for message in messages[-8:])
-            raise Refused(
-                f"a conversation of {len(messages)} messages ({roles})",
-                why=f"the model's chat template does not take it: {error}"[:400],
-                hint="send roles, an order and contents that the template knows",
-            ) from error
+        why = unseen_role(messages, self.capabilities)
+        if not why:
+            try:
+                return self._apply([prepared(one, self.capabilities) for one in messages], tools, generation=generation)
+            # What a template stumbles over in a client's messages is the client's error, whatever its class.
+            except template_errors() as error:
+                why = f"the model's chat template does not take it: {error}"
+        roles = ", ".join(message["role"] for message in messages[-8:])
+        raise Refused(
+            f"a conversation of {len(messages)} messages ({roles})",
+            why=why[:400],
+            hint="send roles, an order and contents that the template knows",
+        )
+
+    def _apply(self, messages: list[Message], tools: Sequence[Tool], *, generation: bool = False) -> str:
+        text = self.tokenizer.raw.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generation, **self._given
+        )
+        str(text).encode()
         return str(text)
 
     def encode(self, text: str) -> list[int]:
@@ -159,6 +164,28 @@ class ChatTemplate:
             found += one.tokens
             begun = at + 1
         return [*found, *ids[begun:]], tuple(shown)
+
+    def shortcomings(self, *, tools: bool, turns: bool) -> list[Fault]:
+        """What episodes need and the template cannot render. Of those that raise, an episode would end there.
+
+        Args:
+            tools: tools are offered. turns: the environment may speak again after a reply.
+        """
+        needed = {
+            CALLS: ("a turn of the assistant with a tool call", tools),
+            RESULTS: ("the result of a tool call (role 'tool')", tools),
+            TURNS: ("a turn of the user after one of the assistant", turns),
+        }
+        found = []
+        for key, (what, is_needed) in needed.items():
+            fault = self.capabilities.missing.get(key)
+            if key == RESULTS and any(one.raises for one in found):
+                # A result is tried behind its call: nothing can be told of it.
+                continue
+            if is_needed and fault is not None:
+                # Calls that are left out still stand in the tokens that were sampled; other messages are refused.
+                found.append(Fault(f"{what}: {fault.why}", raises=fault.raises or key != CALLS))
+        return found
 
     @cached_property
     def turn_end(self) -> str:
@@ -264,20 +291,21 @@ class ChatTemplate:
                 text, tools, tool_parser=family, reasoning_parser=self.reasoning_parser, opened=opened
             )
         content, reasoning = (self._specials.sub("", part) for part in (parsed.content, parsed.reasoning))
-        return Parsed(content, reasoning, parsed.calls, parsed.malformed)
+        calls, malformed = parsed.calls, parsed.malformed
+        if self.capabilities.one_call and len(calls) > 1:
+            # The next prompt could not be rendered with all of them.
+            calls, malformed = calls[:1], malformed + len(calls) - 1
+        return Parsed(content, reasoning, calls, malformed)
 
     def _by_model(self, text: str, tools: Sequence[Tool], prompt: str) -> Parsed:
         try:
             message = self.tokenizer.raw.parse_response(text, prefix=prompt, tools=list(tools) or None)
         except (ValueError, KeyError):
             return Parsed(text, malformed=1)
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        calls = [parsers.call_of(call) for call in message.get("tool_calls") or []]
+        known = tuple(call for call in calls if call is not None)
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
-        return Parsed(
-            str(message.get("content") or ""),
-            str(reasoning),
-            tuple(Call(call["name"], parsers.written(parsed_arguments(call.get("arguments")))) for call in calls),
-        )
+        return Parsed(str(message.get("content") or ""), str(reasoning), known, len(calls) - len(known))
 
 
 def _name(tool: Tool) -> str:

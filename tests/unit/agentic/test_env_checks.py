@@ -171,6 +171,73 @@ def test_tools_that_the_policy_would_not_see_are_told_before_a_run(
     )
 
 
+TOOLS_SHOWN = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+MESSAGE = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+OPENING = "{{ '<|assistant|>' if add_generation_prompt }}"
+CALLS_SHOWN = "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments | tojson }}{% endfor %}"
+
+
+def speaking(calls: str = CALLS_SHOWN, results: str = MESSAGE, first: str = "") -> str:
+    """A template that writes calls and results in these ways."""
+    turn = "{% if m.tool_calls %}" + calls + "{% elif m.role == 'tool' %}" + results + "{% else %}" + MESSAGE
+    return TOOLS_SHOWN + first + "{% for m in messages %}" + turn + "{% endif %}{% endfor %}" + OPENING
+
+
+RAISES = "{{ raise_exception('not here') }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (speaking(), ""),
+        # Arguments wanted as text are given as text.
+        (speaking(CALLS_SHOWN.replace(" | tojson", "")), ""),
+        (speaking(RAISES), "a turn of the assistant with a tool call: it raises TemplateError: not here"),
+        (speaking(CALLS_SHOWN.replace("arguments", "arguments.x.y")), "with a tool call: it raises UndefinedError"),
+        (speaking(CALLS_SHOWN.replace("name +", "name + 1 +")), "with a tool call: it raises TypeError"),
+        (speaking(results=RAISES), "the result of a tool call (role 'tool'): it raises TemplateError"),
+        (speaking(results=""), "the result of a tool call (role 'tool'): it does not write the words"),
+        (speaking(first="{{ messages[-1].content + 1 if messages[-1].role == 'tool' }}"), "the result of a tool call"),
+        (
+            speaking(first="{{ raise_exception('one turn') if messages | length == 3 and not tools }}"),
+            "a turn of the user after one of the assistant: it raises TemplateError: one turn",
+        ),
+    ],
+)  # fmt: skip
+def test_a_template_that_ends_an_episode_is_told_before_a_run(
+    tmp_path: Path, source: str, told: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(f"{__name__}.GAME", GAME.replace('return "go " * 20', OFFERS))
+    (tmp_path / "own.jinja").write_text(source)
+    found = looked_at(tmp_path, "roles.env.chat_template=own.jinja", "roles.env.tool_parser=hermes")
+    assert len(found) == bool(told) and all(told in one and "an episode would end there" in one for one in found)
+
+
+def test_calls_that_the_template_leaves_out_are_a_warning(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f"{__name__}.GAME", GAME.replace('return "go " * 20', OFFERS))
+    (tmp_path / "own.jinja").write_text(speaking(calls=""))
+    assert looked_at(tmp_path, "roles.env.chat_template=own.jinja", "roles.env.tool_parser=hermes") == []
+    assert "cannot render a turn of the assistant with a tool call: it does not write" in capsys.readouterr().err
+
+
+def test_what_a_program_cannot_send_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from agentic_parts import tokenizer
+
+    (tmp_path / "agent.py").write_text("")
+    for source, words in (
+        (speaking(results=RAISES), "the gateway's calls that send it are refused"),
+        (speaking(), ""),
+    ):
+        (tmp_path / "own.jinja").write_text(source)
+        config = read(tmp_path, PROGRAM, "roles.gateway.chat_template=own.jinja")
+        assert list(preflight_environment(config, tmp_path, tokenizer(), None)) == []
+        said = capsys.readouterr().err
+        assert words in said and ("cannot render" in said) == bool(words)
+
+
 def test_who_would_sample_episodes_is_told_how_to_see_some(tmp_path: Path) -> None:
     for text, hint in ((SOUND, r"debug=True\) plays single ones"), (PROGRAM, r"docs/programs\.md, By hand")):
         with pytest.raises(BadInput, match=hint):

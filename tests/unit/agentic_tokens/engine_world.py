@@ -27,10 +27,11 @@ pytest.register_assert_rewrite("harness")
 from harness import MemorySource, model_of  # noqa: E402
 
 from relax_rt.roles.agentic.tokens import ChatTemplate, Tool  # noqa: E402
-from relax_rt.roles.agentic.tokens.parsers import Call, Parsed, written  # noqa: E402
+from relax_rt.roles.agentic.tokens.parsers import Call, Parsed  # noqa: E402
 from relax_rt.roles.engines.base import Assembly, Chunk, Completion, GroupRequest, KvPolicy  # noqa: E402
 from relax_rt.roles.engines.embedded import EmbeddedEngine  # noqa: E402
 from relax_rt.roles.generation import GenerationService, Order  # noqa: E402
+from relax_rt.roles.models.chat_template import written_arguments  # noqa: E402
 from relax_rt.roles.router.core import Deliver  # noqa: E402
 from relax_rt.roles.router.requests import Life, Outcome, Wanted  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
@@ -45,7 +46,7 @@ class Calling(ChatTemplate):
 
     def parse(self, text: str, tools: Sequence[Tool], *, prompt: str) -> Parsed:
         if tools and len(text) % 3 == 0:
-            return Parsed("", calls=(Call("add", written({"note": text, "a": 1})),))
+            return Parsed("", calls=(Call("add", written_arguments({"note": text, "a": 1})),))
         return super().parse(text, tools, prompt=prompt)
 
 

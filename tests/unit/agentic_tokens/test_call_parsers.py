@@ -61,7 +61,21 @@ def test_calls_are_read_and_what_cannot_be_read_stays_text(
 
 
 @pytest.mark.parametrize("family", TOOL_PARSERS)
-@pytest.mark.parametrize("text", ["", "Well.", '{"a":' * 50_000, "<tool_call>" * 500, "<tool_call>" + "[" * 50_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Well.",
+        '{"a":' * 50_000,
+        "<tool_call>" * 500,
+        "<tool_call>" + "[" * 50_000,
+        "[" * 50_000,
+        "<|channel|>" * 5_000,
+        " " * 50_000 + "x",
+        "[f(a=" + "-" * 50_000 + "1)]",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>" * 500,
+    ],
+)
 def test_nothing_that_is_no_call_is_lost(family: str, text: str) -> None:
     assert parse(text, TOOLS, tool_parser=family, reasoning_parser="none", opened=False).content == text
 

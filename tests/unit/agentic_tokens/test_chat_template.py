@@ -54,11 +54,19 @@ def test_a_template_that_writes_earlier_text_otherwise_has_no_delta() -> None:
     assert chat.delta(said, (), 2) == "<|end|>[INST]c[/INST]"
     without_ends = ChatTemplate(tiny(), template="{% for m in messages %}{{ m.content }}{% endfor %}")
     assert without_ends.delta(said, (), 2) is None
-    # What is new is not shown at all.
-    deaf = ChatTemplate(
-        tiny(), template="{% for m in messages if m.role != 'tool' %}{{ m.content }}<|end|>{% endfor %}"
-    )
-    assert deaf.delta([*said[:2], {"role": "tool", "content": "c"}], (), 2) is None
+
+
+def test_a_role_that_the_template_leaves_out_is_refused_and_not_lost() -> None:
+    source = "{% for m in messages if m.role == 'user' or m.role == 'assistant' %}{{ m.content }}<|end|>{% endfor %}"
+    deaf = ChatTemplate(tiny(), template=source)
+    said = [user("a"), {"role": "assistant", "content": "b"}]
+    with pytest.raises(Refused, match="takes no message with the role 'tool': it does not write the words"):
+        deaf.delta([*said, {"role": "tool", "content": "c"}], (), 2)
+    for role in ("system", "developer"):
+        with pytest.raises(Refused, match=f"takes no message with the role '{role}'"):
+            deaf.text([{"role": role, "content": "c"}, *said])
+        # Nothing is lost of an empty one.
+        assert deaf.text([{"role": role, "content": ""}, *said]) == deaf.text(said)
 
 
 def test_messages_are_made_ready_for_templates() -> None:

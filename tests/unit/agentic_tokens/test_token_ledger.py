@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from call_templates import KIMI_K2
 from chat_fixtures import MOVES_TOOLS, QWEN3, TOOLS, made, prompt_text, qwen3, says, smollm2, tiny, tokens_of, user
 
 from relax_rt.roles.agentic.tokens import Branch, ChatTemplate, Counts, PromptPlan, Reply, Sampled, TokenLedger
@@ -384,6 +385,15 @@ def test_context_that_is_not_trained_stays_context() -> None:
     (branch,) = book.episode().branches
     assert spelled(branch).endswith("b<|end|><|user|>c<|end|><|assistant|>d<|end|>") and trained(book) == [["d"]]
     assert branch.logprobs[4] == 0.0 and branch.versions == (VersionSpan(10, 12, 1, 1),)
+
+
+def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
+    chat = ChatTemplate(tiny(), template=KIMI_K2)
+    book = ledger(chat)
+    call = "<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    said = "".join(call.format(number) for number in (0, 1, 1))
+    _, reply = ask(book, history("a"), said, chat, tools=TOOLS)
+    assert [one["id"] for one in reply.message["tool_calls"]] == ["functions.add:0", "functions.add:1", "call00003"]
 
 
 def test_budgets() -> None:

@@ -23,6 +23,7 @@ def tokenizer_of(folder: Path, tokens: int, *, eos: int = 0) -> ChatTokenizer:
         get_vocab=lambda: {f"t{n}": n for n in range(tokens)},
         eos_token_id=eos,
         all_special_ids=[eos],
+        chat_template="",
         apply_chat_template=lambda *_, **__: "",
     )
     raw_call = type("Raw", (SimpleNamespace,), {"__call__": lambda self, *_, **__: {"input_ids": []}})
