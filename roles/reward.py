@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.rewards.judge import Judge, Judging
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
     from relax_rt.roles.sample import SampleMeta
+    from relax_rt.transport.queue.api import Failure
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
 
 TASK = "reward"
@@ -28,6 +29,8 @@ LOAD_ALLOWANCE_S = 60.0
 FAILURES_IN_A_ROW = 64
 """Failed samples without a scored one between them: then it is the function, not the samples."""
 REPORT_EVERY_S = 5.0
+ABOUT = 80
+"""Characters of an item's question by which people know it again."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
 
@@ -153,7 +156,6 @@ class RewardRole(Role):
 
     async def _score(self, batch: LeasedBatch) -> None:
         from relax_rt.roles.rewards.scoring import Failed
-        from relax_rt.transport.queue.api import Failure
 
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
@@ -161,7 +163,7 @@ class RewardRole(Role):
         columns, failures = {}, []
         for sample, result in zip(batch.samples, results, strict=True):
             if isinstance(result, Failed):
-                failures.append(Failure(sample.key, result.reason[:500]))
+                failures.append(_failure(sample, result))
             else:
                 columns[sample.key] = _columns(result)
         await self.queue.complete(TASK, batch, columns, failures)
@@ -300,6 +302,16 @@ class Tally:
             "mean": total,
             "components": means,
         }
+
+
+def _failure(sample: LeasedSample, failed: Failed) -> Failure:
+    from relax_rt.roles.rewards.judge import Late
+    from relax_rt.roles.sample import SampleMeta
+    from relax_rt.transport.queue.api import Failure
+
+    meta = sample.decode("meta", SampleMeta)
+    late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]
+    return Failure(sample.key, failed.reason[:500], late, meta.item, about)
 
 
 def _columns(score: Score) -> dict[str, Any]:

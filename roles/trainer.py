@@ -15,6 +15,7 @@ from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.progress import NoProgress, ending, told
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
@@ -405,13 +406,28 @@ class TrainerRole(Role):
         from relax_rt.roles.trainers.sieve import NothingKept
 
         try:
-            return await self.collector.collect(self.step + 1)
-        except NothingKept:
+            batch = await self.collector.collect(self.step + 1)
+            if batch is None:
+                await self._look_at_losses()
+            return batch
+        except (NothingKept, NoProgress):
             # Whoever looks into it finds all that was learnt.
             await self._saved()
             if self.step > self._newest_step():
                 await self._save(final=True)
             raise
+
+    async def _look_at_losses(self) -> None:
+        """No group came: say what is lost meanwhile.
+
+        Raises:
+            NoProgress: so many groups failed in a row that the run is to end.
+        """
+        report = await self.queue.progress()
+        if report.ended:
+            raise ending(self.config, report)
+        if lost := told(report):
+            self.ctx.progress.waiting(f"{self.collector.waiting_on}; {lost}")
 
     @asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:

@@ -119,7 +119,9 @@ class Job(Protocol):
     # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed, and `past(run_dir)`, those of
     # them that can change nothing any more in this run, each with the reason. And `assumed(data)`, tables that need not
     # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
-    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run.
+    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run. And `advice(config,
+    # loss)`, the setting that helps against what the queue lost (fields of a Loss), and `stall_after_s(config)`, after
+    # how many seconds without any movement a run ends (None: never).
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""
@@ -213,3 +215,15 @@ def absent_kinds(config: RunConfig) -> frozenset[str]:
     """Roles that there is nothing to do for in this run, by the job's own word."""
     absent = getattr(load_job(config.run.job), "absent", None)
     return frozenset(absent(config)) if absent is not None else frozenset()
+
+
+def advice(config: RunConfig, loss: Mapping[str, Any]) -> str:
+    """The setting that helps against a loss, by the job's own word."""
+    known = getattr(load_job(config.run.job), "advice", None)
+    return str(known(config, loss)) if known is not None else ""
+
+
+def stall_after_s(config: RunConfig) -> float | None:
+    """After how long without any movement the run ends, by the job's own word; None: never."""
+    known = getattr(load_job(config.run.job), "stall_after_s", None)
+    return known(config) if known is not None else None
