@@ -27,7 +27,8 @@ FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
 FAILURES_IN_A_ROW = 64
-"""Failed samples without a scored one between them: then it is the function, not the samples."""
+"""Failed samples without a scored one between them, after some were scored: then it is this process, not the samples.
+Where the function never worked another process mends nothing; the queue counts the groups, and ends the run."""
 REPORT_EVERY_S = 5.0
 ABOUT = 80
 """Characters of an item's question by which people know it again."""
@@ -67,6 +68,7 @@ class RewardRole(Role):
         self.judging: Judging | None = None
         self.judge: Judge | None = None
         self._failures_in_a_row = 0
+        self._has_scored = False
         self._worked = False
         self._tally = Tally(time.monotonic())
 
@@ -224,7 +226,7 @@ class RewardRole(Role):
         return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
 
     def _judge(self, results: list[Score | Failed]) -> None:
-        """End the process when the function, and not a sample, is at fault."""
+        """End the process when it, and not a sample, is at fault."""
         from relax_rt.roles.rewards.judge import Late
         from relax_rt.roles.rewards.scoring import Failed
 
@@ -232,6 +234,7 @@ class RewardRole(Role):
             if isinstance(result, Late):
                 continue
             self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
+            self._has_scored = self._has_scored or not isinstance(result, Failed)
         failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, Late)]
         for result in failed:
             if result.stuck:
@@ -240,7 +243,7 @@ class RewardRole(Role):
                     why=result.reason,
                     hint="give its own waits (network, subprocess) deadlines, or raise reward.timeout_s",
                 )
-        if failed and self._failures_in_a_row >= FAILURES_IN_A_ROW:
+        if failed and self._has_scored and self._failures_in_a_row >= FAILURES_IN_A_ROW:
             raise RelaxError(
                 f"the reward function failed {self._failures_in_a_row} times in a row",
                 why=failed[-1].reason,

@@ -50,7 +50,10 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "no_progress": ("error", "{failed_groups} groups failed in a row, and none was trained: the run ends"),
     "item_retired": ("warning", "item {item} ({about}) is retired after {timeouts} timeouts: {reason}"),
     "item_reinstated": ("plain", "item {item} is tried again"),
-    "groups_left_out": ("warning", "filters keep {kept} of {scored} groups ({pass_rate:.0%}) at step {step}"),
+    "groups_left_out": (
+        "warning",
+        "filters left out all {scored} groups scored for step {step} (lately {passing} pass): {filtered}",
+    ),
     "steps_empty": ("error", "{steps} steps in a row had nothing to train, and published nothing: {why}"),
 }
 """Events that are told as they are, with the fields they carry."""

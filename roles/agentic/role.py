@@ -427,8 +427,14 @@ class EnvRole(Role):
             return
         if group.failed:
             task = self.tasks.train(group.ticket.prompt, group.ticket.item)
-            about = {"late": group.late, "item": task.item, "about": task.question[:ABOUT]}
-            await self.queue.give_back([number], group.failed[:400], failed=True, **about)
+            await self.queue.give_back(
+                [number],
+                group.failed[:400],
+                failed=True,
+                late=group.late,
+                item=task.item,
+                about=task.question[:ABOUT],
+            )
         elif group.lost:
             await self.queue.give_back([number], group.lost[:400], losses=LOSSES)
 

@@ -124,8 +124,7 @@ class Collector:
             All that the step has so far; when it is full, the next call begins another one.
 
         Raises:
-            NothingKept: filters left out too many groups. OwnPartFailed: one of a user's own failed; what it was to
-                judge is given back.
+            OwnPartFailed: a filter of a user's own failed; what it was to judge is given back.
         """
         if self._batch is None:
             # A wait may take many calls; it counts from the first of them.

@@ -441,8 +441,7 @@ def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
         if group is not None and group.holder == who:
             core.changed = True
             if event.failed and group.prompt is not None:
-                about = {"late": event.late, "item": event.item, "about": event.about}
-                fail_missing(core, group, event.reason, **about)
+                fail_missing(core, group, event.reason, late=event.late, item=event.item, about=event.about)
             else:
                 reopen(core, group, "dropped(returned)", event.reason, losses=event.losses)
 

@@ -32,7 +32,7 @@ from relax_rt.transport.samplers import load_sampler
 from relax_rt.transport.slab_names import owner_key, owner_of, unfit_slot
 from relax_rt.transport.store.api import Fetched, Found, Stored
 
-Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | list[str] | keyed.Answer | None
+Answer = Admission | Offered | Batch | Advice | Marked | Chosen | list[Extent] | keyed.Answer | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -158,7 +158,7 @@ class Ledger:
             case ev.Open():
                 self._open(event)
             case ev.Reinstate(items):
-                return progress.reinstate(core, items)
+                progress.reinstate(core, items)
             case ev.Spilled():
                 return spill.spilled(core, event)
             case ev.Lapse(groups, leases):

@@ -75,6 +75,9 @@ def failed_group(core: Core, group: Group) -> None:
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
         state.verdict = True
+        for cause in state.causes:
+            if cause.told < cause.members:
+                _tell(core, cause)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
         # The trainer waits for groups, and is to hear of it.
         core.touched.add(policy.step_task)
@@ -117,8 +120,8 @@ def configured(core: Core) -> None:
     reinstate(core, [item for item in core.state.progress.retired if item in core.policy.kept_items])
 
 
-def reinstate(core: Core, items: Sequence[str]) -> list[str]:
-    """Take retired items back; answers with those that were retired."""
+def reinstate(core: Core, items: Sequence[str]) -> None:
+    """Take those of the items back that are retired."""
     state = core.state.progress
     found = [item for item in dict.fromkeys(items) if item in state.retired]
     for item in found:
@@ -128,7 +131,6 @@ def reinstate(core: Core, items: Sequence[str]) -> list[str]:
     if found:
         state.revision += 1
         core.changed = True
-    return found
 
 
 def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
@@ -197,11 +199,17 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
     cause.prompts = max(cause.prompts, len(cause.last_prompts))
     cause.cause, cause.example, cause.prompt = failure.reason[:160], failure.reason[:EXAMPLE], group.prompt.index
     cause.late = failure.late
-    cause.partial = cause.partial or any(sample.done or (not task and sample.generated) for sample in group.samples)
+    cause.partial = cause.partial or any(task in sample.done if task else sample.generated for sample in group.samples)
     if cause.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
-        cause.told, cause.told_at = cause.members, core.now
-        fields = msgspec.structs.asdict(_loss(cause))
-        core.note("members_lost", **fields, failed_groups=state.failed_groups, most=core.policy.failed_groups)
+        _tell(core, cause)
+
+
+def _tell(core: Core, cause: LossCause) -> None:
+    """Report a cause with its counts so far."""
+    cause.told, cause.told_at = cause.members, core.now
+    fields = msgspec.structs.asdict(_loss(cause))
+    row, most = core.state.progress.failed_groups, core.policy.failed_groups
+    core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 
 
 def _late_again(state: ProgressState, policy: LedgerPolicy, item: str, task: str) -> bool:

@@ -386,9 +386,9 @@ class Broker:
 
     async def reinstate(self, items: list[str]) -> list[str]:
         """See QueueApi."""
-        found = self._apply(ev.Reinstate(items))
-        assert isinstance(found, list)
-        return [str(item) for item in found]
+        found = [item for item in dict.fromkeys(items) if item in self._ledger.state.progress.retired]
+        self._apply(ev.Reinstate(found))
+        return found
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """See QueueApi. Not journaled: after a restart all leases run at full length."""

@@ -19,11 +19,11 @@ transformers = pytest.importorskip("transformers")
 from trainer_parts import EVERY, GROUPS, SOON_S, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.roles.progress import NoProgress  # noqa: E402
 from relax_rt.roles.publication.publisher import Publisher  # noqa: E402
 from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.roles.trainers import checkpoint  # noqa: E402
 from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
-from relax_rt.roles.trainers.sieve import NothingKept  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, Refused, RelaxError  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
@@ -244,13 +244,13 @@ async def test_a_finished_training_goes_on_to_more_steps(lives: Lives, model: Pa
     assert lives.folders()[-1] == "step-000005"
 
 
-async def test_what_is_learnt_when_nothing_is_kept_is_written_once(lives: Lives, model: Path) -> None:
+async def test_what_was_trained_before_all_groups_fail_is_written_once(lives: Lives, model: Path) -> None:
     def barren(role: TrainerRole) -> None:
         real, write = role.collector.collect, role.backend.write
 
         async def collect(step: int) -> Any:
             if step > 2:
-                raise NothingKept(f"step {step} finds nothing to train on")
+                raise NoProgress("64 groups failed in a row")
             return await real(step)
 
         def slow(folder: Path) -> None:
@@ -259,7 +259,7 @@ async def test_what_is_learnt_when_nothing_is_kept_is_written_once(lives: Lives,
 
         role.collector.collect, role.backend.write = collect, slow  # type: ignore[method-assign]
 
-    with pytest.raises(NothingKept):
+    with pytest.raises(NoProgress):
         await lives.life(model, steps=9, harm=barren)
     assert [one["step"] for one in lives.contexts[-1].told("checkpoint")] == [2]
     assert lives.folders() == ["step-000002"]
