@@ -48,6 +48,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "agent_died": ("error", "the node agent died: {cause}"),
     "members_lost": ("warning", "{members} samples of {groups} groups were lost: {cause}; {hint}"),
     "no_progress": ("error", "{failed_groups} groups failed in a row, and none was trained: the run ends"),
+    "slot_stalled": ("error", "nothing moved while {slot} waited: {waiting}"),
     "item_retired": ("warning", "item {item} ({about}) is retired after {timeouts} timeouts: {reason}"),
     "item_reinstated": ("plain", "item {item} is tried again"),
     "groups_left_out": (
