@@ -51,7 +51,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 class RetiredItem(msgspec.Struct, frozen=True, kw_only=True):
     """A data item that is not tried again."""
 
-    item: str
+    item: str = ""
     about: str = ""
     task: str = ""
     reason: str = ""
