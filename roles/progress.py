@@ -99,7 +99,7 @@ def slowest_s(config: RLConfig) -> float:
     if config.reward.judge is not None:
         found.append(config.reward.judge.timeout_s)
     if (env := env_settings(config)) is not None:
-        found += [env.turn_timeout_s, env.episode_timeout_s]
+        found += [env.turn_timeout_s, env.episode_timeout_s, env.hang_after_s]
     for table in _tables(config):
         if (server := getattr(table, "sglang", None)) is not None and getattr(table, "engine", "") == "sglang":
             found += [server.stall_timeout_s, server.update_timeout_s]
@@ -110,8 +110,13 @@ def stall_after_s(config: RLConfig) -> float | None:
     """After how long without any movement the run ends; None: never."""
     if config.progress.stall_after_s is not None:
         return config.progress.stall_after_s
-    paused = any(kind == "gateway" or table.target is not None for kind, table in config.roles.items())
+    paused = any(kind == "gateway" or _is_own(table) for kind, table in config.roles.items())
     return None if paused else SLACK * slowest_s(config)
+
+
+def _is_own(table: Any) -> bool:
+    """Whether it is a role of the user's own; their tables may still be as they were read."""
+    return bool(table.get("target") if isinstance(table, dict) else table.target)
 
 
 def _tables(config: RLConfig) -> Sequence[RoleSettings]:

@@ -47,6 +47,7 @@ WITH_DATA = """
 [data]
 path = "sums.jsonl"
 held_out = 0.1
+max_prompt_tokens = 16
 [reward]
 function = "reward.py:score"
 timeout_s = 1
@@ -58,6 +59,8 @@ WITH_GAME = """
 environment = "game.py:Game"
 tasks = 12
 episodes_in_flight = 16
+max_tokens = 256
+max_turns = 4
 turn_timeout_s = 1
 """
 GAME = """
@@ -133,7 +136,7 @@ def test_a_run_whose_groups_all_fail_says_so_at_once_ends_and_goes_on_once_it_is
     """One member of each group always fails: its group never becomes whole."""
     files = game(reset="if SEEN[task.item] >= 4: raise RuntimeError('member four never works')")
     line = 1 + next(n for n, text in enumerate(files["game.py"].splitlines()) if "member four" in text)
-    run = make(files, **{"progress.failed_groups": 200, "roles.env.tasks": 1000}).start()
+    run = make(files, **{"progress.failed_groups": 128, "roles.env.tasks": 1000}).start()
     found = run.until("a loss in `why`", lambda: (account := why(run)).get("losses") and account)
     assert found["exit_code"] is None, "the run still lives"
     (loss,) = found["losses"]
@@ -143,10 +146,10 @@ def test_a_run_whose_groups_all_fail_says_so_at_once_ends_and_goes_on_once_it_is
     assert run.wait() == 1, run.text()
     text = run.text()
     assert "groups of 4 or more prompts failed in a row, and none was trained" in text
-    assert f"game.py:{line}" in text and 'on_failed_member = "shrink"' in text and "failed_groups = 200" in text
+    assert f"game.py:{line}" in text and 'on_failed_member = "shrink"' in text and "failed_groups = 128" in text
     assert "WARNING" in text and "samples of" in text, "said while it went on"
     (ended,) = run.events("no_progress")
-    assert ended["failed_groups"] == 200 and not run.records("step")
+    assert ended["failed_groups"] == 128 and not run.records("step")
     run.gone(run.run_id())
     # With the setting that was named the same run goes on.
     run.overrides["algorithm.on_failed_member"] = '"shrink"'

@@ -75,6 +75,13 @@ def test_the_limit_of_a_standstill_is_beyond_every_deadline(toml: Path) -> None:
     assert stall_after_s(config(toml, "progress.stall_after_s=700")) == 700
     # Callers from outside may pause a run.
     assert stall_after_s(config(toml, "roles.gateway.count=1")) is None
+    rewarded = '[reward]\nfunction = "relax_rt.roles.rewards.builtin:integer"\n'
+    toml.write_text(toml.read_text().replace(rewarded, ""))
+    game = config(toml, 'roles.env.environment="game.py:G"', "roles.env.episode_timeout_s=3000")
+    as_the_agent_has_it = game.model_copy(update={"roles": {**game.roles, "env": {"environment": "game.py:G"}}})
+    assert (stall_after_s(game), stall_after_s(as_the_agent_has_it)) == (2 * 3000, 2 * LEAST_S)
+    own = game.model_copy(update={"roles": {**game.roles, "mine": {"target": "mine.py:Role"}}})
+    assert stall_after_s(own) is None
 
 
 def test_the_setting_that_helps_is_named(toml: Path) -> None:
