@@ -75,9 +75,7 @@ def failed_group(core: Core, group: Group) -> None:
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
         state.verdict = True
-        for cause in state.causes:
-            if cause.told < cause.members:
-                _tell(core, cause)
+        tell(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
         # The trainer waits for groups, and is to hear of it.
         core.touched.add(policy.step_task)
@@ -142,6 +140,7 @@ def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
     found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], late.times)
     state.retired[failure.item] = found
     state.revision += 1
+    tell(core)
     core.tally("items_retired")
     core.note(
         "item_retired", item=failure.item, about=found.about, task=task, reason=found.reason, timeouts=found.timeouts
@@ -202,6 +201,13 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
     cause.partial = cause.partial or any(task in sample.done if task else sample.generated for sample in group.samples)
     if cause.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
         _tell(core, cause)
+
+
+def tell(core: Core, older_s: float = 0.0) -> None:
+    """Report the causes whose newest losses were not told of, and whose last report is at least this old."""
+    for cause in core.state.progress.causes:
+        if cause.told < cause.members and core.now - cause.told_at >= older_s:
+            _tell(core, cause)
 
 
 def _tell(core: Core, cause: LossCause) -> None:

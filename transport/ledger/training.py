@@ -40,6 +40,7 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     state.step = event.step
     if not event.skipped:
         progress.whole(core)
+        progress.tell(core, progress.REPORT_EVERY_S)
     core.changed = True
     refuse_stale(core, surplus(core))
     keep_what_was_asked(core)
