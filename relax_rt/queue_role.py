@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from relax_rt.config.job import load_job
+from relax_rt.config.job import advice, load_job
 from relax_rt.nodes.links import Links
 from relax_rt.role import Role
 from relax_rt.transport.ledger import QueueLimits
@@ -89,6 +89,8 @@ class QueueRole(Role):
         return server
 
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "members_lost":
+            fields = {**fields, "hint": advice(self.ctx.config, fields)}
         self.ctx.event(kind, **fields)
 
     async def run(self) -> None:

@@ -19,6 +19,7 @@ from relax_rt.roles.data.order import check_weights
 from relax_rt.roles.engines.checks import check_engines, check_mode
 from relax_rt.roles.evaluation_checks import check_evaluation
 from relax_rt.roles.genrm.checks import check_judge
+from relax_rt.roles.progress import slowest_s
 from relax_rt.roles.publication_checks import check_publication
 from relax_rt.roles.rewards.checks import check_reward
 from relax_rt.roles.sections import (
@@ -64,6 +65,7 @@ def check(config: RLConfig) -> list[Problem]:
         check_evaluation,
         check_cold_start,
         check_publication,
+        _progress,
         _capacity,
     )
     return [problem for check in cheap for problem in check(config)]
@@ -138,6 +140,17 @@ def _algorithm(config: RLConfig) -> Iterator[Problem]:
         if value is not None and not math.isfinite(value):
             yield Problem(("algorithm", name), f"{name} must be finite")
     yield from check_algorithm(config)
+
+
+def _progress(config: RLConfig) -> Iterator[Problem]:
+    table = config.progress
+    if table.failed_prompts > table.failed_groups:
+        message = f"failed_prompts = {table.failed_prompts}: {table.failed_groups} failed groups are of fewer prompts"
+        yield Problem(("progress", "failed_prompts"), message, "lower it, or raise progress.failed_groups")
+    slowest = slowest_s(config)
+    if table.stall_after_s is not None and table.stall_after_s < slowest:
+        message = f"stall_after_s = {table.stall_after_s:g}: a role may take {slowest:g} s by its own deadlines"
+        yield Problem(("progress", "stall_after_s"), message, "raise it, or leave it out")
 
 
 def _roles(config: RLConfig) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from relax_rt.roles.sections import (
     EngineSettings,
     EvaluatorSettings,
     GenrmSettings,
+    ProgressTable,
     ReferenceSettings,
     RewardSettings,
     RLConfig,
@@ -57,20 +58,20 @@ class RLJob:
     }
     one_node: ClassVar[Sequence[str]] = ("writer", "critic", "trainer", "evaluator", "env", "gateway")
     """They share checkpoints and metrics in files of one node. Rollouts elsewhere get their weights by a stream."""
-    changeable: ClassVar[frozenset[str]] = (
-        frozenset(
-            ("algorithm.steps", "algorithm.learning_rate", "cold_start.learning_rate", "roles.critic.learning_rate")
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("algorithm.steps", "algorithm.learning_rate", "cold_start.learning_rate", "roles.critic.learning_rate"),
+            *("algorithm.on_failed_member", "algorithm.min_group", "reward.timeout_s"),
+            *(f"progress.{key}" for key in ProgressTable.model_fields),
+            *(f"roles.env.{key}" for key in ("turn_timeout_s", "episode_timeout_s", "worker_memory_mib")),
+            *(f"roles.{kind}.dtype" for kind in ("rollout", "evaluator", "trainer", "reference", "critic", "genrm")),
         )
-        | frozenset(
-            f"roles.{kind}.dtype" for kind in ("rollout", "evaluator", "trainer", "reference", "critic", "genrm")
-        )
-        | frozenset(
-            f"roles.trainer.{key}"
-            for key in (
-                *("backend", "count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
-                *("expert_tensor_parallel", "sequence_parallel", "distributed_optimizer", "recompute", "attention"),
-                *("layers", "tokens_per_micro_batch", "gpus", "threads"),
-            )
+    ) | frozenset(
+        f"roles.trainer.{key}"
+        for key in (
+            *("backend", "count", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"),
+            *("expert_tensor_parallel", "sequence_parallel", "distributed_optimizer", "recompute", "attention"),
+            *("layers", "tokens_per_micro_batch", "gpus", "threads"),
         )
     )
     """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, by the other backend, and in
@@ -99,6 +100,18 @@ class RLJob:
             line="held out, {when} (step {step}): {exact:.1%} of {items} exact [{exact_low:.1%}, {exact_high:.1%}]",
         ),
     )
+
+    def advice(self, config: Any, loss: Mapping[str, Any]) -> str:
+        """See Job: the setting that helps against a loss."""
+        from relax_rt.roles.progress import advice
+
+        return advice(config, loss)
+
+    def stall_after_s(self, config: Any) -> float | None:
+        """See Job: the slowest role's own deadlines, with some room."""
+        from relax_rt.roles.progress import stall_after_s
+
+        return stall_after_s(config)
 
     def past(self, run_dir: Path) -> dict[str, str]:
         """See Job: the rate of a cold start that is over."""
@@ -198,6 +211,10 @@ class RLJob:
             on_failed_member=table.on_failed_member,
             min_group=min(table.min_group, table.group_size),
             prompts=None if config.data.epochs is None else _prompt_limit(config),
+            failed_groups=config.progress.failed_groups,
+            failed_prompts=config.progress.failed_prompts,
+            item_timeouts=config.progress.item_timeouts,
+            kept_items=tuple(config.progress.kept_items),
         )
 
     def steps(self, config: Any) -> int | None:

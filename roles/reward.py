@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from relax_rt.roles.rewards.judge import Judge, Judging
     from relax_rt.roles.rewards.scoring import Failed, Request, Score
     from relax_rt.roles.sample import SampleMeta
+    from relax_rt.transport.queue.api import Failure
     from relax_rt.transport.queue.client import LeasedBatch, LeasedSample, QueueClient
 
 TASK = "reward"
@@ -26,8 +27,11 @@ FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
 FAILURES_IN_A_ROW = 64
-"""Failed samples without a scored one between them: then it is the function, not the samples."""
+"""Failed samples without a scored one between them, after some were scored: then it is this process, not the samples.
+Where the function never worked another process mends nothing; the queue counts the groups, and ends the run."""
 REPORT_EVERY_S = 5.0
+ABOUT = 80
+"""Characters of an item's question by which people know it again."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
 
@@ -64,6 +68,7 @@ class RewardRole(Role):
         self.judging: Judging | None = None
         self.judge: Judge | None = None
         self._failures_in_a_row = 0
+        self._has_scored = False
         self._worked = False
         self._tally = Tally(time.monotonic())
 
@@ -153,7 +158,6 @@ class RewardRole(Role):
 
     async def _score(self, batch: LeasedBatch) -> None:
         from relax_rt.roles.rewards.scoring import Failed
-        from relax_rt.transport.queue.api import Failure
 
         began = time.monotonic()
         requests = [self._request(sample) for sample in batch.samples]
@@ -161,7 +165,7 @@ class RewardRole(Role):
         columns, failures = {}, []
         for sample, result in zip(batch.samples, results, strict=True):
             if isinstance(result, Failed):
-                failures.append(Failure(sample.key, result.reason[:500]))
+                failures.append(_failure(sample, result))
             else:
                 columns[sample.key] = _columns(result)
         await self.queue.complete(TASK, batch, columns, failures)
@@ -222,7 +226,7 @@ class RewardRole(Role):
         return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
 
     def _judge(self, results: list[Score | Failed]) -> None:
-        """End the process when the function, and not a sample, is at fault."""
+        """End the process when it, and not a sample, is at fault."""
         from relax_rt.roles.rewards.judge import Late
         from relax_rt.roles.rewards.scoring import Failed
 
@@ -230,6 +234,7 @@ class RewardRole(Role):
             if isinstance(result, Late):
                 continue
             self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(result, Failed) else 0
+            self._has_scored = self._has_scored or not isinstance(result, Failed)
         failed = [result for result in results if isinstance(result, Failed) and not isinstance(result, Late)]
         for result in failed:
             if result.stuck:
@@ -238,7 +243,7 @@ class RewardRole(Role):
                     why=result.reason,
                     hint="give its own waits (network, subprocess) deadlines, or raise reward.timeout_s",
                 )
-        if failed and self._failures_in_a_row >= FAILURES_IN_A_ROW:
+        if failed and self._has_scored and self._failures_in_a_row >= FAILURES_IN_A_ROW:
             raise RelaxError(
                 f"the reward function failed {self._failures_in_a_row} times in a row",
                 why=failed[-1].reason,
@@ -300,6 +305,16 @@ class Tally:
             "mean": total,
             "components": means,
         }
+
+
+def _failure(sample: LeasedSample, failed: Failed) -> Failure:
+    from relax_rt.roles.rewards.judge import Late
+    from relax_rt.roles.sample import SampleMeta
+    from relax_rt.transport.queue.api import Failure
+
+    meta = sample.decode("meta", SampleMeta)
+    late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]
+    return Failure(sample.key, failed.reason[:500], late, meta.item, about)
 
 
 def _columns(score: Score) -> dict[str, Any]:

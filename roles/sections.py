@@ -241,6 +241,27 @@ class PublicationTable(Table):
     carrier = "directory"."""
 
 
+class ProgressTable(Table):
+    """When a run that loses what it makes is ended, and what it gives up by itself (docs/progress.md)."""
+
+    failed_groups: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """So many groups that fail one after the other, with none whole or trained in between, end the run. A group fails
+    when each of its members failed without a success in between, or when it is dropped because of failures."""
+    failed_prompts: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Of so many different prompts at least: what is wrong with a single prompt ends no run."""
+    item_timeouts: Annotated[int, Field(ge=0, le=1000)] = 2
+    """An item of which whole groups took more time or memory than they may this often, while other items got through
+    the same task, is retired: nothing is made of it any more (`relax-rt retired` lists such items). 0: none is."""
+    kept_items: list[Filled] = Field(default_factory=list)
+    """Ids of items that are never retired; those that were are tried again."""
+    empty_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 3
+    """So many steps in a row without a token to train are reported."""
+    stall_after_s: Seconds | None = None
+    """The run ends when nothing moves for this long: no token, environment step, reward, download or step. Unset:
+    longer than the slowest role may take by its own deadlines; never, where callers from outside may pause the run
+    ([roles.gateway], roles of your own)."""
+
+
 class CheckpointTable(Table):
     """Checkpoints: complete or absent, in Hugging Face format plus optimizer and queue mark."""
 
@@ -528,4 +549,5 @@ class RLConfig(RunConfig):
     publication: PublicationTable = PublicationTable()
     colocation: ColocationTable = ColocationTable()
     checkpoint: CheckpointTable = CheckpointTable()
+    progress: ProgressTable = ProgressTable()
     evaluation: EvaluationTable = EvaluationTable()

@@ -17,6 +17,7 @@ from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
 from relax_rt.roles.models.opening import refused_for_good
+from relax_rt.roles.progress import NoProgress, ending, told
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
 from relax_rt.transport.versions import ROOT, VersionRecord
@@ -82,7 +83,7 @@ class TrainerRole(Role):
         self._held: Batch | None = None
         self._saving: asyncio.Task[None] | None = None
         self._saved_version: asyncio.Task[VersionRecord] | None = None
-        self._skipped = 0
+        self._skipped = self._empty = 0
         self._worked = False
         self._longest_s = 0.0
         self._early = self._passed_over = ""
@@ -405,16 +406,29 @@ class TrainerRole(Role):
         self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._passed_over}")
 
     async def _collect(self) -> Batch | None:
-        from relax_rt.roles.trainers.sieve import NothingKept
-
         try:
-            return await self.collector.collect(self.step + 1)
-        except NothingKept:
+            batch = await self.collector.collect(self.step + 1)
+            if batch is None:
+                await self._look_at_losses()
+            return batch
+        except NoProgress:
             # Whoever looks into it finds all that was learnt.
             await self._saved()
             if self.step > self._newest_step():
                 await self._save(final=True)
             raise
+
+    async def _look_at_losses(self) -> None:
+        """No group came: say what is lost meanwhile.
+
+        Raises:
+            NoProgress: so many groups failed in a row that the run is to end.
+        """
+        report = await self.queue.progress()
+        if report.ended:
+            raise ending(self.config, report)
+        if lost := told(report):
+            self.ctx.progress.waiting(f"{self.collector.waiting_on}; {lost}")
 
     @asynccontextmanager
     async def _device(self) -> AsyncIterator[None]:
@@ -475,16 +489,38 @@ class TrainerRole(Role):
                 raise GivenUp(what, why=result.why, hint=hint)
         else:
             self._skipped = 0
-        version = await self._patiently(self.ctx.registry.issue_version)
+        empty = result.applied and not result.changed and not result.tokens
+        self._note_empty(batch, empty=empty)
         self.step += 1
-        self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
-        advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=not result.applied)
+        # The last step's version is what the other roles take for the end of the run, whatever is in it.
+        publishes = not empty or self.step >= self.config.algorithm.steps
+        if publishes:
+            version = await self._patiently(self.ctx.registry.issue_version)
+            self.weights = VersionRecord(version, self.weights.version, self.step, changed=result.changed)
+        skipped = empty or not result.applied
+        advice = await self.queue.trained(batch.leases, self.step, self.weights, skipped=skipped)
         self._held = None
         batch.refused_tokens = advice.refused_tokens
         if self._choices is not None:
             await self._choices.after_step(batch.samples, self.step)
-        await self.publisher.begin(self.weights)
+        if publishes:
+            await self.publisher.begin(self.weights)
         self._early = advice.checkpoint_now
+
+    def _note_empty(self, batch: Batch, *, empty: bool) -> None:
+        """Count steps in a row that have no token to train, and say so."""
+        self._empty = self._empty + 1 if empty else 0
+        if not empty:
+            return
+        cut = sum(bool(sample.meta.truncated) for sample in batch.samples)
+        table = self.config
+        why = f"none of {len(batch.samples)} samples has a token to train; {cut} were cut at "
+        why += f"sampling.max_new_tokens = {table.sampling.max_new_tokens}"
+        why += f' (algorithm.truncated = "{table.algorithm.truncated}")'
+        self.ctx.event("step_empty", step=self.step + 1, why=why)
+        if self._empty % table.progress.empty_steps == 0:
+            self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=why)
+            self.ctx.log.warning("steps without a token to train", steps=self._empty, why=why)
 
     def _tell(self, batch: Batch, result: StepResult) -> None:
         """The step's record, and a line of the log."""

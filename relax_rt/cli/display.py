@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from rich.text import Text
 from relax_rt.cli.doctor.finding import Finding
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.incidents import Incident, above
+from relax_rt.cli.losses import show_losses, show_recent
 from relax_rt.cli.why import Account
 from relax_rt.config.job import PlanLine, TriedSample
 from relax_rt.observe.estimate import Estimate
@@ -112,6 +114,7 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures], estimate: Est
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:
         console.print(Text(f"  earlier, the first failure: {status.first}", "red"))
+    show_recent(console, Path(status.run_dir))
     if not status.slots:
         return
     several = any(slot.node for slot in status.slots)
@@ -228,12 +231,15 @@ def show_why(found: Account, asked: str = "") -> None:
         _show_agent_death(console, found)
     elif found.first is None and found.final is None:
         who = f"{asked} has" if asked else "No role has"
-        console.print(Text(f"{who} {'not ' if asked else ''}failed since the run was started.", "green"))
+        lost = ", but samples are lost" if found.losses else ""
+        told = f"{who} {'not ' if asked else ''}failed since the run was started{lost}."
+        console.print(Text(told, "yellow" if lost else "green"))
     first = None if asked or not _led_to_end(found) else found.first
     if final is not None:
         _show_diagnosis(console, "What ended the run", final)
     if first is not None:
         _show_diagnosis(console, "First failure", first)
+    show_losses(console, found.losses, found.retired, found.workers)
     _show_incidents(console, found, [one for one in (final, first) if one is not None])
     if found.waiting:
         console.print(Text("\nWho waits for what", "bold"))

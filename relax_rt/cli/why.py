@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from relax_rt.cli.incidents import Incident, Incidents
+from relax_rt.cli.losses import Loss, Losses, RetiredItem
 from relax_rt.observe.story import MAX_SLOTS, Note, Story
 from relax_rt.observe.text import lacks
 from relax_rt.supervision.api import RunStatus
@@ -20,8 +21,8 @@ AGENT_DIED = "agent died"
 ENDED = ("ended", "pending")
 
 
-QUIET = ("slot_exited", "slot_ready")
-"""Told by the incidents already."""
+QUIET = ("slot_exited", "slot_ready", "members_lost", "item_retired", "item_reinstated")
+"""Told by the incidents, or by the losses, already."""
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         incidents: each failure with what followed, in order: the newest of them.
         waiting: who waits for what now; empty when the run has ended.
         notes: what else happened, in order: the newest of it.
+        losses: samples lost in this start of the run, by cause. workers: reward workers that were killed, in words.
+        retired: data items that are not tried again.
     """
 
     name: str
@@ -71,6 +74,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     waiting: list[Waiting]
     notes: list[Note]
     notes_left_out: int
+    losses: list[Loss] = []
+    workers: str = ""
+    retired: list[RetiredItem] = []
 
 
 class _Slot:
@@ -110,10 +116,12 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
     """
     found = _Start()
     # What ended the run stands at the top of the account, if it is known.
+    losses = Losses()
     quiet = (*QUIET, "run_draining") if status.diagnosis is not None else QUIET
     for event in events:
         if event.get("kind") == "run_started":
             found = _Start()
+        losses.take(event)
         _gather(found, event, slot, quiet)
     incidents = [i for i in found.incidents.found if not slot or any(_matches(name, slot) for name in i.slots)]
     failed = [s.first_failure for s in found.slots.values() if s.first_failure is not None]
@@ -139,6 +147,9 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
         waiting=_waiting(status, slot),
         notes=notes,
         notes_left_out=found.noted - len(found.notes),
+        losses=losses.losses,
+        workers=losses.workers,
+        retired=losses.retired,
     )
 
 

@@ -140,7 +140,8 @@ class Job(Protocol):
     # only looks at names, so it belongs to the quick checks. And `pacing(config)`, a Pacing. And `choose(config,
     # recorded, measured, here)`, the config with the settings filled in that the job chooses, and `config.chosen`;
     # recorded is the resolved config that a run began with, measured = False must answer at once, here = False is for a
-    # plan for other machines.
+    # plan for other machines. And `advice(config, loss)`, the setting that helps against what the queue lost (fields of a
+    # Loss), and `stall_after_s(config)`, after how many seconds without any movement a run ends (None: never).
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""
@@ -241,3 +242,15 @@ def pacing_of(config: RunConfig) -> Pacing:
     """What the run's job says of the time of its steps; nothing, if it does not say."""
     found = getattr(load_job(config.run.job), "pacing", None)
     return found(config) if found is not None else Pacing()
+
+
+def advice(config: RunConfig, loss: Mapping[str, Any]) -> str:
+    """The setting that helps against a loss, by the job's own word."""
+    known = getattr(load_job(config.run.job), "advice", None)
+    return str(known(config, loss)) if known is not None else ""
+
+
+def stall_after_s(config: RunConfig) -> float | None:
+    """After how long without any movement the run ends, by the job's own word; None: never."""
+    known = getattr(load_job(config.run.job), "stall_after_s", None)
+    return known(config) if known is not None else None

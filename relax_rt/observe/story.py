@@ -46,6 +46,16 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "checkpoint_set_aside": ("warning", "checkpoint {checkpoint} is now {folder}, and counts as none"),
     "checkpoint_unnamed": ("warning", "checkpoint {checkpoint} was taken, but {why}"),
     "agent_died": ("error", "the node agent died: {cause}"),
+    "members_lost": ("warning", "{members} samples of {groups} groups were lost: {cause}; {hint}"),
+    "no_progress": ("error", "{failed_groups} groups failed in a row, and none was trained: the run ends"),
+    "slot_stalled": ("error", "nothing moved while {slot} waited: {waiting}"),
+    "item_retired": ("warning", "item {item} ({about}) is retired after {timeouts} timeouts: {reason}"),
+    "item_reinstated": ("plain", "item {item} is tried again"),
+    "groups_left_out": (
+        "warning",
+        "filters left out all {scored} groups scored for step {step} (lately {passing} pass): {filtered}",
+    ),
+    "steps_empty": ("error", "{steps} steps in a row had nothing to train, and published nothing: {why}"),
 }
 """Events that are told as they are, with the fields they carry."""
 TOLD_ONCE: dict[str, tuple[Tone, str]] = {

@@ -42,6 +42,8 @@ from relax_rt.supervision.tree import RoleRestart, Tree
 
 __all__ = ["InvalidTransition", "SlotView", "Supervisor"]
 
+PAUSE_S = 60.0
+"""Slots report every second: if nothing at all was heard for so long, the agent itself was stopped."""
 BEAT_LATE_S = 5.0
 """An idle role says so every second; it is given at least this long, however short its `hang_after_s`."""
 
@@ -54,6 +56,7 @@ class Supervisor(Requests):
         uniform: a draw from [0, 1) for the jitter of back-off, as `random.Random(seed).random`.
         roles: rules of the roles; a role without them is one_for_one and needs all its slots.
         placer: finds room for slots; without one, every slot has room on this node.
+        stall_after_s: the run ends when no slot that works has got on for this long; None: it never does for that.
     """
 
     def __init__(
@@ -62,8 +65,12 @@ class Supervisor(Requests):
         uniform: Callable[[], float],
         roles: Iterable[RoleSpec] = (),
         placer: Placer | None = None,
+        stall_after_s: float | None = None,
     ) -> None:
         super().__init__(Tree(specs, roles), uniform, placer)
+        self._stall_after_s = stall_after_s
+        self._moved_at = float("-inf")
+        """When a slot that works got on last, or had another reason not to."""
 
     @property
     def draining(self) -> str:
@@ -81,7 +88,9 @@ class Supervisor(Requests):
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due."""
-        return min((s.deadline for s in self._tree if s.deadline is not None), default=None)
+        stalled_at = self._stalled_at()
+        due = [s.deadline for s in self._tree if s.deadline is not None]
+        return min([*due, *([stalled_at] if stalled_at is not None else [])], default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (monotonic seconds).
@@ -90,6 +99,9 @@ class Supervisor(Requests):
             InvalidTransition: the event cannot happen in the slot's state.
             Refused: what an operator or a node asks for cannot be done, and why.
         """
+        if now - self._now > PAUSE_S:
+            # The machine slept, or the agent was stopped: nobody could be heard.
+            self._moved_at = max(self._moved_at, now - PAUSE_S) if self._moved_at > float("-inf") else self._moved_at
         self._now = max(self._now, now)
         self._out = []
         match event:
@@ -119,6 +131,7 @@ class Supervisor(Requests):
         for s in self._tree:
             if s.deadline is not None and s.deadline <= self._now:
                 self._on_deadline(s)
+        self._look_for_stall()
         self._advance()
         return self._out
 
@@ -173,6 +186,8 @@ class Supervisor(Requests):
 
     def _on_progress(self, s: Slot, event: Progress) -> None:
         # An idle role's report is itself the sign of life: it comes only if its event loop answered.
+        if s.spec.works and (event.n > s.progress or event.extend_s > 0):
+            self._moved_at = max(self._moved_at, self._now + event.extend_s)
         moved = event.n > s.progress or bool(s.waiting) or bool(event.waiting)
         s.progress, s.waiting, s.detail = max(s.progress, event.n), event.waiting, event.detail
         if moved:
@@ -191,6 +206,31 @@ class Supervisor(Requests):
             s.deadline += event.extend_s
         if s.state == "stopping" and s.deadline is not None:
             s.deadline = min(s.deadline, s.since + s.spec.stop_most_s)
+
+    def _stalled_at(self) -> float | None:
+        """When the run ends unless something moves."""
+        if self._stall_after_s is None or self._ending is not None or self._moved_at == float("-inf"):
+            return None
+        return self._moved_at + self._stall_after_s
+
+    def _look_for_stall(self) -> None:
+        """End a run in which every slot is up and none gets on, each waiting for another.
+
+        No slot is at fault by its own deadlines: waiting is a sign of life. Slots that start, hang or stop have
+        deadlines of their own, and are movement; what an operator drained waits for the operator.
+        """
+        working = [s for s in self._tree if s.spec.works]
+        if self._started and any(s.state not in ("ready", "ended") or s.drained for s in working):
+            self._moved_at = self._now
+        at = self._stalled_at()
+        if at is None or at > self._now:
+            return
+        for s in working:
+            if s.state == "ready":
+                self._emit("slot_stalled", s, waiting=s.waiting or s.detail or "nothing it says")
+        waits = "; ".join(f"{s.name}: {s.waiting}" for s in working if s.state == "ready" and s.waiting)
+        what = f"nothing moved for {self._stall_after_s:g} s, no token, step, reward or download"
+        self._drain(Ending(1, f"{what}: {waits or 'no slot says what it waits for'}"))
 
     def _patience_s(self, s: Slot) -> float:
         return max(s.spec.hang_after_s, BEAT_LATE_S) if s.waiting else s.spec.hang_after_s

@@ -14,6 +14,7 @@ from relax_rt.role import Role, RoleContext
 from relax_rt.roles.agentic.settings import KIND, EnvSettings
 from relax_rt.roles.agentic.standstill import LOSSES, Fruitless, Standstill, ending
 from relax_rt.roles.agentic.tally import Tally
+from relax_rt.roles.progress import without_retired
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.interface import idempotent
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 EVALUATES = f"{KIND}/0"
 """The slot that plays the held-out episodes."""
+ABOUT = 80
+"""Characters of a task's question by which people know it again."""
 ADMIT_WAIT_S = 0.25
 ASK_S = 0.5
 METRICS_EVERY_S = 2.0
@@ -65,6 +68,8 @@ class Group:
     left: int = 0
     failed: str = ""
     lost: str = ""
+    late: bool = True
+    """Whether its episodes failed because they took too long, and not for another reason."""
 
 
 class NotLeft(RelaxError):
@@ -361,10 +366,13 @@ class EnvRole(Role):
             answer = await self.queue.admit(self.record.version, room, wait_s=ADMIT_WAIT_S)
             if not answer.tickets and not self.groups and answer.waiting_on:
                 self.ctx.progress.waiting(answer.waiting_on)
-            for ticket in answer.tickets:
+            for ticket in await without_retired(self.queue, answer.tickets, self._item):
                 if ticket.group in self.queue.groups:
                     self._begin(ticket)
         self._news.set()
+
+    def _item(self, ticket: Ticket) -> str:
+        return self.tasks.train(ticket.prompt, ticket.item).item
 
     def _is_due(self) -> bool:
         last = self.record.step >= self.config.algorithm.steps
@@ -418,7 +426,15 @@ class EnvRole(Role):
         if number not in self.queue.groups:
             return
         if group.failed:
-            await self.queue.give_back([number], group.failed[:400], failed=True)
+            task = self.tasks.train(group.ticket.prompt, group.ticket.item)
+            await self.queue.give_back(
+                [number],
+                group.failed[:400],
+                failed=True,
+                late=group.late,
+                item=task.item,
+                about=task.question[:ABOUT],
+            )
         elif group.lost:
             await self.queue.give_back([number], group.lost[:400], losses=LOSSES)
 
@@ -451,7 +467,7 @@ class EnvRole(Role):
             except NotMade as error:
                 # Not again with the same seed, and not the environment's fault either.
                 self._tally.failed += 1
-                group.failed = str(error)
+                group.failed, group.late = str(error), False
                 self.ctx.event("episode_not_made", episode=name, item=task.item, why=str(error))
                 forget(kept)
                 self._standstill.lost(ticket.prompt, f"{name} was not made: {error}")
@@ -467,7 +483,8 @@ class EnvRole(Role):
                     self._standstill.lost(ticket.prompt, f"{name} was stuck: {error}")
                     continue
                 forget(kept)
-                self._fail(group, name, task.item, str(error), "environment_stuck" if stuck else "environment_failed")
+                kind = "environment_stuck" if stuck else "environment_failed"
+                self._fail(group, name, task.item, str(error), kind, late=stuck or isinstance(error, OverLimit))
                 return []
             finally:
                 if used := sum(one.used for one in kept):
@@ -487,14 +504,14 @@ class EnvRole(Role):
             hint = "have the environment go on with one conversation, or train with the torch backend"
             raise Broken("the episode", why=f"it has {count} branches, and gangs of Megatron-Core take one", hint=hint)
 
-    def _fail(self, group: Group, name: str, item: str, why: str, kind: str) -> None:
+    def _fail(self, group: Group, name: str, item: str, why: str, kind: str, *, late: bool) -> None:
         """An episode failed; raises when that is the environment's way.
 
         Raises:
             Fruitless: too many failed one after the other.
         """
         self._tally.failed += 1
-        group.failed = why
+        group.failed, group.late = why, group.late and late
         self.ctx.event(kind, episode=name, item=item, why=why)
         self.ctx.log.warning("an episode failed", episode=name, item=item, why=why)
         self._standstill.failed(group.ticket.prompt, f"{name}: {why}")

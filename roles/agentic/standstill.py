@@ -1,6 +1,8 @@
-"""When nothing comes of a slot's episodes, whatever the reason: then the role ends and says so, and in the end the run.
+"""When nothing comes of a slot's episodes any more although it has played some: then the role starts anew.
 
-What is begun again for ever would else look like a run that is busy.
+That mends what broke in the slot's own process. Where nothing ever came of a slot, its failed groups are counted by the
+queue, which ends the run (docs/progress.md). Held-out episodes are in no group: ends of a slot because of them end the
+run by `ending`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Fruitless(RelaxError):
 
 
 class Standstill:
-    """Counts episodes of which nothing came, in a row. Pure.
+    """Counts episodes of which nothing came, in a row, once one was played. Pure.
 
     Args:
         environment: for people. in_flight: episodes at a time. What kills what many wait for (a gateway) takes all of
@@ -38,9 +40,11 @@ class Standstill:
         self._failed = self._begun = 0
         self._prompts: set[int] = set()
         self._why = ""
+        self._has_played = False
 
     def played(self) -> None:
         """One came to its end."""
+        self._has_played = True
         self._failed = self._begun = 0
         self._prompts.clear()
 
@@ -53,7 +57,7 @@ class Standstill:
         self._begun, self._why = self._begun + 1, why
         if len(self._prompts) < PROMPTS:
             self._prompts.add(prompt)
-        if self._begun >= self._most and len(self._prompts) >= PROMPTS:
+        if self._has_played and self._begun >= self._most and len(self._prompts) >= PROMPTS:
             what = f"{self._begun} times in a row an episode was begun, and none came to its end"
             hint = "see the events episode_lost, episode_not_made and environment_failed, and `relax-rt why`"
             raise Fruitless(what, why=f"the last one: {why}", hint=hint)
@@ -66,7 +70,7 @@ class Standstill:
         """
         self.lost(prompt, why)
         self._failed += 1
-        if self._failed >= FAILURES_IN_A_ROW and len(self._prompts) >= PROMPTS:
+        if self._has_played and self._failed >= FAILURES_IN_A_ROW and len(self._prompts) >= PROMPTS:
             what = f"{self._failed} episodes of {self._environment} failed one after the other"
             raise Fruitless(what, why=why, hint="mend the environment; the episodes are played again")
 

@@ -347,10 +347,11 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
 
 def _fail_together(requests: Sequence[Request], results: list[Score | Failed]) -> None:
     """A group of which a member failed is made again as a whole, or its function would see a part of it."""
-    why: dict[int, str] = {}
+    why: dict[int, Failed] = {}
     for request, result in zip(requests, results, strict=True):
         if isinstance(result, Failed):
-            why.setdefault(request.group, result.reason)
+            why.setdefault(request.group, result)
     for index, request in enumerate(requests):
         if request.group in why and not isinstance(results[index], Failed):
-            results[index] = Failed(f"another completion of its group failed: {why[request.group]}")
+            first = why[request.group]
+            results[index] = Failed(f"another completion of its group failed: {first.reason}", excess=first.excess)

@@ -19,6 +19,7 @@ from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.engines.turns import Gate
 from relax_rt.roles.locations import MODEL_CODE
+from relax_rt.roles.progress import without_retired
 from relax_rt.roles.rollout.sharing import SharedDevice
 from relax_rt.roles.sections import RLConfig, RolloutSettings
 from relax_rt.transport.errors import RelaxError
@@ -279,7 +280,10 @@ class RolloutRole(Role):
                 self.ctx.progress.waiting(answer.waiting_on or "admission by the staleness bound")
             return
         self.ctx.progress.waiting("")
-        await self._begin(answer.tickets)
+        await self._begin(await without_retired(self.queue, answer.tickets, self._item))
+
+    def _item(self, ticket: Ticket) -> str:
+        return self.source.prompt(ticket.prompt, ticket.item).item
 
     def _free(self) -> int:
         """Groups that may be begun now.

@@ -12,7 +12,7 @@ from relax_rt.roles.algorithms.filters.refill import Refill
 from relax_rt.roles.algorithms.filters.rules import ScoredGroup
 from relax_rt.roles.algorithms.registry import Bound, bind
 from relax_rt.roles.columns import read_sample
-from relax_rt.transport.errors import GivenUp, Refused
+from relax_rt.transport.errors import Refused
 
 if TYPE_CHECKING:
     from relax_rt.roles.algorithms.objective import Objective
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 MOST_ASKED = 65_536
 """Groups beyond the bound that a queue admits at all."""
-
-
-class NothingKept(GivenUp):
-    """Filters left out every group for so long that the step, and with it the run, is given up."""
 
 
 class Sieve:
@@ -54,7 +50,7 @@ class Sieve:
         self.history = PromptHistory()
         self.refill = Refill(groups, rules, self.history, options)
         self._settled = self.refill
-        self._asked = 0
+        self._asked = self._told = 0
 
     @classmethod
     def of(cls, config: RLConfig, queue: QueueClient, objective: Objective, event: Callable[..., None]) -> Sieve:
@@ -81,11 +77,7 @@ class Sieve:
         await self._ask()
 
     async def sift(self, lease: LeasedBatch, batch: Batch, step: int) -> None:
-        """Put the groups that are kept into the batch; it is full when the step is to be taken with what there is.
-
-        Raises:
-            NothingKept: none was, out of as many as a step may cost.
-        """
+        """Put the groups that are kept into the batch; it is full when the step is to be taken with what there is."""
         kept, left_out = self._judge(lease, batch, step)
         for why, keys in left_out.items():
             lease = await self._queue.filtered(lease, keys, why)
@@ -116,17 +108,15 @@ class Sieve:
         state = self.refill.state
         batch.full = state in ("full", "short")
         if batch.full:
-            self._settled = self.refill
+            self._settled, self._told = self.refill, 0
+        facts = {"scored": batch.scored, "filtered": dict(batch.filtered)}
         if state == "short":
-            facts = {"scored": batch.scored, "filtered": batch.filtered}
             self._event("step_short", step=step, groups=batch.groups, of=self._groups, **facts)
-        if state == "barren":
-            by = ", ".join(f"{name} {count}" for name, count in sorted(batch.filtered.items()))
-            raise NothingKept(
-                f"step {step} finds nothing to train on",
-                why=f"filters left out all {batch.scored} groups that were scored: {by}",
-                hint="loosen algorithm.filters, or end the run: its prompts may be too hard or too easy by now",
-            )
+        if state == "barren" and batch.scored >= 2 * self._told:
+            # The next group that passes makes a step; until then each doubling is reported.
+            self._told = batch.scored
+            rate = self.refill.share
+            self._event("groups_left_out", step=step, **facts, pass_rate=rate, passing=f"{rate:.1%}")
 
     async def _ask(self) -> None:
         """Have admission let more groups be under way, where the staleness bound lets too few."""

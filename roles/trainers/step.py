@@ -114,6 +114,8 @@ class Collector:
         self._queue, self._progress, self._groups, self._clock = queue, progress, groups, clock
         self._parts, self.sieve = parts or sieve is not None, sieve
         self._batch: Batch | None = None
+        self.waiting_on = ""
+        """What the last call waited for in vain."""
 
     async def collect(self, step: int) -> Batch | None:
         """Take what is ready of a step's groups; None if nothing is. Waits for a second at most.
@@ -122,8 +124,7 @@ class Collector:
             All that the step has so far; when it is full, the next call begins another one.
 
         Raises:
-            NothingKept: filters left out too many groups. OwnPartFailed: one of a user's own failed; what it was to
-                judge is given back.
+            OwnPartFailed: a filter of a user's own failed; what it was to judge is given back.
         """
         if self._batch is None:
             # A wait may take many calls; it counts from the first of them.
@@ -135,7 +136,8 @@ class Collector:
         lease = await self._queue.take("train", groups=lacking, at_least=int(self._parts), wait_s=TAKE_WAIT_S)
         if not lease:
             there = f"{batch.groups} of {self._groups} groups are there; " if batch.groups else ""
-            self._progress.waiting(there + (lease.waiting_on or "whole groups with rewards"))
+            self.waiting_on = there + (lease.waiting_on or "whole groups with rewards")
+            self._progress.waiting(self.waiting_on)
             return None
         self._progress.waiting("")
         batch.spent.on("wait")

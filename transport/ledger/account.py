@@ -54,6 +54,7 @@ def account(core: Core) -> dict[str, int]:
         "prompts_waiting": len(state.prompts.waiting),
         "prompts_retired": len(state.prompts.retired),
         "prompts_filtered": state.prompts.filtered,
+        "prompts_skipped": state.prompts.skipped,
         "trained_twice": sum(size[group] * (times - 1) for group, times in groups.items()),
         "prompts_trained_twice": sum(times - 1 for times in prompts.values()),
     }
@@ -125,10 +126,10 @@ def _audit_prompts(core: Core) -> list[str]:
     places += [prompt.index for prompt in on_path if prompt is not None]
     double = sorted(index for index, times in Counter(places).items() if times > 1)
     folded = state.folded.get("groups", 0) if core.policy.group_size else 0
-    filtered = state.prompts.filtered
-    if double or len(places) + folded + filtered != state.prompts.cursor:
+    filtered, skipped = state.prompts.filtered, state.prompts.skipped
+    if double or len(places) + folded + filtered + skipped != state.prompts.cursor:
         missing = sorted(set(range(state.prompts.cursor)) - set(places))
-        known = f"{folded} are in folded steps, {filtered} filtered"
+        known = f"{folded} are in folded steps, {filtered} filtered, {skipped} of retired items"
         return [f"prompts skipped: {missing} ({known}); in two places: {double}"]
     return []
 

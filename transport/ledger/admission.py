@@ -7,10 +7,10 @@ from itertools import accumulate, repeat
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import marks
+from relax_rt.transport.ledger import marks, progress
 from relax_rt.transport.ledger.blocks import extents_in
 from relax_rt.transport.ledger.core import REFUSED, ROOM, Core
-from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns
+from relax_rt.transport.ledger.events import Admit, GiveBack, Offer, PutColumns, Skip
 from relax_rt.transport.ledger.failures import fail_missing
 from relax_rt.transport.ledger.recycle import keep_within
 from relax_rt.transport.ledger.state import Group, Part, Sample
@@ -97,6 +97,7 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
     if event.engine_version not in core.tree:
         return Admission([], f"engine version {event.engine_version} is not known to the queue yet")
     tickets: list[Ticket] = []
+    retired = core.state.progress.revision
     wanted = min(event.groups, MAX_SAMPLES // core.policy.group_size or 1)
     for id_ in list(core.state.reopened):
         if len(tickets) < wanted and core.lag(event.engine_version) <= core.policy.max_staleness:
@@ -104,9 +105,9 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
     while len(tickets) < wanted:
         waiting_on = obstacle(core, event.engine_version)
         if waiting_on:
-            return Admission(tickets, "" if tickets else waiting_on)
+            return Admission(tickets, "" if tickets else waiting_on, retired)
         tickets.append(_issue(core, who, event.engine_version))
-    return Admission(tickets)
+    return Admission(tickets, retired=retired)
 
 
 def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
@@ -234,6 +235,7 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
             marks.got_on(core, group)
             touched[group.id] = group
     for group in touched.values():
+        progress.got_through(core, group, "")
         _after_put(core, group)
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
@@ -259,6 +261,8 @@ def _after_put(core: Core, group: Group) -> None:
             core.state.reopened[group.id] = None
             core.touched.add(ROOM)
     core.refresh(group)
+    if group.id in core.step_ready:
+        progress.whole(core)
     # What it has now may be fresher than the ticket or the marks that it was counted with.
     core.may_end_hold()
     if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
@@ -437,6 +441,16 @@ def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
         if group is not None and group.holder == who:
             core.changed = True
             if event.failed and group.prompt is not None:
-                fail_missing(core, group, event.reason)
+                fail_missing(core, group, event.reason, late=event.late, item=event.item, about=event.about)
             else:
                 reopen(core, group, "dropped(returned)", event.reason, losses=event.losses)
+
+
+def skip(core: Core, who: Incarnation, event: Skip) -> None:
+    """Nothing is made of these groups of the caller, whose items are retired."""
+    for id_ in event.groups:
+        group = core.state.groups.get(id_)
+        if group is not None and group.holder == who and group.prompt is not None:
+            core.changed = True
+            core.end(group, "dropped(retired)", fate="skip")
+            progress.failed_group(core, group)

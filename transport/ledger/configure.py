@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relax_rt.transport.errors import Refused
+from relax_rt.transport.ledger import progress
 from relax_rt.transport.ledger.consume import lapse
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
@@ -27,6 +28,7 @@ def configure(core: Core, policy: LedgerPolicy, limits: QueueLimits) -> None:
             if lease.task not in policy.tasks:
                 lapse(core, lease, ended=set(), blame=False)
     state.policy, state.limits = policy, limits
+    progress.configured(core)
     for group in [*state.groups.values(), *state.trained.values()]:
         for sample in group.samples:
             sample.done = [task for task in sample.done if task in policy.tasks]

@@ -8,6 +8,7 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import progress
 from relax_rt.transport.ledger.admission import MAX_SAMPLES, check_fields, return_extents
 from relax_rt.transport.ledger.choice import Samplers, choose, settle
 from relax_rt.transport.ledger.core import Core
@@ -296,10 +297,13 @@ def _finish(core: Core, lease: Lease) -> None:
         if key not in not_done:
             sample.done.append(task)
             sample.deaths = 0
+            progress.got_through(core, core.state.groups[key.group], task)
     fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
+            if group.id in core.step_ready:
+                progress.whole(core)
             core.finish_if_done(group)
 
 
@@ -424,5 +428,6 @@ def lapse(core: Core, lease: Lease, *, ended: set[Incarnation], blame: bool = Tr
         bad = {key.member: "quarantined" for key, sample in group.members() if sample.deaths >= limit}
         # A group on lease to the trainer is frozen; its end is the trainer's.
         if bad and not group.lease:
+            progress.killed_consumers(core, group, lease.task, list(bad), limit)
             core.end(group, "dropped(sibling)", marked=bad, fate="retire")
     _offer_again(core, lease.task, groups, [key for key, _ in samples])

@@ -314,7 +314,7 @@ class Core:
         """The group ends before it was trained, its samples in `state` (or their own in `marked`).
 
         fate is what becomes of the prompt: `return`, `failed` (returned, unless it failed too often), `retire`, or
-        `filter` (retired, of which only the number is kept). why: more for the event log.
+        `filter` and `skip` (retired, of which only the number is kept). why: more for the event log.
         """
         self.leave(group)
         for member, sample in enumerate(group.samples):
@@ -335,8 +335,9 @@ class Core:
         else:
             if fate == "failed" and group.prompt.failures + 1 >= self.policy.failures_per_prompt:
                 fate = "retire"
-            if fate == "filter":
-                self.state.prompts.filtered += 1
+            if fate in ("filter", "skip"):
+                self.state.prompts.filtered += fate == "filter"
+                self.state.prompts.skipped += fate == "skip"
                 fate = "retire"
             elif fate == "retire":
                 self.state.prompts.retire(group.prompt)

@@ -65,12 +65,28 @@ class MarkTokens(msgspec.Struct, frozen=True, tag="mark", gc=False):
 
 class GiveBack(msgspec.Struct, frozen=True, tag="give_back"):
     """failed: what is missing of the groups could not be made, which counts against their prompts.
-    losses: how often it was begun and lost meanwhile, which counts when it comes again and again."""
+    losses: how often it was begun and lost meanwhile, which counts when it comes again and again.
+    late, item, about: see Failure."""
 
     groups: list[int]
     reason: str
     failed: bool = False
     losses: int = 0
+    late: bool = False
+    item: str = ""
+    about: str = ""
+
+
+class Skip(msgspec.Struct, frozen=True, tag="skip"):
+    """Groups of retired items are not made."""
+
+    groups: list[int]
+
+
+class Reinstate(msgspec.Struct, frozen=True, tag="reinstate"):
+    """Retired items are tried again."""
+
+    items: list[str]
 
 
 class Take(msgspec.Struct, frozen=True, tag="take", gc=False):
@@ -169,6 +185,8 @@ Event = (
     | PutColumns
     | MarkTokens
     | GiveBack
+    | Skip
+    | Reinstate
     | Take
     | Complete
     | Unpin

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.ledger import progress
 from relax_rt.transport.ledger.core import ROOM, Core
 from relax_rt.transport.ledger.state import Group, Sample
 from relax_rt.transport.queue.api import Failure, SampleKey
@@ -13,16 +14,24 @@ from relax_rt.transport.slab_names import owner_key
 
 def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
     """What the policy says of members on which `task` cannot succeed."""
-    by_group: dict[int, dict[int, str]] = {}
+    by_group: dict[int, dict[int, Failure]] = {}
     for failure in failures:
-        by_group.setdefault(failure.key.group, {})[failure.key.member] = failure.reason
+        by_group.setdefault(failure.key.group, {})[failure.key.member] = failure
     for id_, members in by_group.items():
         group = core.state.groups.get(id_)
         if group is None or group.lease:
             continue
         core.tally("failed_groups")
-        core.note("samples_failed", group=id_, task=task, reasons=list(members.values())[:3])
+        found = list(members.values())
+        core.note("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
+        judged = progress.failed(core, group, task, found)
+        if judged.retire:
+            progress.retire(core, task, found)
+            core.end(group, "dropped(sibling)", marked=dict.fromkeys(members, "failed"), fate="retire")
+            continue
         _fail(core, group, set(members))
+        if not judged.whole and id_ not in core.state.groups:
+            progress.failed_group(core, group)
 
 
 def frozen(core: Core, group: Group) -> bool:
@@ -54,7 +63,7 @@ def _fail(core: Core, group: Group, members: set[int]) -> None:
         make_again(core, group, members)
 
 
-def fail_missing(core: Core, group: Group, reason: str) -> None:
+def fail_missing(core: Core, group: Group, reason: str, *, late: bool = False, item: str = "", about: str = "") -> None:
     """Its producer cannot make what is missing of the group: the same as if a task had failed on it."""
     group.holder, group.making = None, []
     core.unhold(group.id)
@@ -63,7 +72,8 @@ def fail_missing(core: Core, group: Group, reason: str) -> None:
         core.drop_mark(group.samples[member])
     if not missing:
         core.refresh(group)
-    fail_members(core, "", [Failure(SampleKey(group.id, member), reason) for member in missing])
+    keys = [SampleKey(group.id, member) for member in missing]
+    fail_members(core, "", [Failure(key, reason, late, item, about) for key in keys])
 
 
 def lose_memory(core: Core, who: Incarnation) -> None:

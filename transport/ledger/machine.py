@@ -8,7 +8,18 @@ import msgspec
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import account, admission, consume, failures, keyed, marks, sampling, spill, training
+from relax_rt.transport.ledger import (
+    account,
+    admission,
+    consume,
+    failures,
+    keyed,
+    marks,
+    progress,
+    sampling,
+    spill,
+    training,
+)
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home, Kept
 from relax_rt.transport.ledger.choice import Samplers
@@ -146,6 +157,8 @@ class Ledger:
                 self._samplers = None
             case ev.Open():
                 self._open(event)
+            case ev.Reinstate(items):
+                progress.reinstate(core, items)
             case ev.Spilled():
                 return spill.spilled(core, event)
             case ev.Lapse(groups, leases):
@@ -163,6 +176,7 @@ class Ledger:
                 training.keep_payloads(core)
             else:
                 training.lose_payloads(core)
+            progress.begin(core)
         after = (event.run_id, event.node, event.payloads)
         before = (core.state.run_id, callers.node, callers.payloads)
         core.changed = core.changed or before != after or core.state.blocked_since is not None
@@ -196,6 +210,8 @@ class Ledger:
                 self._join(who, event)
             case ev.GiveBack():
                 admission.give_back(core, who, event)
+            case ev.Skip():
+                admission.skip(core, who, event)
             case ev.Abandon():
                 consume.abandon(core, who, event)
             case ev.Filtered():

@@ -44,6 +44,10 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
             over-stale ones are context then (`recycle`).
         prompts: the run's prompt order ends after this many; None: it does not end.
         failures_per_prompt: a prompt whose groups failed this often is retired instead of being made again.
+        failed_groups, failed_prompts: so many groups that fail in a row, of so many prompts, end the run; 0: no number
+            does. Journals of before this rule are replayed without it.
+        item_timeouts: a data item of which whole groups were late this often is retired, if others got through the
+            same task meanwhile; 0: none is. kept_items: ids of items that are never retired.
     """
 
     tasks: dict[str, tuple[str, ...]]
@@ -63,6 +67,10 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
     on_surplus: Literal["drop", "recycle"] = "drop"
     prompts: int | None = None
     failures_per_prompt: int = 8
+    failed_groups: int = 0
+    failed_prompts: int = 1
+    item_timeouts: int = 0
+    kept_items: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises:
@@ -76,6 +84,13 @@ class LedgerPolicy(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused("queue policy", why="prompts are admitted for a step task, and none is named")
         if self.group_size and self.prompts_per_step < 1:
             raise Refused("queue policy", why="prompts_per_step must be at least 1")
+        if self.failed_groups < 0 or self.item_timeouts < 0 or self.failed_prompts < 1:
+            raise Refused(
+                "queue policy", why="failed_groups and item_timeouts cannot be negative, failed_prompts below 1"
+            )
+        if self.failed_groups and self.failed_prompts > self.failed_groups:
+            why = f"{self.failed_groups} failed groups are of {self.failed_groups} prompts at most"
+            raise Refused(f"queue policy: failed_prompts = {self.failed_prompts}", why=why)
         if not self.max_staleness >= 0:
             raise Refused("queue policy", why=f"max_staleness is {self.max_staleness}, must be 0 or more")
         for what, task in (("step_task", self.step_task), ("frozen_by", self.frozen_by)):

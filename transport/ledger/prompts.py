@@ -50,6 +50,7 @@ class PromptPool(msgspec.Struct):
 
     Attributes:
         issued, returned: counts. retired: places that are not tried again. filtered: how many others were left out.
+        skipped: how many others were of retired items.
         chosen: the items of places not yet given out.
     """
 
@@ -60,6 +61,7 @@ class PromptPool(msgspec.Struct):
     retired: list[int] = []
     filtered: int = 0
     chosen: dict[int, int] = {}
+    skipped: int = 0
 
     def available(self, limit: int | None) -> bool:
         """Whether a prompt can be given out; `limit` is the length of the prompt order, if it has one."""

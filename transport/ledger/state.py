@@ -94,6 +94,8 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         remade: how often members of it were given out again (they count as attempts of its prompt).
         issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more marked tokens.
         recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
+        failed_task: the task at which members failed last. failed: which of them, since one got through it.
+        late: all of these failures were timeouts.
     """
 
     id: int
@@ -108,6 +110,9 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     issue: int = 0
     idle: int = 0
     recycled: bool = False
+    failed_task: str | None = None
+    failed: list[int] = []
+    late: bool = True
 
     @property
     def size(self) -> int:
@@ -183,6 +188,73 @@ class TrainedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     skipped: bool = False
 
 
+class LossCause(msgspec.Struct):
+    """Members that were lost for one cause since the run was started.
+
+    Attributes:
+        task: at which they failed; empty: they could not be made.
+        gist: what makes it one cause: the line that raised, else the reason without its numbers.
+        where: `file:line` that raised, if the reason names one.
+        cause, example, prompt: the newest reason, short and long, and the prompt it is of.
+        late: the newest was a timeout. partial: other members of such groups succeeded.
+        members, groups: counts. prompts: how many different ones, at most as many as `last_prompts` holds.
+        last_groups, last_prompts: the newest ones.
+        told, told_at: count and time of the last report.
+    """
+
+    task: str
+    gist: str
+    where: str
+    cause: str = ""
+    example: str = ""
+    prompt: int = -1
+    late: bool = False
+    partial: bool = False
+    members: int = 0
+    groups: int = 0
+    prompts: int = 0
+    last_groups: list[int] = []
+    last_prompts: list[int] = []
+    told: int = 0
+    told_at: float = 0.0
+
+
+class LateItem(msgspec.Struct, frozen=True, array_like=True):
+    """Whole attempts of an item that were late, and how many samples had got through the task before the first."""
+
+    times: int
+    passed: int
+
+
+class RetiredItem(msgspec.Struct, frozen=True):
+    """An item that is not tried again: what it is about, the task it was late at, the last reason, how often."""
+
+    about: str
+    task: str
+    reason: str
+    timeouts: int
+
+
+class ProgressState(msgspec.Struct):
+    """See transport/ledger/progress.py.
+
+    Attributes:
+        failed_groups: in a row. prompts: different ones of these, as many as the rule asks for.
+        verdict: the row is as long as the policy allows.
+        passed: samples that got through each task.
+        late: items by id, the oldest first. retired: items by id. revision: grows with each change of these.
+    """
+
+    failed_groups: int = 0
+    prompts: list[int] = []
+    verdict: bool = False
+    causes: list[LossCause] = []
+    passed: dict[str, int] = {}
+    late: dict[str, LateItem] = {}
+    retired: dict[str, RetiredItem] = {}
+    revision: int = 0
+
+
 class State(msgspec.Struct):
     """The ledger.
 
@@ -206,6 +278,7 @@ class State(msgspec.Struct):
         marks_bytes: of the marks of unfinished members.
         asked: groups that may be under way beyond the bound until the next step, as over_provision.
         refused_told: tokens refused as over-stale that the trainer was told of.
+        progress: what was lost of what, and whether anything comes of the run.
     """
 
     policy: LedgerPolicy | None = None
@@ -240,3 +313,4 @@ class State(msgspec.Struct):
     marks_bytes: int = 0
     asked: int = 0
     refused_told: int = 0
+    progress: ProgressState = msgspec.field(default_factory=ProgressState)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.ledger import marks
+from relax_rt.transport.ledger import marks, progress
 from relax_rt.transport.ledger.admission import keep_what_was_asked, outstanding, reopen, surplus
 from relax_rt.transport.ledger.batch import refuse_stale
 from relax_rt.transport.ledger.consume import lapse
@@ -38,6 +38,9 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
     elif not event.skipped:
         state.since_update += sum(len(lease.keys) for lease in leases)
     state.step = event.step
+    if not event.skipped:
+        progress.whole(core)
+        progress.tell(core, progress.REPORT_EVERY_S)
     core.changed = True
     refuse_stale(core, surplus(core))
     keep_what_was_asked(core)

@@ -178,10 +178,14 @@ class Marked(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Tickets, or why there are none yet."""
+    """Tickets, or why there are none yet.
+
+    retired: revision of the list of retired items, of which nothing is to be made (`QueueApi.skip`).
+    """
 
     tickets: list[Ticket]
     waiting_on: str = ""
+    retired: int = 0
 
 
 class Offered(msgspec.Struct, frozen=True, gc=False):
@@ -286,10 +290,69 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A sample on which the work cannot succeed, and why."""
+    """A sample on which the work cannot succeed, and why.
+
+    Attributes:
+        late: it took too long, as opposed to being wrong.
+        item, about: id of the data item, and its beginning for people; empty: not known.
+    """
 
     key: SampleKey
     reason: str
+    late: bool = False
+    item: str = ""
+    about: str = ""
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """Members lost for one cause since the run was started.
+
+    Attributes:
+        task: at which they failed; empty: they could not be made.
+        cause, where, example: the newest reason, the `file:line` in it, and more of it. prompt: whose it is.
+        late: it was a timeout. partial: other members of such groups succeeded.
+        members, groups: how many. prompts: how many different ones, up to 8.
+    """
+
+    task: str
+    cause: str
+    where: str
+    late: bool
+    members: int
+    groups: int
+    prompts: int
+    example: str
+    prompt: int
+    partial: bool
+
+
+class Retired(msgspec.Struct, frozen=True):
+    """A data item that is not tried again: its id and beginning, and at which task it was late how often."""
+
+    item: str
+    about: str
+    task: str
+    reason: str
+    timeouts: int
+
+
+class ProgressReport(msgspec.Struct, frozen=True):
+    """What was lost since the run was started, and whether anything comes of it.
+
+    Attributes:
+        failed_groups: in a row, with none whole in between. prompts: different ones of these. most: that end a run.
+        ended: so many failed that the run is to end.
+        losses: by cause, the most frequent first.
+        retired: items that are not tried again. revision: changes with them.
+    """
+
+    failed_groups: int
+    prompts: int
+    most: int
+    ended: bool
+    losses: list[Loss]
+    retired: list[Retired]
+    revision: int
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -404,13 +467,34 @@ class QueueApi(Protocol):
 
     @idempotent
     async def give_back(
-        self, seq: Count, groups: list[Count], reason: str, failed: bool = False, losses: Count = 0
+        self,
+        seq: Count,
+        groups: list[Count],
+        reason: str,
+        failed: bool = False,
+        losses: Count = 0,
+        late: bool = False,
+        item: str = "",
+        about: str = "",
     ) -> None:
         """A producer returns unfinished groups; what is missing of them is given out again.
 
         failed: it could not be made: `on_failed_member` says what becomes of it, and it counts against the prompt.
         losses: how often it was begun here and lost, through nobody's fault: several in a row are a failure.
+        late, item, about: of a failure, see Failure.
         """
+
+    @idempotent
+    async def skip(self, seq: Count, groups: list[Count]) -> None:
+        """The caller's groups are of retired items: they end, and their places in the prompt order are passed over."""
+
+    @idempotent
+    async def progress(self) -> ProgressReport:
+        """What was lost since the run was started, and the items that were retired."""
+
+    @idempotent
+    async def reinstate(self, items: list[str]) -> list[str]:
+        """Take retired items back; answers with those that were retired."""
 
     @idempotent
     async def renew(self, groups: list[Count], leases: list[Count]) -> list[int]:

@@ -15,7 +15,7 @@ from relax_rt.transport import rpc
 from relax_rt.transport.errors import Corrupt, OutOfSpace, Refused, StaleEpoch, Unreachable
 from relax_rt.transport.identity import Incarnation
 from relax_rt.transport.journal import SEGMENT_BYTES, Journal
-from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed
+from relax_rt.transport.ledger import Entry, Ledger, LedgerPolicy, QueueLimits, admission, keyed, progress
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.callers import Home
 from relax_rt.transport.ledger.core import ROOM
@@ -34,6 +34,7 @@ from relax_rt.transport.queue.api import (
     Marked,
     Membership,
     Offered,
+    ProgressReport,
     Put,
     QueueStats,
     SampleKey,
@@ -360,9 +361,34 @@ class Broker:
         self._ledger.knows(who)
         return held_partials(self._ledger.core, who, keys)
 
-    async def give_back(self, seq: int, groups: list[int], reason: str, failed: bool = False, losses: int = 0) -> None:
+    async def give_back(
+        self,
+        seq: int,
+        groups: list[int],
+        reason: str,
+        failed: bool = False,
+        losses: int = 0,
+        late: bool = False,
+        item: str = "",
+        about: str = "",
+    ) -> None:
         """See QueueApi."""
-        self._apply(ev.GiveBack(groups, reason, failed, losses), self._identify(), seq)
+        self._apply(ev.GiveBack(groups, reason, failed, losses, late, item, about), self._identify(), seq)
+
+    async def skip(self, seq: int, groups: list[int]) -> None:
+        """See QueueApi."""
+        self._apply(ev.Skip(groups), self._identify(), seq)
+
+    async def progress(self) -> ProgressReport:
+        """See QueueApi."""
+        self._check_alive()
+        return progress.report(self._ledger.core)
+
+    async def reinstate(self, items: list[str]) -> list[str]:
+        """See QueueApi."""
+        found = [item for item in dict.fromkeys(items) if item in self._ledger.state.progress.retired]
+        self._apply(ev.Reinstate(found))
+        return found
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """See QueueApi. Not journaled: after a restart all leases run at full length."""
@@ -487,7 +513,9 @@ class Broker:
     def summary(self) -> str:
         """What the queue does, in a line for `ps`."""
         core = self._ledger.core
-        return f"step {core.state.step}, {core.held} samples on the way, {len(self._waits)} callers wait"
+        failed = core.state.progress.failed_groups
+        lost = f", {failed} groups in a row failed" if failed else ""
+        return f"step {core.state.step}, {core.held} samples on the way, {len(self._waits)} callers wait{lost}"
 
     # --- time and disk
 

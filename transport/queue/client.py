@@ -11,7 +11,17 @@ import msgspec
 
 from relax_rt.transport.errors import DeadlineExceeded, Refused, RelaxError, StaleEpoch, Unreachable
 from relax_rt.transport.fields import check_row
-from relax_rt.transport.queue.api import Admission, Batch, Extent, Failure, Put, SampleKey, VersionSpan, Want
+from relax_rt.transport.queue.api import (
+    Admission,
+    Batch,
+    Extent,
+    Failure,
+    ProgressReport,
+    Put,
+    SampleKey,
+    VersionSpan,
+    Want,
+)
 from relax_rt.transport.queue.batch import LeasedBatch, LeasedSample, extents_of
 from relax_rt.transport.queue.offers import OFFER_WAIT_S
 from relax_rt.transport.queue.session import SLICE_S
@@ -96,6 +106,9 @@ class QueueClient(StepCalls):
         for ticket in answer.tickets:
             self.groups[ticket.group] = len(ticket.wanted())
             self._hold(ticket.lease_s)
+        if answer.retired != self._retired_revision:
+            report = await self._call(lambda _: self.api.progress())
+            self.retired, self._retired_revision = {one.item for one in report.retired}, report.revision
         return answer
 
     async def _return_tickets(self, answer: Admission) -> None:
@@ -132,7 +145,17 @@ class QueueClient(StepCalls):
             else:
                 self.groups.pop(sample.key.group, None)
 
-    async def give_back(self, groups: Sequence[int], reason: str, *, failed: bool = False, losses: int = 0) -> None:
+    async def give_back(
+        self,
+        groups: Sequence[int],
+        reason: str,
+        *,
+        failed: bool = False,
+        losses: int = 0,
+        late: bool = False,
+        item: str = "",
+        about: str = "",
+    ) -> None:
         """Return unfinished groups; what is missing of them is given out again.
 
         failed: it could not be made, as when a task fails on a sample: what becomes of it is the policy's affair, and a
@@ -140,9 +163,23 @@ class QueueClient(StepCalls):
         losses: how often it was begun here and lost, through no fault of its own. What is lost again and again, with
             nothing made of it in between, has failed.
         """
-        for group in groups:
+        given = [*groups]
+        for group in given:
             self.groups.pop(group, None)
-        await self._finish(self._call(lambda seq: self.api.give_back(seq, list(groups), reason, failed, losses)))
+        await self._finish(
+            self._call(lambda seq: self.api.give_back(seq, given, reason, failed, losses, late, item, about))
+        )
+
+    async def skip(self, groups: Sequence[int]) -> None:
+        """Make nothing of these groups, whose items are in `retired`; others come in their place."""
+        given = [*groups]
+        for group in given:
+            self.groups.pop(group, None)
+        await self._finish(self._call(lambda seq: self.api.skip(seq, given)))
+
+    async def progress(self) -> ProgressReport:
+        """What was lost since the run was started, and whether anything comes of it."""
+        return await self._call(lambda _: self.api.progress())
 
     # --- consumers
 

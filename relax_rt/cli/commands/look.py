@@ -92,3 +92,21 @@ def why(
     found = account(read_events(run_dir), status, asked)
     show_json(found) if json else show_why(found, asked)
     return OK
+
+
+@app.command(group=LOOK)
+def retired(run: Run = None, *, json: Json = False) -> int:
+    """Items of the data that a run retired because whole groups of them only timed out. `reinstate` takes them back."""
+    from relax_rt.cli.display import console_for_output, say, show_json
+    from relax_rt.cli.losses import show_retired
+    from relax_rt.cli.retirement import retired_items
+    from relax_rt.cli.runs import find_run_dir
+
+    found = retired_items(find_run_dir(run))
+    if json:
+        show_json(found)
+    elif found:
+        show_retired(console_for_output(), found)
+    else:
+        say("no item is retired")
+    return OK

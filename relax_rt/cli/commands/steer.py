@@ -70,6 +70,22 @@ def drain(
     return OK
 
 
+@app.command(group=STEER)
+def reinstate(
+    items: Annotated[list[str], Parameter(help="Ids of retired items, as `relax-rt retired` lists them.")],
+    *,
+    run: Run = None,
+    json: Json = False,
+) -> int:
+    """Try retired items again in a run that goes on. To keep an item for good, name it in progress.kept_items."""
+    from relax_rt.cli.retirement import reinstate
+    from relax_rt.cli.runs import find_run_dir
+
+    found = reinstate(find_run_dir(run), items)
+    _tell((f"tried again: {', '.join(found)}", []), as_json=json)
+    return OK
+
+
 def _tell(found: tuple[str, list[str]], *, as_json: bool) -> None:
     from relax_rt.cli.display import say, show_json
 

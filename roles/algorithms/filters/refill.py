@@ -101,6 +101,11 @@ class Refill:
         return "short" if self._kept else "barren"
 
     @property
+    def share(self) -> float:
+        """The running share of groups that pass."""
+        return self._share
+
+    @property
     def spare(self) -> int:
         """Groups that should be under way besides those that are lacking, so that enough of them are kept."""
         lacking = max(0, self.wanted - self._kept)

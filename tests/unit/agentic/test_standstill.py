@@ -37,6 +37,7 @@ from relax_rt.transport.queue.api import Ticket
 from relax_rt.transport.versions import VersionRecord
 
 GROUP = 7
+TOO_LATE = {"failed": True, "late": True, "item": TASK.item, "about": ""}
 
 
 class Slow(Count):
@@ -120,7 +121,7 @@ async def test_an_environment_whose_turns_take_too_long_in_all_has_failed() -> N
     slot = Slot(Slow, Engine(numbers).generate)
     await slot.play()
     ((why, how),) = slot.returned
-    assert how == {"failed": True} and "is in step 2: not over within 1 s" in why
+    assert how == TOO_LATE and "is in step 2: not over within 1 s" in why
     (stuck,) = slot.told("environment_stuck")
     assert stuck["why"] == why and "roles.env.episode_timeout_s" in why
     assert not slot.told("episode_lost")
@@ -130,7 +131,7 @@ async def test_one_whose_replies_are_kept_has_one_try_more(tmp_path: Path) -> No
     engine = Engine(numbers)
     slot = Slot(Slow, engine.generate, Store(tmp_path, 1, 100.0, lambda version: False))
     await slot.play()
-    assert [how for _, how in slot.returned] == [{"failed": True}]
+    assert [how for _, how in slot.returned] == [TOO_LATE]
     first, second = slot.told("environment_stuck")
     assert first.get("again") and not second.get("again") and len(engine.said) == 2, "replies were sampled anew"
 
@@ -154,7 +155,7 @@ async def test_a_function_that_has_its_reply_and_dawdles_has_failed() -> None:
     slot = Slot(dawdles, Engine(numbers).generate, plays=True)
     await slot.play()
     ((why, how),) = slot.returned
-    assert how == {"failed": True} and "goes on after reply 1: not over within" in why
+    assert how == TOO_LATE and "goes on after reply 1: not over within" in why
 
 
 async def test_one_that_waits_for_tokens_is_lost_and_the_queue_is_told_how_often() -> None:
@@ -180,11 +181,26 @@ async def test_a_function_that_gave_up_a_reply_by_itself_and_dawdles_has_failed(
     slot = Slot(impatient, silent, plays=True)
     await slot.play()
     ((why, how),) = slot.returned
-    assert how == {"failed": True} and "goes on without reply 1: not over within" in why
+    assert how == TOO_LATE and "goes on without reply 1: not over within" in why
+
+
+def played(environment: str, in_flight: int) -> Standstill:
+    """Of a slot that has played an episode."""
+    one = Standstill(environment, in_flight)
+    one.played()
+    return one
+
+
+def test_a_slot_that_never_played_an_episode_is_not_started_anew() -> None:
+    """Another process would mend nothing: the queue counts its groups, and ends the run."""
+    one = Standstill("game.py:Game", 10)
+    for n in range(10 * LOSSES * FAILURES_IN_A_ROW):
+        one.failed(n, "KeyError")
+    assert "in a row came to nothing, the last one: KeyError" in one.told()
 
 
 def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
-    one = Standstill("game.py:Game", 10)
+    one = played("game.py:Game", 10)
     most = LOSSES * FAILURES_IN_A_ROW
     for n in range(most - 1):
         one.lost(n, "the gateway was started again")
@@ -196,12 +212,12 @@ def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
     with pytest.raises(Fruitless, match=r"192 times in a row an episode was begun.*the last one: no engine"):
         one.lost(7, "no engine")
     # What takes all of many along takes each as often as one may be lost.
-    many = Standstill("game.py:Game", 1000)
+    many = played("game.py:Game", 1000)
     for n in range(LOSSES * 1000 - 1):
         many.lost(n, "the gateway was started again")
     with pytest.raises(Fruitless):
         many.lost(7, "the gateway was started again")
-    wrong = Standstill("game.py:Game", 1000)
+    wrong = played("game.py:Game", 1000)
     for n in range(FAILURES_IN_A_ROW - 1):
         wrong.failed(n, "KeyError")
     with pytest.raises(Fruitless, match=r"64 episodes of game.py:Game failed one after the other: KeyError"):
@@ -210,7 +226,7 @@ def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
 
 def test_what_is_wrong_with_a_task_ends_no_slot() -> None:
     """A large group may be all that there is to play, again and again, until its prompt is retired."""
-    one = Standstill("game.py:Game", 10)
+    one = played("game.py:Game", 10)
     for n in range(10 * LOSSES * FAILURES_IN_A_ROW):
         one.failed(n % (PROMPTS - 1), "KeyError")
     with pytest.raises(Fruitless):

@@ -14,7 +14,7 @@ from relax_rt.roles.algorithms.objective import Objective
 from relax_rt.roles.algorithms.registry import bound
 from relax_rt.roles.sections import AlgorithmTable
 from relax_rt.roles.trainers import step
-from relax_rt.roles.trainers.sieve import NothingKept, Sieve
+from relax_rt.roles.trainers.sieve import Sieve
 from relax_rt.roles.trainers.step import Collector
 from relax_rt.transport.errors import Refused
 
@@ -99,14 +99,22 @@ async def test_a_step_that_cannot_be_filled_is_taken_with_what_there_is_and_says
         assert (account["trained"], account["dropped(filter)"]) == (2, 10)
 
 
-async def test_a_run_whose_every_group_is_left_out_ends_with_the_reason(tmp_path: Path) -> None:
+async def test_filters_that_leave_out_every_group_warn_with_the_pass_rate_and_end_nothing(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
     async with world(tmp_path) as made:
-        collect = collector(made, [], most=1)
-        await made.make(2, 1, 1)
-        assert await collect.collect(4)
-        await made.make(1, 0, 0)
-        with pytest.raises(NothingKept, match=r"step 4 finds nothing .* all 3 groups .*: zero_variance 3"):
-            await collect.collect(4)
+        collect = collector(made, events, most=1)
+        for _ in range(7):
+            await made.make(1, 1, 1)
+            batch = await collect.collect(4)
+            assert batch is not None and not batch.full
+        warned = [event for event in events if event["kind"] == "groups_left_out"]
+        assert [event["scored"] for event in warned] == [3, 6], "each doubling is reported"
+        assert all(event["filtered"] == {"zero_variance": event["scored"]} for event in warned)
+        assert warned[0]["pass_rate"] > warned[1]["pass_rate"] > 0
+        # The first group that passes is trained.
+        await made.make(1, 1, 0)
+        batch = await collect.collect(4)
+        assert batch is not None and batch.full and batch.groups == 1
 
 
 async def test_the_state_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,11 +21,11 @@ transformers = pytest.importorskip("transformers")
 from trainer_parts import EVERY, GROUPS, SOON_S, Lives, lives_of, model_with_tokenizer  # noqa: E402
 
 from relax_rt.config.problems import BadInput  # noqa: E402
+from relax_rt.roles.progress import NoProgress  # noqa: E402
 from relax_rt.roles.publication.publisher import Publisher  # noqa: E402
 from relax_rt.roles.trainer import SKIPPED_IN_A_ROW, TrainerRole  # noqa: E402
 from relax_rt.roles.trainers import checkpoint  # noqa: E402
 from relax_rt.roles.trainers.checkpoint import read_state  # noqa: E402
-from relax_rt.roles.trainers.sieve import NothingKept  # noqa: E402
 from relax_rt.roles.trainers.torch_backend import TorchBackend  # noqa: E402
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, Refused, RelaxError  # noqa: E402
 from relax_rt.transport.versions import VersionRecord  # noqa: E402
@@ -244,13 +246,13 @@ async def test_a_finished_training_goes_on_to_more_steps(lives: Lives, model: Pa
     assert lives.folders()[-1] == "step-000005"
 
 
-async def test_what_is_learnt_when_nothing_is_kept_is_written_once(lives: Lives, model: Path) -> None:
+async def test_what_was_trained_before_all_groups_fail_is_written_once(lives: Lives, model: Path) -> None:
     def barren(role: TrainerRole) -> None:
         real, write = role.collector.collect, role.backend.write
 
         async def collect(step: int) -> Any:
             if step > 2:
-                raise NothingKept(f"step {step} finds nothing to train on")
+                raise NoProgress("64 groups failed in a row")
             return await real(step)
 
         def slow(folder: Path) -> None:
@@ -259,7 +261,7 @@ async def test_what_is_learnt_when_nothing_is_kept_is_written_once(lives: Lives,
 
         role.collector.collect, role.backend.write = collect, slow  # type: ignore[method-assign]
 
-    with pytest.raises(NothingKept):
+    with pytest.raises(NoProgress):
         await lives.life(model, steps=9, harm=barren)
     assert [one["step"] for one in lives.contexts[-1].told("checkpoint")] == [2]
     assert lives.folders() == ["step-000002"]
@@ -400,6 +402,52 @@ async def test_the_last_checkpoint_says_that_it_waits_for_its_version(lives: Liv
     last = ctx.told("published")[-1]["version"]
     assert f"the publication before: version {last} is staged" in waits and waits[-1] == ""
     assert lives.folders()[-1] == "step-000004"
+
+
+def nothing_to_train(*steps: int) -> Callable[[TrainerRole], None]:
+    """None of the tokens of these steps is trained, as if every completion had been cut and masked."""
+
+    def harm(role: TrainerRole) -> None:
+        real = role.collector.collect
+
+        async def collect(step: int) -> Any:
+            batch = await real(step)
+            if batch is not None and step in steps:
+                batch.samples = [
+                    msgspec.structs.replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+                    for sample in batch.samples
+                ]
+            return batch
+
+        role.collector.collect = collect  # type: ignore[method-assign]
+
+    return harm
+
+
+async def test_a_step_with_nothing_to_train_publishes_nothing_and_three_in_a_row_are_reported(
+    lives: Lives, model: Path
+) -> None:
+    ctx = await lives.life(model, steps=9, stop_after=7, harm=nothing_to_train(2, 4, 5, 6))
+    assert [one["step"] for one in ctx.told("step_empty")] == [2, 4, 5, 6]
+    assert [(one["step"], one["steps"]) for one in ctx.told("steps_empty")] == [(6, 3)]
+    assert "sampling.max_new_tokens = 8" in ctx.told("steps_empty")[0]["why"]
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    versions = [record["version"] for record in records]
+    assert versions[1] == versions[0] and versions[2:6] == [versions[2]] * 4 and len(set(versions)) == 3
+    assert {record.version for record in await lives.registry.versions()} >= set(versions)
+    assert (await lives.world.account())["skipped"] == 4 * GROUPS * 2
+    # A checkpoint of such a step is of the version before, and is gone on from.
+    assert "step-000006" in lives.folders()
+    ctx = await lives.life(model, steps=8)
+    assert ctx.told("resumed")[0]["step"] == 7
+
+
+async def test_the_last_step_is_published_whatever_is_in_it(lives: Lives, model: Path) -> None:
+    """The other roles know the end of the run by its version."""
+    ctx = await lives.life(model, steps=3, harm=nothing_to_train(2, 3))
+    versions = await lives.registry.versions()
+    assert [(record.step, record.changed) for record in versions][-2:] == [(1, True), (3, False)]
+    assert lives.folders()[-1] == "step-000003" and ctx.told("training_finished")
 
 
 async def test_too_many_in_a_row_end_the_trainer(lives: Lives, model: Path) -> None:

@@ -423,3 +423,33 @@ async def test_the_blocking_form(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="event loop"):
             SyncQueue(trainer, loop).committed(1, "x")
         assert threading.current_thread() is threading.main_thread()
+
+
+async def test_a_producer_learns_which_items_are_retired_and_passes_over_them(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path, item_timeouts=1, failures_per_prompt=100) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        await trainer.rollback(0, V1)
+        bad, _ = await generate(engine, groups=2)
+        assert engine.retired == set()
+        for _ in range(2):
+            batch = await judge.take("reward", samples=16, wait_s=0)
+            keys = [one.key for one in batch.samples]
+            late = [Failure(key, "too late", True, "q7", "12 + 1") for key in keys if key.group == bad.group]
+            scored = {key: {"reward": 1.0} for key in keys if key.group != bad.group}
+            await judge.complete("reward", batch, scored, late)
+            if len(keys) > len(late):
+                for ticket in (await engine.admit(1, 1, wait_s=0)).tickets:
+                    await engine.put_samples([sample(ticket, member, 1) for member in ticket.wanted()])
+        (ticket,) = (await engine.admit(1, 1, wait_s=0)).tickets
+        assert engine.retired == {"q7"}
+        await engine.skip([ticket.group])
+        assert not engine.groups and w.broker is not None
+        report = await trainer.progress()
+        assert [(one.item, one.about, one.timeouts) for one in report.retired] == [("q7", "12 + 1", 2)]
+        assert await w.broker.reinstate(["q7", "q8"]) == ["q7"]
+        await engine.admit(1, 1, wait_s=0)
+        assert engine.retired == set()

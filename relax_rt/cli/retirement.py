@@ -1,0 +1,71 @@
+"""Retired items of a run: listed from its queue, or its event log once it has ended, and taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from relax_rt.cli.losses import Losses, RetiredItem
+from relax_rt.config.problems import BadInput, did_you_mean
+from relax_rt.events import read_events
+from relax_rt.supervision import control
+from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.identity import Incarnation
+from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.rpc import Client, make_hello
+
+ASK_TIMEOUT_S = 5.0
+KEPT = "progress.kept_items"
+
+T = TypeVar("T")
+
+
+def retired_items(run_dir: Path) -> list[RetiredItem]:
+    """The items that are retired now."""
+    try:
+        report = _ask(run_dir, lambda queue: queue.progress())
+    except RelaxError:
+        losses = Losses()
+        for event in read_events(run_dir):
+            losses.take(event)
+        return losses.retired
+    return [
+        RetiredItem(item=one.item, about=one.about, task=one.task, reason=one.reason, timeouts=one.timeouts)
+        for one in report.retired
+    ]
+
+
+def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
+    """Have the queue of a living run try these items again.
+
+    Raises:
+        BadInput: one is not retired, or the run has ended.
+    """
+    known = [one.item for one in retired_items(run_dir)]
+    for item in items:
+        if item not in known:
+            hint = did_you_mean(item, known) or (f"retired are {', '.join(known[:8])}" if known else "none is retired")
+            raise BadInput(f"item {item!r} is not retired", hint=hint)
+    try:
+        return _ask(run_dir, lambda queue: queue.reinstate(list(items)))
+    except RelaxError as error:
+        hint = f"name the items in {KEPT} of roles.toml, and `relax-rt up` takes them back"
+        raise BadInput("the run's queue cannot be asked", why=str(error), hint=hint) from error
+
+
+def _ask(run_dir: Path, question: Callable[[QueueApi], Awaitable[T]]) -> T:
+    status = control.status(run_dir)
+    address = next((slot.address for slot in status.slots if slot.slot == "queue/0"), "")
+    if status.ended or not address:
+        raise RelaxError("the queue", why=f"the run is {status.status}")
+
+    async def ask() -> T:
+        client = Client(address, make_hello(status.run_id, Incarnation("cli/0", 0)))
+        try:
+            return await question(client.bind(QueueApi, timeout_s=ASK_TIMEOUT_S))
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())

@@ -1,0 +1,123 @@
+"""What the roles of a run do about losses: skip retired items, say which setting helps, and end a barren run.
+
+The account itself is the queue's (transport/ledger/progress.py); here are the words for it and the deadlines by which a
+run that stands still is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from relax_rt.config.schema import RoleSettings
+from relax_rt.roles.agentic.settings import env_settings
+from relax_rt.transport.errors import GivenUp
+from relax_rt.transport.queue.api import Loss, ProgressReport, Ticket
+
+if TYPE_CHECKING:
+    from relax_rt.roles.sections import RLConfig
+    from relax_rt.transport.queue.client import QueueClient
+
+SHOWN = 3
+"""Causes that the end of a run names."""
+SLACK = 2.0
+"""A run is at a standstill after this many times its slowest deadline."""
+LEAST_S = 600.0
+GENERATION, TRAIN = "", "train"
+
+
+class NoProgress(GivenUp):
+    """Groups fail one after the other, and none is trained: the run ends."""
+
+
+async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Callable[[Ticket], str]) -> list[Ticket]:
+    """The tickets whose items are not retired; the others go back to the queue for good."""
+    gone = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
+    if gone:
+        await queue.skip(gone)
+    return [ticket for ticket in tickets if ticket.group not in gone]
+
+
+def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
+    """The setting that helps against a loss.
+
+    Args:
+        loss: fields of a Loss.
+    """
+    table, task, late = config.algorithm, loss.get("task"), loss.get("late")
+    env = env_settings(config) is not None
+    where = loss.get("where")
+    found = [f"mend {where}"] if where else []
+    if late and env:
+        found.append("raise roles.env.turn_timeout_s or roles.env.episode_timeout_s")
+    elif late and task == "reward":
+        judged = config.reward.judge is not None and "judge" in str(loss.get("cause"))
+        found.append("raise reward.judge.timeout_s" if judged else "raise reward.timeout_s")
+    if loss.get("partial") and table.on_failed_member == "regenerate" and table.group_size > table.min_group:
+        found.append('algorithm.on_failed_member = "shrink" trains groups without the members that fail')
+    elif loss.get("partial") and table.on_failed_member == "shrink" and table.min_group > 2:
+        found.append(f"lower algorithm.min_group = {table.min_group}")
+    return ", or ".join(found) or "see the logs of the roles: `relax-rt logs`"
+
+
+def words(loss: Loss) -> str:
+    """A loss in a line: how much, at what, and of which cause."""
+    what = f"at task {loss.task}" if loss.task else "while they were made"
+    of = f"{loss.prompts} prompts" if loss.prompts < 8 else "8 or more prompts"
+    more = "" if not loss.where or loss.where in loss.cause else f" at {loss.where}"
+    return f"{loss.members} samples of {loss.groups} groups ({of}) failed {what}: {loss.cause}{more}"
+
+
+def told(report: ProgressReport) -> str:
+    """How it stands, for whoever waits for groups; empty while nothing fails."""
+    if not report.failed_groups or not report.losses:
+        return ""
+    row = f"{report.failed_groups} groups failed in a row (the run ends at {report.most})"
+    return f"{row}; {words(report.losses[0])}"
+
+
+def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
+    """The error that ends the run, with what was lost and the settings that would help."""
+    what = f"{report.failed_groups} groups of {report.prompts} or more prompts failed in a row, and none was trained"
+    causes = "; ".join(words(loss) for loss in report.losses[:SHOWN])
+    left = len(report.losses) - SHOWN
+    if left > 0:
+        causes += f"; and {left} further causes"
+    hints = [advice(config, msgspec.structs.asdict(loss)) for loss in report.losses[:SHOWN]]
+    hint = "; ".join(dict.fromkeys(hints)) or "see `relax-rt why`"
+    again = "then `relax-rt up` again, which goes on where the run ended, with new counts"
+    return NoProgress(what, why=causes, hint=f"{hint}; {again} (progress.failed_groups = {report.most})")
+
+
+def slowest_s(config: RLConfig) -> float:
+    """The longest time for which a run may stand still although nothing is wrong, by its roles' own deadlines."""
+    found = [LEAST_S, config.reward.timeout_s, config.algorithm.straggler_wait_s, config.publication.ack_timeout_s]
+    found += [config.publication.directory_timeout_s, config.queue.lease_s]
+    found += [table.hang_after_s for table in _tables(config)]
+    if config.reward.judge is not None:
+        found.append(config.reward.judge.timeout_s)
+    if (env := env_settings(config)) is not None:
+        found += [env.turn_timeout_s, env.episode_timeout_s, env.hang_after_s]
+    for table in _tables(config):
+        if (server := getattr(table, "sglang", None)) is not None and getattr(table, "engine", "") == "sglang":
+            found += [server.stall_timeout_s, server.update_timeout_s]
+    return max(found)
+
+
+def stall_after_s(config: RLConfig) -> float | None:
+    """After how long without any movement the run ends; None: never."""
+    if config.progress.stall_after_s is not None:
+        return config.progress.stall_after_s
+    paused = any(kind == "gateway" or _is_own(table) for kind, table in config.roles.items())
+    return None if paused else SLACK * slowest_s(config)
+
+
+def _is_own(table: Any) -> bool:
+    """Whether it is a role of the user's own; their tables may still be as they were read."""
+    return bool(table.get("target") if isinstance(table, dict) else table.target)
+
+
+def _tables(config: RLConfig) -> Sequence[RoleSettings]:
+    return [table for table in config.roles.values() if isinstance(table, RoleSettings)]

@@ -1,0 +1,240 @@
+"""Runs that lose what they make say so while they live, and end or go on: real processes, the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import RELAX, TinyRun, steps_that_count
+
+from relax_rt.roles.models.resolve import resolve_model
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.integration
+
+COMMON = """
+[run]
+name = "progress"
+seed = 1
+[model]
+path = "package:tiny"
+[sampling]
+max_new_tokens = 3
+[algorithm]
+group_size = 4
+prompts_per_step = 2
+steps = 3
+max_staleness = 1
+learning_rate = 3e-4
+[checkpoint]
+every_steps = 50
+[evaluation]
+items = 2
+during_items = 2
+[queue]
+capacity_mib = 16
+slab_mib = 2
+[roles.rollout]
+dtype = "float32"
+[roles.trainer]
+dtype = "float32"
+"""
+WITH_DATA = """
+[data]
+path = "sums.jsonl"
+held_out = 0.1
+max_prompt_tokens = 16
+[reward]
+function = "reward.py:score"
+timeout_s = 1
+[roles.evaluator]
+dtype = "float32"
+"""
+WITH_GAME = """
+[roles.env]
+environment = "game.py:Game"
+tasks = 12
+episodes_in_flight = 16
+max_tokens = 256
+max_turns = 4
+turn_timeout_s = 1
+"""
+GAME = """
+import collections
+import os
+import time
+from relax_rt.roles.agentic import Environment, Observation, Reply, Step, Task
+
+SEEN = collections.Counter()
+
+
+class Game(Environment):
+    async def reset(self, task):
+        self.task = task
+        if task.split == "train":
+            SEEN[task.item] += 1
+            {reset}
+        return Observation(messages=f"{{10 + task.seed % 80}} + 11 =")
+
+    async def step(self, reply):
+        task = self.task
+        if task.split == "train":
+            {step}
+        return Step(reward=float(len(reply.text) % 3), done=True)
+"""
+PASS = "pass"
+SLEEPER = "30 + 11 ="
+
+Make = Callable[..., TinyRun]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    resolve_model("package:tiny", Path())
+    runs: list[TinyRun] = []
+
+    def of(files: dict[str, str], **sets: Any) -> TinyRun:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        runs.append(TinyRun(tmp_path / f"run-{len(runs)}", tmp_path / "roles.toml", **sets))
+        return runs[-1]
+
+    yield of
+    for run in runs:
+        if hasattr(run, "process"):
+            run.end()
+
+
+def game(*, reset: str = PASS, step: str = PASS) -> dict[str, str]:
+    return {"roles.toml": COMMON + WITH_GAME, "game.py": GAME.format(reset=reset, step=step)}
+
+
+def rewarded(body: str, prompts: int = 14, *, head: str = "def score") -> dict[str, str]:
+    rows = [json.dumps({"prompt": f"{a} + 11 =", "answer": str(a + 11)}) for a in range(24, 24 + prompts)]
+    reward = f'import asyncio, os, time\n{head}(completion, answer, question="", **info):\n    {body}\n    return 1.0\n'
+    return {"roles.toml": COMMON + WITH_DATA, "sums.jsonl": "\n".join(rows) + "\n", "reward.py": reward}
+
+
+def why(run: TinyRun) -> dict[str, Any]:
+    done = subprocess.run(
+        [RELAX, "why", "--run", str(run.run_dir), "--json"], capture_output=True, text=True, timeout=60, check=False
+    )
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+
+def shown(run: TinyRun, command: str) -> str:
+    return subprocess.run(
+        [RELAX, command, "--run", str(run.run_dir)], capture_output=True, text=True, timeout=60, check=False
+    ).stdout
+
+
+def test_a_run_whose_groups_all_fail_says_so_at_once_ends_and_goes_on_once_it_is_mended(make: Make) -> None:
+    """One member of each group always fails: its group never becomes whole."""
+    files = game(reset="if SEEN[task.item] >= 4: raise RuntimeError('member four never works')")
+    line = 1 + next(n for n, text in enumerate(files["game.py"].splitlines()) if "member four" in text)
+    run = make(files, **{"progress.failed_groups": 128, "roles.env.tasks": 1000}).start()
+    found = run.until("a loss in `why`", lambda: (account := why(run)).get("losses") and account)
+    assert found["exit_code"] is None, "the run still lives"
+    (loss,) = found["losses"]
+    assert loss["where"].endswith(f"game.py:{line}") and "RuntimeError: member four never works" in loss["cause"]
+    assert 'on_failed_member = "shrink"' in loss["hint"]
+    assert "member four never works" in shown(run, "ps")
+    assert run.wait() == 1, run.text()
+    text = run.text()
+    assert "groups of 4 or more prompts failed in a row, and none was trained" in text
+    assert f"game.py:{line}" in text and 'on_failed_member = "shrink"' in text and "failed_groups = 128" in text
+    assert "WARNING" in text and "samples of" in text, "said while it went on"
+    (ended,) = run.events("no_progress")
+    assert ended["failed_groups"] == 128 and not run.records("step")
+    run.gone(run.run_id())
+    # With the setting that was named the same run goes on.
+    run.overrides["algorithm.on_failed_member"] = '"shrink"'
+    assert run.start().wait() == 0, run.text()
+    assert sorted(steps_that_count(run.records("step"))) == [1, 2, 3]
+    assert why(run)["exit_code"] == 0
+
+
+def test_an_item_whose_reward_never_returns_is_retired_and_the_run_goes_on(make: Make) -> None:
+    """It costs two visits, whatever the number of epochs."""
+    files = rewarded(f"if question == {SLEEPER!r}: time.sleep(1e6)")
+    run = make(files, **{"algorithm.steps": 30}).start()
+    assert run.wait() == 0, run.text()
+    assert sorted(steps_that_count(run.records("step"))) == list(range(1, 31))
+    check_retired(run, SLEEPER)
+    told = shown(run, "retired")
+    assert SLEEPER in told and "reward.timeout_s = 1 s" in told and "progress.kept_items" in told
+    # Taken back by the config: it is tried again.
+    (item,) = why(run)["retired"]
+    run.overrides |= {"algorithm.steps": 31, "progress.kept_items": json.dumps([item["item"]])}
+    assert run.start().wait() == 0, run.text()
+    assert [event["item"] for event in run.events("item_reinstated")] == [item["item"]]
+
+
+def check_retired(run: TinyRun, about: str = "") -> None:
+    """One item is retired, and nothing is made of it from then on."""
+    (retired,) = run.events("item_retired")
+    assert retired["timeouts"] == 2 and about in retired["about"]
+    account = run.events("queue_account")[-1]
+    assert account["items_retired"] == 1 and account["prompts_skipped"] >= 1, "it came again, and was passed over"
+    assert account["trained_twice"] == 0
+    late = [loss for loss in why(run)["losses"] if loss["members"]]
+    assert sum(loss["members"] for loss in late) == 8, "two visits of four members"
+
+
+ALL_FAIL = {
+    "the reward raises": (rewarded("raise KeyError(answer)"), "reward.py:3"),
+    "the reward is no number": (rewarded("return float('nan')"), "must be finite"),
+    "the reward is text": (rewarded("return 'good'"), "must be a number"),
+    "the reward ends its process": (rewarded("os._exit(3)"), "did not return"),
+    "every reward is late": (rewarded("time.sleep(1e6)"), "raise reward.timeout_s"),
+    "no episode begins": (game(reset="raise ValueError('no board')"), "ValueError: no board"),
+    "no turn ends": (game(step="time.sleep(1e6)"), "turn_timeout_s"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ALL_FAIL)
+def test_nothing_that_works_ends_the_run_with_the_cause(make: Make, what: str) -> None:
+    files, cause = ALL_FAIL[what]
+    late = "late" in what or "turn" in what
+    sets = {"progress.failed_groups": 8, "reward.timeout_s": 0.2} if late else {"progress.failed_groups": 16}
+    run = make(files, **sets).start()
+    assert run.wait() == 1, run.text()
+    assert cause in run.text() and "failed in a row, and none was trained" in run.text()
+    assert run.events("no_progress") and not run.events("item_retired") and not run.records("step")
+    found = why(run)
+    assert found["losses"] and all(loss["hint"] for loss in found["losses"])
+    if "process" in what:
+        assert "reward workers were killed" in found["workers"]
+    run.gone(run.run_id())
+
+
+ONE_ITEM = {
+    "an async reward waits": rewarded(f"if question == {SLEEPER!r}: await asyncio.sleep(1e6)", head="async def score"),
+    "a reward computes for ever": rewarded(f"while question == {SLEEPER!r}: pass"),
+    "an async reward blocks its loop": rewarded(f"if question == {SLEEPER!r}: time.sleep(1e6)", head="async def score"),
+    "a reset waits": game(reset="if task.item == 'train-3': import asyncio; await asyncio.sleep(1e6)"),
+    "a step waits": game(step="if task.item == 'train-3': import asyncio; await asyncio.sleep(1e6)"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ONE_ITEM)
+def test_an_item_that_only_times_out_is_retired(make: Make, what: str) -> None:
+    run = make(ONE_ITEM[what], **{"algorithm.steps": 30}).start()
+    assert run.wait() == 0, run.text()
+    assert sorted(steps_that_count(run.records("step"))) == list(range(1, 31))
+    check_retired(run)
+
+
+@pytest.mark.long
+def test_items_that_fail_for_another_reason_are_reported_and_the_run_goes_on(make: Make) -> None:
+    run = make(rewarded("if int(answer) % 3 == 0: raise KeyError(answer)"), **{"algorithm.steps": 12}).start()
+    assert run.wait() == 0, run.text()
+    found = why(run)
+    assert [loss["where"].rsplit("/")[-1] for loss in found["losses"]] == ["reward.py:3"]
+    assert not found["retired"] and not run.events("no_progress")

@@ -1,0 +1,109 @@
+"""What `why` and `ps` say of losses and retired items, from the event log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_why import RUNNING, event
+
+from relax_rt.cli.display import show_status, show_why
+from relax_rt.cli.losses import Losses
+from relax_rt.cli.retirement import reinstate, retired_items
+from relax_rt.cli.why import account
+from relax_rt.config.problems import BadInput
+from relax_rt.supervision import control
+
+
+def lost(t: float, members: int, **fields: Any) -> dict[str, Any]:
+    known = {
+        "task": "reward",
+        "gist": "reward.py:12",
+        "cause": "score raised KeyError: 'a' at reward.py:12",
+        "where": "reward.py:12",
+        "late": False,
+        "groups": members // 4,
+        "prompts": 3,
+        "example": "score raised KeyError: 'a' at reward.py:12",
+        "prompt": 7,
+        "partial": True,
+        "failed_groups": members // 8,
+        "most": 64,
+        "hint": "mend reward.py:12",
+    }
+    return event(t, "members_lost", **{**known, **fields, "members": members})
+
+
+RETIRED = event(5.0, "item_retired", item="q7", about="12 + 1", task="reward", reason="it did not return", timeouts=2)
+EVENTS = [
+    event(0.0, "run_started"),
+    lost(1.0, 900),
+    RETIRED,
+    event(10.0, "run_started"),
+    lost(11.0, 8),
+    lost(12.0, 64, cause="score raised KeyError: 'b' at reward.py:12"),
+    lost(13.0, 3, task="", gist="no room", where="", cause="no room", example="no room for the board", failed_groups=8),
+    *(event(14.0, "reward_worker_lost", reason="killed: out of memory") for _ in range(28)),
+]
+
+
+def test_the_newest_count_of_each_cause_of_this_start_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = account(EVENTS, RUNNING)
+    assert [(loss.task, loss.members) for loss in found.losses] == [("reward", 64), ("", 3)]
+    show_why(found)
+    out = capsys.readouterr().out
+    assert "No role has failed since the run was started, but samples are lost." in out
+    assert (
+        "64 samples of 16 groups (3 prompts) failed at task reward: score raised KeyError: 'b' at reward.py:12" in out
+    )
+    assert "what helps: mend reward.py:12" in out and "e.g. prompt 7: no room for the board" in out
+    assert "28 reward workers were killed; the last: killed: out of memory" in out
+    assert "q7 (12 + 1)  2 whole groups: it did not return" in out and "relax-rt reinstate" in out
+
+
+def test_a_run_that_loses_nothing_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    show_why(account([event(0.0, "run_started")], RUNNING))
+    out = capsys.readouterr().out
+    assert "No role has failed since the run was started." in out and "lost" not in out and "Retired" not in out
+
+
+def test_items_stay_retired_through_starts_until_they_are_taken_back() -> None:
+    losses = Losses()
+    for one in EVENTS:
+        losses.take(one)
+    assert [one.item for one in losses.retired] == ["q7"]
+    losses.take(event(20.0, "item_reinstated", item="q7"))
+    assert losses.retired == []
+
+
+def test_a_damaged_event_is_no_end_of_the_account() -> None:
+    found = account([event(0.0, "run_started"), event(1.0, "members_lost"), event(2.0, "item_retired")], RUNNING)
+    assert [loss.members for loss in found.losses] == [0]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "current.jsonl").write_text("".join(json.dumps(one) + "\n" for one in EVENTS))
+    status = msgspec.structs.replace(RUNNING, run_dir=str(tmp_path), status="failed", exit_code=1, slots=[])
+    monkeypatch.setattr(control, "status", lambda _: status)
+    return tmp_path
+
+
+def test_ps_names_the_newest_loss_and_the_retired_items(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_status(control.status(run_dir), {})
+    out = capsys.readouterr().out
+    assert "lost: 8 groups failed in a row (the run ends at 64); 3 samples" in out and "no room" in out
+    assert "retired items: 1 (q7); see `relax-rt retired`" in out
+
+
+def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
+    assert [one.item for one in retired_items(run_dir)] == ["q7"]
+    with pytest.raises(BadInput, match="cannot be asked") as caught:
+        reinstate(run_dir, ["q7"])
+    assert "progress.kept_items" in caught.value.hint
+    with pytest.raises(BadInput, match=r"'q8' is not retired.*retired are q7"):
+        reinstate(run_dir, ["q8"])

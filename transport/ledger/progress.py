@@ -1,0 +1,229 @@
+"""Whether the run gets on with training: groups that failed in a row, what they failed of, and retired items.
+
+A queue of prompts exists to have groups trained. Every way in which a member, a group or a consumer fails ends up here,
+so that one account says what was lost, and one rule ends a run that loses everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from relax_rt.transport.ledger.core import Core
+from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState, RetiredItem
+from relax_rt.transport.queue.api import Failure, Loss, ProgressReport, Retired, SampleKey
+
+MAX_CAUSES = 32
+"""Causes counted apart; the rarest makes room for a new one."""
+MAX_LATE_ITEMS = 4096
+MAX_RETIRED = 65_536
+EXAMPLE = 400
+ABOUT = 80
+REPORT_EVERY_S = 5.0
+"""A cause that goes on is reported at least this often, and whenever its count has doubled."""
+_LINE = re.compile(r"([^\s:()'\"]+\.py:\d+)")
+_NUMBER = re.compile(r"\d+")
+
+
+class Judged(NamedTuple):
+    """What a failure amounts to.
+
+    Attributes:
+        whole: it completes a whole attempt of the group without a single success, which is counted as a failed group.
+        retire: whole attempts of the group's item were late as often as the policy allows, and the same service worked
+            for other items in between: the item is at fault.
+    """
+
+    whole: bool
+    retire: bool
+
+
+def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> Judged:
+    """Count failed members of a group, and the group once each of its members failed with no success in between."""
+    if not core.policy.group_size or group.prompt is None:
+        return Judged(False, False)
+    state = core.state.progress
+    for failure in failures:
+        _count(core, group, task, failure)
+    if group.failed_task != task:
+        group.failed_task, group.failed, group.late = task, [], True
+    group.failed = sorted({*group.failed, *(failure.key.member for failure in failures)})
+    group.late = group.late and all(failure.late for failure in failures)
+    if len(group.failed) < group.size:
+        return Judged(False, False)
+    late, item = group.late, next((failure.item for failure in failures if failure.item), "")
+    group.failed, group.late = [], True
+    failed_group(core, group)
+    if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
+        return Judged(True, False)
+    return Judged(True, _late_again(state, core.policy, item, task))
+
+
+def failed_group(core: Core, group: Group) -> None:
+    """Nothing came of the group: its members failed, it ended because of them, or its item is retired."""
+    state, policy = core.state.progress, core.policy
+    if not policy.group_size or group.prompt is None:
+        return
+    core.tally("groups_failed")
+    state.failed_groups += 1
+    if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
+        state.prompts = [*state.prompts, group.prompt.index]
+    enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
+    if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
+        state.verdict = True
+        tell(core)
+        core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
+        # The trainer waits for groups, and is to hear of it.
+        core.touched.add(policy.step_task)
+
+
+def got_through(core: Core, group: Group, task: str, members: int = 1) -> None:
+    """Members of the group succeeded at the task."""
+    if not core.policy.group_size:
+        return
+    if group.failed_task == task and group.failed:
+        group.failed, group.late = [], True
+    passed = core.state.progress.passed
+    passed[task] = passed.get(task, 0) + members
+
+
+def whole(core: Core) -> None:
+    """A group has all that a step needs, or was trained: the row of failures is broken."""
+    state = core.state.progress
+    state.failed_groups, state.prompts, state.verdict = 0, [], False
+
+
+def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int], deaths: int) -> None:
+    """These members are quarantined: their consumers ended while they worked on them."""
+    if not core.policy.group_size or group.prompt is None:
+        return
+    reason = f"{deaths} consumers of task {task} ended or lost their lease while they worked on it"
+    for member in members:
+        _count(core, group, task, Failure(SampleKey(group.id, member), reason))
+    failed_group(core, group)
+
+
+def begin(core: Core) -> None:
+    """The run was started (again): counts begin anew, retired items stay."""
+    before = core.state.progress
+    core.state.progress = ProgressState(retired=before.retired, revision=before.revision)
+
+
+def configured(core: Core) -> None:
+    """Items that the user keeps are not retired any more."""
+    reinstate(core, [item for item in core.state.progress.retired if item in core.policy.kept_items])
+
+
+def reinstate(core: Core, items: Sequence[str]) -> None:
+    """Take those of the items back that are retired."""
+    state = core.state.progress
+    found = [item for item in dict.fromkeys(items) if item in state.retired]
+    for item in found:
+        del state.retired[item]
+        state.late.pop(item, None)
+        core.note("item_reinstated", item=item)
+    if found:
+        state.revision += 1
+        core.changed = True
+
+
+def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
+    """Take the failures' item out of the run until the user takes it back."""
+    state, failure = core.state.progress, next(one for one in failures if one.item)
+    if len(state.retired) >= MAX_RETIRED:
+        return
+    late = state.late.pop(failure.item)
+    found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], late.times)
+    state.retired[failure.item] = found
+    state.revision += 1
+    tell(core)
+    core.tally("items_retired")
+    core.note(
+        "item_retired", item=failure.item, about=found.about, task=task, reason=found.reason, timeouts=found.timeouts
+    )
+
+
+def report(core: Core) -> ProgressReport:
+    """The account for people and for the trainer."""
+    state, policy = core.state.progress, core.policy
+    causes = sorted(state.causes, key=lambda cause: -cause.members)
+    return ProgressReport(
+        failed_groups=state.failed_groups,
+        prompts=len(state.prompts),
+        most=policy.failed_groups,
+        ended=state.verdict,
+        losses=[_loss(cause) for cause in causes],
+        retired=[Retired(item, one.about, one.task, one.reason, one.timeouts) for item, one in state.retired.items()],
+        revision=state.revision,
+    )
+
+
+def _loss(cause: LossCause) -> Loss:
+    return Loss(
+        task=cause.task,
+        cause=cause.cause,
+        where=cause.where,
+        late=cause.late,
+        members=cause.members,
+        groups=cause.groups,
+        prompts=cause.prompts,
+        example=cause.example,
+        prompt=cause.prompt,
+        partial=cause.partial,
+    )
+
+
+def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
+    state = core.state.progress
+    found = _LINE.findall(failure.reason)
+    where = found[-1] if found else ""
+    # What one line raises is one cause, whatever values stand in its message.
+    gist = where or _NUMBER.sub("#", failure.reason)[:120]
+    cause = next((one for one in state.causes if (one.task, one.gist) == (task, gist)), None)
+    if cause is None:
+        if len(state.causes) >= MAX_CAUSES:
+            state.causes.remove(min(state.causes, key=lambda one: one.members))
+        cause = LossCause(task, gist, where)
+        state.causes.append(cause)
+    assert group.prompt is not None
+    cause.members += 1
+    if group.id not in cause.last_groups:
+        cause.groups += 1
+        cause.last_groups = [*cause.last_groups, group.id][-8:]
+    cause.last_prompts = [*(p for p in cause.last_prompts if p != group.prompt.index), group.prompt.index][-8:]
+    cause.prompts = max(cause.prompts, len(cause.last_prompts))
+    cause.cause, cause.example, cause.prompt = failure.reason[:160], failure.reason[:EXAMPLE], group.prompt.index
+    cause.late = failure.late
+    cause.partial = cause.partial or any(task in sample.done if task else sample.generated for sample in group.samples)
+    if cause.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
+        _tell(core, cause)
+
+
+def tell(core: Core, older_s: float = 0.0) -> None:
+    """Report the causes whose newest losses were not told of, and whose last report is at least this old."""
+    for cause in core.state.progress.causes:
+        if cause.told < cause.members and core.now - cause.told_at >= older_s:
+            _tell(core, cause)
+
+
+def _tell(core: Core, cause: LossCause) -> None:
+    """Report a cause with its counts so far."""
+    cause.told, cause.told_at = cause.members, core.now
+    fields = msgspec.structs.asdict(_loss(cause))
+    row, most = core.state.progress.failed_groups, core.policy.failed_groups
+    core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
+
+
+def _late_again(state: ProgressState, policy: LedgerPolicy, item: str, task: str) -> bool:
+    """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault."""
+    passed = state.passed.get(task, 0)
+    before = state.late.pop(item, None)
+    now = LateItem(before.times + 1, before.passed) if before is not None else LateItem(1, passed)
+    state.late[item] = now
+    while len(state.late) > MAX_LATE_ITEMS:
+        del state.late[next(iter(state.late))]
+    return now.times >= policy.item_timeouts and passed > now.passed
