@@ -140,8 +140,8 @@ class Job(Protocol):
     # only looks at names, so it belongs to the quick checks. And `pacing(config)`, a Pacing. And `choose(config,
     # recorded, measured, here)`, the config with the settings filled in that the job chooses, and `config.chosen`;
     # recorded is the resolved config that a run began with, measured = False must answer at once, here = False is for a
-    # plan for other machines. And `advice(config, loss)`, the setting that helps against what the queue lost (fields of a
-    # Loss), and `stall_after_s(config)`, after how many seconds without any movement a run ends (None: never).
+    # plan for other machines. And `advice(config, loss)`, the setting that helps against what the queue lost (fields of
+    # a Loss), and `stall_after_s(config)`, after how many seconds without any movement a run ends (None: never).
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""

@@ -155,9 +155,7 @@ class Renderer:
             self._shows_tools = True
         return text
 
-    def _fit(
-        self, raw: RawItem, messages: list[Message], tokens: list[int]
-    ) -> tuple[list[Message], list[int]] | None:
+    def _fit(self, raw: RawItem, messages: list[Message], tokens: list[int]) -> tuple[list[Message], list[int]] | None:
         """Messages and tokens of a prompt as data.overlong has them; None: it is dropped, or cannot be shortened."""
         most = self._data.max_prompt_tokens
         if len(tokens) <= most:
