@@ -33,6 +33,7 @@ from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
+from relax_rt.roles.rewards.golds import SHOWN, golds_of, problems_of
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
@@ -67,7 +68,12 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
             *check_engine_model(config, folder),
             *check_adapters(config, folder),
         )
-        of_model = (*of_model, *check_packing(config, folder), *check_pictures(config, folder))
+        of_model = (
+            *of_model,
+            *check_packing(config, folder),
+            *check_pictures(config, folder),
+            *_golds(config, config_dir),
+        )
         return [*problems, *of_model, *check_reference(config, config_dir, tokenizer, env.max_tokens)]
     source = _prompts(config, config_dir, tokenizer, problems) if tokenizer is not None else None
     if tokenizer is None or source is None:
@@ -91,6 +97,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         *check_reference(config, config_dir, tokenizer, source.report.longest_tokens + config.sampling.max_new_tokens),
         *_epochs(config, source),
         *dry_run(config.reward, config_dir, source.train, task_of(config.data)),
+        *_golds(config, config_dir),
         *preflight_judge(config, config_dir, source.train),
         *preflight_evaluation(config, config_dir, source, tokenizer, _positions(folder)),
         *preflight_cold_start(config, config_dir, source, tokenizer, _positions(folder)),
@@ -181,6 +188,19 @@ def _division(config: RLConfig, folder: Path) -> list[Problem]:
     except RelaxError as error:
         return [as_problem(error, ("model", "path"))]
     return [*divides_model(config, shape)]
+
+
+def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
+    """Right answers that their own reward cannot read: a warning where they are some, a problem where they are most."""
+    try:
+        reports = golds_of(config, config_dir)
+    except RelaxError as error:
+        return [as_problem(error, ("reward",))]
+    problems = problems_of(reports)
+    for report in reports if not problems else []:
+        for line in report.lines(SHOWN):
+            say(line if line.startswith(" ") else f"warning: {line}")
+    return problems
 
 
 def _positions(folder: Path) -> int | None:

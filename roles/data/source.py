@@ -75,7 +75,7 @@ class PromptSource:
         Raises:
             RelaxError: bad data; with the setting or the file and line.
         """
-        raws, duplicates = distinct(_read(data, config_dir))
+        raws, duplicates = distinct(read_raw(data, config_dir))
         rendered, dropped, truncated = _render(raws, data, tokenizer)
         train = [item for item in rendered if item.split == "train"]
         held_out = [item for item in rendered if item.split == "held_out"]
@@ -141,12 +141,17 @@ def read_prompts(data: DataTable, tokenizer: ChatTokenizer, config_dir: Path) ->
     Raises:
         RelaxError: bad data; with the setting or the file and line.
     """
-    raws, _ = distinct(_read(data, config_dir))
+    raws, _ = distinct(read_raw(data, config_dir))
     items, _, _ = _render(raws, data, tokenizer)
     return items
 
 
-def _read(data: DataTable, config_dir: Path) -> Iterable[RawItem]:
+def read_raw(data: DataTable, config_dir: Path) -> Iterable[RawItem]:
+    """The rows of the data, as they are.
+
+    Raises:
+        RelaxError: bad data; with the setting or the file and line.
+    """
     if data.task is not None:
         from relax_rt.roles.data.gym import GymTask
 
@@ -165,7 +170,7 @@ def check_data(data: DataTable, config_dir: Path) -> None:
     Raises:
         RelaxError: bad data; with the setting or the file and line.
     """
-    for raw in _read(data, config_dir):
+    for raw in read_raw(data, config_dir):
         conversation(raw, data.template, data.system)
         return
 
