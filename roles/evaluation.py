@@ -10,24 +10,34 @@ from typing import Any
 
 Z95 = 1.959963984540054
 """Two-sided 95% quantile of the normal distribution."""
-INTEGER = re.compile(r"[+-]?\d+(?:,\d{3})*(?!\d)")
-BARE_INTEGER = re.compile(r"[+-]?\d+")
+MINUS = str.maketrans("\u2212\ufe63\uff0d\uff0b\uff0c", "---+,")
+"""Signs and the comma as other keyboards and LaTeX renderers write them."""
+NUMBER = re.compile(r"[+-]?\d+(?:,\d{3})*(?!\d)(\.\d+)?")
+BARE_INTEGER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)")
 
 
 def bare_integer(text: str) -> int | None:
-    """The integer that is all of the text but surrounding white space."""
+    """The integer that is all of the text but surrounding white space; commas may group its thousands."""
     text = text.strip()
-    return int(text) if BARE_INTEGER.fullmatch(text) and len(text) < 1000 else None
+    if len(text) >= 1000 or BARE_INTEGER.fullmatch(text := text.translate(MINUS)) is None:
+        return None
+    return int(text.replace(",", ""))
 
 
 def last_integer(text: str) -> int | None:
-    """The last integer anywhere in the text; commas may group its thousands, a minus belongs to it unless a digit or
-    letter stands before (as in `3-2`)."""
-    found = None
-    for match in INTEGER.finditer(text):
-        sign_of_subtraction = match.start() > 0 and text[match.start() - 1].isalnum()
-        found = match.group().lstrip("+-") if sign_of_subtraction else match.group()
-    return int(found.replace(",", "")) if found is not None and len(found) < 1000 else None
+    """The last number anywhere in the text, if it is an integer; commas may group its thousands, a minus belongs to it
+    unless a digit or letter stands before (as in `3-2`). A part of a number is none: the 5 of 3.5, 2/5, 3:5, 2^5."""
+    text = text.translate(MINUS)
+    match = None
+    for match in NUMBER.finditer(text):  # noqa: B007 the last one is wanted
+        pass
+    if match is None or len(match[0]) >= 1000 or (match[1] or "").strip(".0"):
+        return None
+    before = text[: match.start()][-2:]
+    if before.endswith((".", "^")) or (before[:1].isalnum() and before[1:] in ("/", ":")):
+        return None
+    number = match[0].removesuffix(match[1] or "")
+    return int((number.lstrip("+-") if before[-1:].isalnum() else number).replace(",", ""))
 
 
 def answers_are_integers(answers: Sequence[str]) -> bool:

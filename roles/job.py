@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_rt.config.job import Column, InventoryPlan, Pacing, PlanLine, TriedSample
+from relax_rt.config.job import Column, GoldReport, InventoryPlan, Pacing, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
@@ -170,6 +170,12 @@ class RLJob:
         with stage("keys and files are fine; loading what reads model and data"):
             from relax_rt.roles.preflight import preflight
         return preflight(config, config_dir)
+
+    def check_golds(self, config: Any) -> list[GoldReport]:
+        """See Job."""
+        from relax_rt.roles.rewards.golds import golds_of
+
+        return golds_of(config, Path(config.config_dir), every=True)
 
     def plan(self, config: Any) -> list[PlanLine]:
         """See Job.plan."""

@@ -36,6 +36,7 @@ from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import told_of_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
+from relax_rt.roles.rewards.golds import SHOWN, golds_of, problems_of
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainerSettings
 from relax_rt.roles.stages import stage
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
@@ -89,6 +90,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
         ("", lambda: _epochs(config, source)),
         ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
+        ("scoring right answers against themselves", lambda: _golds(config, config_dir)),
         ("", lambda: preflight_judge(config, config_dir, source.train)),
         ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
     ]
@@ -118,6 +120,7 @@ def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatT
     if tokenizer is not None:
         stages += [
             ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
+            ("scoring right answers against themselves", lambda: _golds(config, config_dir)),
             ("", lambda: check_reference(config, config_dir, tokenizer, env.max_tokens)),
         ]
     return _run(stages)
@@ -233,6 +236,19 @@ def _division(config: RLConfig, folder: Path) -> list[Problem]:
     except RelaxError as error:
         return [as_problem(error, ("model", "path"))]
     return [*divides_model(config, shape)]
+
+
+def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
+    """Right answers that their own reward cannot read: a warning where they are some, a problem where they are most."""
+    try:
+        reports = golds_of(config, config_dir)
+    except RelaxError as error:
+        return [as_problem(error, ("reward",))]
+    problems = problems_of(reports)
+    for report in reports if not problems else []:
+        for line in report.lines(SHOWN):
+            say(line if line.startswith(" ") else f"warning: {line}")
+    return problems
 
 
 def _positions(folder: Path) -> int | None:

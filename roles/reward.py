@@ -32,6 +32,8 @@ Where the function never worked another process mends nothing; the queue counts 
 REPORT_EVERY_S = 5.0
 ABOUT = 80
 """Characters of an item's question by which people know it again."""
+MOST_UNREAD = 10_000
+"""Items with an unreadable answer that are told of, each once."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
 
@@ -71,6 +73,7 @@ class RewardRole(Role):
         self._has_scored = False
         self._worked = False
         self._tally = Tally(time.monotonic())
+        self._unread: set[str] = set()
 
     async def setup(self) -> None:
         from relax_rt.transport.queue.client import QueueClient
@@ -173,6 +176,7 @@ class RewardRole(Role):
             self._worked = True
             self.ctx.event("first_work", what=f"{len(results)} samples scored")
         self._tally.add(results, time.monotonic() - began)
+        self._tell_unread(requests, results)
         self._report()
         self._judge(results)
 
@@ -225,6 +229,21 @@ class RewardRole(Role):
         tokens = sample["tokens"]
         return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
 
+    def _tell_unread(self, requests: list[Request], results: list[Score | Failed]) -> None:
+        """An event for each item whose right answer cannot be read, the first time that it comes."""
+        from relax_rt.roles.rewards.scoring import Score
+
+        for request, result in zip(requests, results, strict=True):
+            item = str(request.info.get("item", ""))
+            if (
+                isinstance(result, Score)
+                and result.unread
+                and item not in self._unread
+                and len(self._unread) < MOST_UNREAD
+            ):
+                self._unread.add(item)
+                self.ctx.event("gold_unread", item=item, items=len(self._unread), reason=result.unread[:500])
+
     def _judge(self, results: list[Score | Failed]) -> None:
         """End the process when it, and not a sample, is at fault."""
         from relax_rt.roles.rewards.judge import Late
@@ -268,7 +287,7 @@ class Tally:
 
     def __init__(self, since: float, *, first_report: bool = True) -> None:
         self.since, self.first_report = since, first_report
-        self.scored = self.failed = self.forgiven = 0
+        self.scored = self.failed = self.forgiven = self.unread = 0
         self.seconds = 0.0
         self.reason = ""
         self.totals: dict[str, float] = {}
@@ -288,8 +307,10 @@ class Tally:
                 self.reason = self.reason or result.reason[:500]
                 continue
             self.scored += 1
-            self.forgiven += bool(result.forgiven)
-            self.reason = self.reason or "; ".join(result.forgiven)[:500]
+            self.unread += bool(result.unread)
+            # One that is unread has its own count and event.
+            self.forgiven += bool(result.forgiven) and not result.unread
+            self.reason = self.reason or ("" if result.unread else "; ".join(result.forgiven)[:500])
             for name, value in {**result.components, "total": result.total}.items():
                 self.totals[name] = self.totals.get(name, 0.0) + value
 
@@ -301,6 +322,7 @@ class Tally:
             "scored": self.scored,
             "failed": self.failed,
             "forgiven": self.forgiven,
+            "unread": self.unread,
             "seconds": self.seconds,
             "mean": total,
             "components": means,

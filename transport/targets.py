@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import hashlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from relax_rt.transport.errors import Refused
 
@@ -20,10 +23,12 @@ class NoTarget(Refused):
 
 
 def load_target(target: str, base: Path = Path()) -> Any:
-    """What a target names. A file is imported once a process; modules beside it can be imported by their own name.
+    """What a target names. A file is imported once a process, as a module of the package that it lies in: relative
+    imports work, from the folders between `base` and the file too. Modules beside it, and packages in `base`, can be
+    imported by their own name, from this code also where something else of that name is installed or loaded.
 
     Args:
-        base: what a relative file is relative to.
+        base: what a relative file is relative to. `package.module` is looked for there, too.
 
     Raises:
         NoTarget: malformed, not there, or raised while it was imported.
@@ -32,14 +37,15 @@ def load_target(target: str, base: Path = Path()) -> Any:
     if not separator or not place or not name.isidentifier():
         raise NoTarget(f"'{target}' names no code", hint="write file.py:name or package.module:name")
     try:
-        module = _import_file((base / place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+        beside = None if place.endswith(".py") else _beside(place, base)
+        if beside is not None:
+            place = str(beside.relative_to(base.resolve()))
+        module = _import_file(place, base) if place.endswith(".py") else importlib.import_module(place)
     except NoTarget:
         raise
     except Exception as error:
-        beside = base / f"{place}.py" if isinstance(error, ModuleNotFoundError) and error.name == place else None
-        hint = (
-            f"did you mean '{place}.py:{name}'? A file is named with its ending" if beside and beside.is_file() else ""
-        )
+        file = base / f"{place}.py" if isinstance(error, ModuleNotFoundError) and error.name == place else None
+        hint = f"did you mean '{place}.py:{name}'? A file is named with its ending" if file and file.is_file() else ""
         raise NoTarget(f"{place} cannot be imported", why=f"{type(error).__name__}: {error}", hint=hint) from error
     if not hasattr(module, name):
         known = [n for n in vars(module) if not n.startswith("_")]
@@ -47,27 +53,169 @@ def load_target(target: str, base: Path = Path()) -> Any:
     return getattr(module, name)
 
 
-def _import_file(path: Path) -> ModuleType:
+_modules: dict[Path, ModuleType] = {}
+"""Files of users that were imported, by their path."""
+
+
+def _beside(place: str, base: Path) -> Path | None:
+    """The file in `base` that `package.module` means; None where Python finds the module without us."""
+    parts = place.split(".")
+    if base == Path() or len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return None
+    if not _is_other(parts[0], base.resolve()):
+        return None
+    path = base.resolve().joinpath(*parts)
+    return next((one for one in (path / "__init__.py", path.with_name(f"{path.name}.py")) if one.is_file()), None)
+
+
+def _is_other(name: str, root: Path) -> bool:
+    """Whether Python takes a top-level name for something else than what lies in `root`, or finds nothing; also if it
+    is a package of `root` that was imported under our name, so that there is one copy of it.
+
+    The standard library and this package are what they are: no folder has another of that name.
+    """
+    if name in sys.stdlib_module_names or name in ("__main__", __name__.partition(".")[0]):
+        return False
+    if name in UserCode.of(root).packages:
+        return True
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return True
+    ours = (root / f"{name}.py", root / name, root / name / "__init__.py")
+    found = [place for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
+    return not any(Path(place).resolve() in ours for place in found)
+
+
+def _import_file(place: str, base: Path) -> ModuleType:
+    path = (base / place).resolve()
     if not path.is_file():
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise NoTarget(f"there is no file {path}", hint=did_you_mean(path.name, beside))
-    # Two files may bear one name in different folders.
-    name = f"relax_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise NoTarget(f"{path} is no Python file")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    if path in _modules:
+        return _modules[path]
+    root = base.resolve()
+    if Path(place).is_absolute() or not path.is_relative_to(root) or _dotted(path.parent.relative_to(root)):
+        root = _outermost(path.parent)
+    for folder in dict.fromkeys((path.parent, root)):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    _modules[path] = UserCode.of(root).load(path)
+    return _modules[path]
+
+
+def _dotted(folder: Path) -> bool:
+    """Whether a name in the path cannot be a package's, as v1.2."""
+    return any("." in part for part in folder.parts)
+
+
+def _outermost(folder: Path) -> Path:
+    """The folder of the outermost package that a folder belongs to; the folder itself if it is no package."""
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        folder = folder.parent
+    return folder
+
+
+class UserCode(importlib.abc.MetaPathFinder):
+    """The modules below one folder, under a package name of their own: they shadow nothing, and nothing shadows them.
+
+    `relax_user_…` is the folder as a package; a module of it imports relatively as usual. Two kinds of top-level names
+    mean the folder's when a module of it imports them, because its `__import__` is `_import`: those that Python would
+    take for something else, as `tools` beside an installed `tools`, and packages with a target in them, of which there
+    would be two copies otherwise. A change of sys.path could not do that without changing what everyone else gets, and
+    would come too late for what is imported already.
+    """
+
+    _all: ClassVar[dict[Path, UserCode]] = {}
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        # Two files may bear one name in different folders.
+        self.package = f"relax_user_{hashlib.sha256(str(root).encode()).hexdigest()[:8]}"
+        package = ModuleType(self.package)
+        package.__path__ = [str(root)]
+        sys.modules[self.package] = package
+        sys.meta_path.insert(0, self)
+        self.packages: set[str] = set()
+        self.builtins = {**vars(builtins), "__import__": self._import}
+
+    @classmethod
+    def of(cls, root: Path) -> UserCode:
+        """The one of a folder."""
+        if root not in cls._all:
+            cls._all[root] = cls(root)
+        return cls._all[root]
+
+    def load(self, path: Path) -> ModuleType:
+        """Import a file of the folder, with the packages that it lies in."""
+        parts = [self.package, *path.relative_to(self.root).with_suffix("").parts]
+        if len(parts) > 2:
+            self.packages.add(parts[1])
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+        spec = importlib.util.find_spec(name) if "." not in path.stem else None
+        if spec is not None and spec.origin == str(path):
+            return importlib.import_module(name)
+        # No import statement reaches this file: my.reward.py, or a reward.py beside reward/__init__.py.
+        name = f"{'.'.join(parts[:-1])}.{path.stem.replace('.', '_')}_py"
+        spec = importlib.util.spec_from_file_location(name, path, loader=UserLoader(name, str(path), self))
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """See MetaPathFinder: Python's own search in the folder, with our loader."""
+        if not fullname.startswith(f"{self.package}."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = UserLoader(fullname, spec.loader.path, self)
+        return spec
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if level == 0 and self._has(name, fromlist or ()):
+            return builtins.__import__(name, {"__package__": self.package}, None, fromlist or (), 1)
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+    def _has(self, name: str, fromlist: Sequence[str]) -> bool:
+        """Whether an import of a top-level name means what lies in the folder."""
+        top, _, rest = name.partition(".")
+        folder = self.root / top
+        whole = folder.with_name(f"{top}.py").is_file() or (folder / "__init__.py").is_file()
+        if not whole and top not in self.packages:
+            # A folder without __init__.py may hold anything: it is meant if what is imported lies in it.
+            below = [rest.partition(".")[0]] if rest else fromlist
+            if not any((folder / f"{one}.py").is_file() or (folder / one).is_dir() for one in below if one != "*"):
+                return False
+        return _is_other(top, self.root)
+
+
+class UserLoader(importlib.machinery.SourceFileLoader):
+    """Executes a module with the `__import__` of its folder."""
+
+    def __init__(self, fullname: str, path: str, code: UserCode) -> None:
+        super().__init__(fullname, path)
+        self._code = code
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See Loader."""
+        module.__dict__["__builtins__"] = self._code.builtins
+        super().exec_module(module)
 
 
 NEAR = 0.7

@@ -117,6 +117,40 @@ class TriedSample(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
+class WrongGold(msgspec.Struct, frozen=True):
+    """A right answer of the data that does not get 1 against itself: file and line, what it is, and why."""
+
+    where: str
+    answer: str
+    why: str
+
+
+class GoldReport(msgspec.Struct):
+    """What became of the right answers of the data with one reward.
+
+    Attributes:
+        checked: rows, of `rows` in all. wrong: rows that do not get 1; the first of them are in `examples`.
+    """
+
+    reward: str
+    rows: int
+    checked: int = 0
+    wrong: int = 0
+    examples: list[WrongGold] = []
+
+    def lines(self, most: int) -> list[str]:
+        """The report for people, with as many examples; empty if nothing is wrong."""
+        if not self.wrong:
+            return []
+        head = (
+            f"{self.wrong} of {self.checked} right answers that were checked (of {self.rows}) do not get 1 from "
+            f"'{self.reward}' against themselves; completions of such rows are not scored as meant:"
+        )
+        shown = [f"  {one.where}: {one.answer!r:.80}: {one.why}" for one in self.examples[:most]]
+        left = [f"  … and {self.wrong - len(shown)} more"] if self.wrong > len(shown) else []
+        return [head, *shown, *left]
+
+
 class Job(Protocol):
     """A kind of run.
 
@@ -141,7 +175,8 @@ class Job(Protocol):
     # recorded, measured, here)`, the config with the settings filled in that the job chooses, and `config.chosen`;
     # recorded is the resolved config that a run began with, measured = False must answer at once, here = False is for a
     # plan for other machines. And `advice(config, loss)`, the setting that helps against what the queue lost (fields of
-    # a Loss), and `stall_after_s(config)`, after how many seconds without any movement a run ends (None: never).
+    # a Loss), and `stall_after_s(config)`, after how many seconds without any movement a run ends (None: never). And
+    # `check_golds(config)`: a GoldReport for each reward that compares with the right answers of the data, all scored.
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Cheap checks across keys: no model, data or user code is loaded."""

@@ -70,4 +70,4 @@ def answer_text(answer: Any) -> str:
         return ""
     if isinstance(answer, float) and answer.is_integer() and abs(answer) < EXACT:
         return str(int(answer))
-    return json.dumps(answer, ensure_ascii=False)
+    return json.dumps(answer, ensure_ascii=False, default=str)

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.evaluation import bare_integer, last_integer, squeeze
+from relax_rt.roles.rewards.loader import UnreadGold
 
 FORMAT, RIGHT = 0.3, 0.7
 
 
-def integer(completion: str, answer: str, finish_reason: str = "stop") -> dict[str, float]:
+def _gold(answer: Any) -> int:
+    value = bare_integer(answer_text(answer))
+    if value is None:
+        raise UnreadGold(answer, "it is no integer")
+    return value
+
+
+def integer(completion: str, answer: Any, finish_reason: str = "stop") -> dict[str, float]:
     """0.3 for a completion that is an integer and nothing else and ended by itself, 0.7 more if it is the answer."""
-    value = bare_integer(completion)
+    right, value = _gold(answer), bare_integer(completion)
     formatted = value is not None and finish_reason == "stop"
-    return {"format": FORMAT * formatted, "right": RIGHT * (formatted and value == bare_integer(answer))}
+    return {"format": FORMAT * formatted, "right": RIGHT * (formatted and value == right)}
 
 
-def lenient_integer(completion: str, answer: str) -> float:
-    """1 if the last integer anywhere in the completion is the answer."""
-    return float(last_integer(completion) == bare_integer(answer) is not None)
+def lenient_integer(completion: str, answer: Any) -> float:
+    """1 if the last number anywhere in the completion is the answer, an integer."""
+    return float(last_integer(completion) == _gold(answer))
 
 
-def exact(completion: str, answer: str) -> float:
+def exact(completion: str, answer: Any) -> float:
     """1 if the completion is the answer, white space aside."""
-    return float(squeeze(completion) == squeeze(answer))
+    return float(squeeze(completion) == squeeze(answer_text(answer)))
 
 
 def verifier(completion: str, answer: str, score: Callable[[str], float]) -> float:

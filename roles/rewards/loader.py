@@ -19,6 +19,13 @@ OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).par
 """Files of the runtime: a traceback is told from the user's side."""
 
 
+class UnreadGold(ValueError):
+    """The right answer of an item cannot be read, so that no completion can be compared with it."""
+
+    def __init__(self, answer: Any, why: str) -> None:
+        super().__init__(f"the answer {answer!r:.80} cannot be read: {why}")
+
+
 class RewardFunction:
     """A reward function and its signature.
 

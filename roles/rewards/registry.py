@@ -18,7 +18,7 @@ from relax_rt.transport.targets import did_you_mean
 Place = Literal["inline", "worker"]
 """inline: in the process that scores, for what takes no time or awaits. worker: in one that can be killed, for what may
 take for ever."""
-FAMILIES = ("answers", "forms", "maths", "code", "remote")
+FAMILIES = ("answers", "choices", "forms", "maths", "code", "remote")
 
 
 class NoOptions(Table):
@@ -32,6 +32,7 @@ class Reward:
     Attributes:
         make: from the options to the function, f(completion, answer, **info).
         check: from the options to what is wrong with them, as (key, message, hint).
+        gold: from the right answer to a completion that must get 1; None: the reward does not compare with the answer.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Reward:
     place: Place
     make: Callable[[Any], Callable[..., Any]]
     check: Callable[[Any], list[tuple[str, str, str]]]
+    gold: Callable[[str], str] | None = None
 
 
 _REWARDS: dict[str, Reward] = {}
@@ -51,13 +53,14 @@ def reward(
     options: type[Table] = NoOptions,
     place: Place = "inline",
     check: Callable[[Any], list[tuple[str, str, str]]] = lambda options: [],
+    gold: Callable[[str], str] | None = None,
 ) -> Callable[[M], M]:
     """Declare what makes a reward's function of its options."""
 
     def declare(make: M) -> M:
         if name in _REWARDS:
             raise ValueError(f"there are two rewards called {name}")
-        _REWARDS[name] = Reward(name, options, place, make, check)
+        _REWARDS[name] = Reward(name, options, place, make, check, gold)
         return make
 
     return declare

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from relax_rt.roles.rewards.loader import RewardFunction, user_line
+from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, user_line
 from relax_rt.transport.errors import DeadlineExceeded, RelaxError
 
 T = TypeVar("T")
@@ -45,22 +45,26 @@ class Request(msgspec.Struct, frozen=True):
 class Score(msgspec.Struct, frozen=True):
     """A reward: its total, its components by name, and one for each turn of the assistant, where a function gives them.
 
-    `forgiven`: why components count 0 instead of failing the sample.
+    `forgiven`: why components count 0 instead of failing the sample. `unread`: why the right answer of its item cannot
+    be read, by a component that counts 0 therefore; empty where it can.
     """
 
     total: float
     components: dict[str, float]
     turns: tuple[float, ...] = ()
     forgiven: tuple[str, ...] = ()
+    unread: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True):
     """Why a completion has no reward. `stuck`: the call did not return and still holds its thread. `excess`: it took
-    more time or memory than it may."""
+    more time or memory than it may. `unread`: the right answer of its item cannot be read, so that another
+    completion would fare no better."""
 
     reason: str
     stuck: bool = False
     excess: bool = False
+    unread: bool = False
 
 
 def read_score(value: Any) -> Score:
@@ -182,6 +186,8 @@ class Caller:
         """A call raised."""
         if isinstance(error, RelaxError):
             return Failed(str(error))
+        if isinstance(error, UnreadGold):
+            return Failed(f"{self.function.target}: {error}", unread=True)
         return Failed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
 
     def _call(self, request: Request) -> Any:

@@ -12,6 +12,7 @@ from relax_rt.cli.app import BAD_INPUT, BEFORE, DEFAULT_CONFIG, OK, Config, Json
 from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
+    from relax_rt.config.job import GoldReport
     from relax_rt.config.schema import RunConfig
 
 
@@ -32,6 +33,12 @@ def validate(
     *,
     overrides: Overrides = None,
     quick: Annotated[bool, Parameter(help="Only what shows within a second, without reading model or data.")] = False,
+    every: Annotated[
+        bool,
+        Parameter(
+            name="--all", negative=(), help="Score every right answer of the data against itself, not only some."
+        ),
+    ] = False,
     schema: Annotated[bool, Parameter(help="Check nothing: print every key with its meaning and default.")] = False,
     json: Json = False,
 ) -> int:
@@ -56,12 +63,36 @@ def validate(
         return BAD_INPUT
     from relax_rt.cli.display import say, show_json
 
+    golds = _golds(loaded) if every else []
+    wrong = sum(report.wrong for report in golds)
     if json:
-        show_json({"ok": True, "problems": [], "digest": config_digest(loaded), "run_dir": loaded.run.dir})
+        found = {"digest": config_digest(loaded), "run_dir": loaded.run.dir, **({"golds": golds} if every else {})}
+        show_json({"ok": not wrong, "problems": [], **found})
+    elif wrong:
+        say("\n".join(line for report in golds for line in report.lines(report.wrong)))
     else:
+        for report in golds:
+            say(f"{report.checked} right answers get 1 from '{report.reward}' against themselves")
         roles = ", ".join(f"{kind} x{s.count}" if s.count != 1 else kind for kind, s in loaded.roles.items() if s.count)
         say(f"{config}: ok\n  run directory  {loaded.run.dir}\n  roles          {roles}")
-    return OK
+    return BAD_INPUT if wrong else OK
+
+
+def _golds(config: RunConfig) -> list[GoldReport]:
+    """What becomes of every right answer of the data, as far as the job can say."""
+    from relax_rt.config.job import load_job
+    from relax_rt.config.problems import BadInput
+
+    check = getattr(load_job(config.run.job), "check_golds", None)
+    if check is None:
+        raise BadInput("validate --all", why=f"job '{config.run.job}' has no right answers to check")
+    try:
+        reports: list[GoldReport] = check(config)
+    except BadInput:
+        raise
+    except RelaxError as error:
+        raise BadInput(error.what, why=error.why, hint=error.hint) from error
+    return reports
 
 
 def _show_schema(config: Path, *, as_json: bool) -> int:

@@ -112,6 +112,10 @@ def cases(given: Any) -> list[Case]:
     """
     if isinstance(given, str):
         given = json.loads(given)
+    if isinstance(given, Mapping) and given.get("fn_name"):
+        raise ValueError(
+            f"tests call the function {given['fn_name']!r:.80}, and `code` gives programs text: use unit_tests"
+        )
     if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given):
         found = [Case(str(i), str(o)) for i, o in zip(given["inputs"], given["outputs"], strict=True)]
     elif isinstance(given, list) and all(isinstance(one, Mapping) and "output" in one for one in given):

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from relax_rt.config.schema import Table
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.evaluation import squeeze
+from relax_rt.roles.rewards.loader import UnreadGold
 from relax_rt.roles.rewards.registry import reward
 
 Function = Callable[..., Any]
@@ -50,7 +52,10 @@ def _regex_wrong(options: RegexOptions) -> Wrong:
 def _regex(options: RegexOptions) -> Function:
     pattern = _compile(options)
 
-    def regex(completion: str, answer: str) -> float:
+    def regex(completion: str, answer: Any) -> float:
+        right = squeeze(answer_text(answer))
+        if options.equals_answer and not right:
+            raise UnreadGold(answer, "it is empty")
         if options.whole:
             found = pattern.fullmatch(completion)
         else:
@@ -59,7 +64,7 @@ def _regex(options: RegexOptions) -> Function:
                 pass
         if found is None or not options.equals_answer:
             return float(found is not None)
-        return float(squeeze(found.group(1) or "") == squeeze(answer))
+        return float(squeeze(found.group(1) or "") == right)
 
     return regex
 
@@ -130,6 +135,11 @@ def unfenced(text: str) -> str:
     return rest if line_end and not re.search(r"[^\w+#.-]", language.strip()) else block
 
 
+def _no_constant(name: str) -> None:
+    """Python reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is no JSON")
+
+
 @reward("json", options=JsonOptions)
 def _json(options: JsonOptions) -> Function:
     def fits(value: Any, type_: str) -> bool:
@@ -137,7 +147,7 @@ def _json(options: JsonOptions) -> Function:
 
     def is_json(completion: str, answer: str) -> float:
         try:
-            value = json.loads(unfenced(completion))
+            value = json.loads(unfenced(completion), parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return 0.0
         if not options.keys:

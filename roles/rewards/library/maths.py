@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from relax_rt.config.schema import Table
+from relax_rt.roles.rewards.library.final_answer import boxed, candidates
+from relax_rt.roles.rewards.library.math_reading import NotRead, Reading, gold_text, read, word_key
+from relax_rt.roles.rewards.loader import UnreadGold
 from relax_rt.roles.rewards.registry import reward
 
 LONGEST = 20_000
 """Characters of a completion that are read, from its end: that is where the answer stands."""
+COMPARE_S = 3.0
+"""For reading and comparing one completion; then it counts as wrong. sympy's simplifications have no bound."""
 
 
 class MathOptions(Table):
     """1 if the completion's final answer equals the right one as mathematics: fractions, sets, intervals, matrices,
-    equations, LaTeX or plain."""
+    equations, ratios, numbers with units, words; LaTeX or plain."""
 
     digits: Annotated[int, Field(ge=1, le=15)] = 6
     """Decimal places to which numbers are compared."""
@@ -25,6 +33,9 @@ class MathOptions(Table):
     """Variables have names: x = 1 is not y = 1, and (1, 2) is no set."""
     boxed: bool = False
     """Read \\boxed{} alone: an answer that is not in a box is none."""
+    units: Literal["required", "optional"] = "required"
+    """Whether an answer may lack the unit, percent or currency sign that the right one has. One with another unit is
+    wrong; one with a unit where the right one has none is compared without it."""
 
 
 def _installed(options: MathOptions) -> list[tuple[str, str, str]]:
@@ -33,36 +44,191 @@ def _installed(options: MathOptions) -> list[tuple[str, str, str]]:
     return []
 
 
-# sympy may take for ever. math-verify's own timeouts are alarms: ours end the process, and need none.
-@reward("math", options=MathOptions, place="worker", check=_installed)
+class _Late(BaseException):
+    """Time is up. No Exception: neither sympy nor math-verify may swallow it."""
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise _Late in the body when it takes longer; without effect outside the main thread, where no signal arrives."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    # Again and again: what catches BaseException on its way gets the next one.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_a_box(text: str) -> str:
+    """A completion whose answer is the right one."""
+    try:
+        return f"\\boxed{{{gold_text(text)}}}"
+    except NotRead:
+        return text
+
+
+# sympy may take for ever. Numbers that are too large are refused before they are computed, the deadline ends what takes
+# long in Python, and the worker's end is for what takes long in C.
+@reward("math", options=MathOptions, place="worker", check=_installed, gold=_in_a_box)
 def _math(options: MathOptions) -> Callable[..., Any]:
     import logging
 
-    import math_verify
+    import math_verify  # noqa: F401 takes a second, which is not to count for the first completion
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    latex, plain = math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()
-    wanted = [latex] if options.boxed else [latex, plain]
 
-    def read(text: str, configs: list[Any]) -> Any:
-        return math_verify.parse(text, configs, parsing_timeout=None, raise_on_error=False)
-
-    def math(completion: str, answer: str) -> float:
-        if options.boxed and "\\boxed" not in completion:
+    def math(completion: str, answer: Any) -> float:
+        try:
+            with _deadline(COMPARE_S):
+                gold = _gold(answer)
+        except _Late:
+            raise UnreadGold(answer, f"reading it takes longer than {COMPARE_S:g} s") from None
+        try:
+            with _deadline(COMPARE_S):
+                said = final_answer(completion[-LONGEST:], only_boxed=options.boxed)
+                return float(said is not None and same(gold, said, options))
+        except _Late:
             return 0.0
-        said = read(completion[-LONGEST:], wanted)
-        right = read(answer, [latex, plain]) or read(f"${answer}$", [latex, plain])
-        if not right:
-            raise ValueError(f"math-verify can read no value in the answer {answer!r:.80}")
-        return float(
-            math_verify.verify(
-                right,
-                said,
-                float_rounding=options.digits,
-                strict=options.strict,
-                timeout_seconds=None,
-                raise_on_error=False,
-            )
-        )
 
     return math
+
+
+def _gold(answer: Any) -> tuple[str, Reading]:
+    try:
+        text = gold_text(answer)
+        return text, read(text)
+    except NotRead as error:
+        raise UnreadGold(answer, str(error)) from None
+
+
+def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, Reading | None] | None:
+    """The final answer of a completion, and how it is read if it can be; None if there is none."""
+    if (inside := boxed(completion)) is not None:
+        return inside, _try(inside)
+    if only_boxed:
+        return None
+    for text in candidates(completion):
+        if (found := _try(text)) is not None:
+            return text, found
+    return None
+
+
+def _try(text: str) -> Reading | None:
+    try:
+        return read(text)
+    except NotRead:
+        return None
+
+
+def same(gold: tuple[str, Reading], said: tuple[str, Reading | None], options: MathOptions) -> bool:
+    """Whether an answer is the right one."""
+    right, found = gold[1], said[1]
+    if right.text:
+        return word_key(said[0]) == right.writing
+    if found is None or found.text:
+        return False
+    if found.writing == right.writing:
+        return True
+    if right.unit == "%" or found.unit == "%":
+        return _same_percent(right, found, options)
+    if right.unit == "degree" != found.unit:
+        import sympy
+
+        # In radians: 90 degrees are pi / 2.
+        return (
+            found.unit == "" and right.value is not None and _same_value(_scaled(right, sympy.pi / 180), found, options)
+        )
+    if right.unit and found.unit != right.unit and not (options.units == "optional" and not found.unit):
+        return False
+    return _same_value(right, found, options)
+
+
+def _same_percent(right: Reading, found: Reading, options: MathOptions) -> bool:
+    import sympy
+
+    if right.unit == found.unit:
+        return _same_value(right, found, options)
+    if right.unit == "%":
+        if found.unit:
+            return False
+        of_one = right.value is not None and _same_value(_scaled(right, sympy.Rational(1, 100)), found, options)
+        return of_one or (options.units == "optional" and _same_value(right, found, options))
+    if right.unit:
+        return False
+    of_one = found.value is not None and _same_value(right, _scaled(found, sympy.Rational(1, 100)), options)
+    return of_one or _same_value(right, found, options)
+
+
+def _scaled(reading: Reading, factor: Any) -> Reading:
+    import dataclasses
+
+    try:
+        return dataclasses.replace(reading, value=reading.value * factor, unit="")
+    except TypeError:
+        return reading
+
+
+def _same_value(right: Reading, found: Reading, options: MathOptions) -> bool:
+    if right.parts or found.parts:
+        return _same_ratio(right, found, options)
+    if right.value is None or found.value is None or right.count != found.count:
+        return False
+    return _equal(right.value, found.value, options, rounded=right.decimal or found.decimal)
+
+
+def _same_ratio(right: Reading, found: Reading, options: MathOptions) -> bool:
+    """Part by part. What cannot be a time of day is a ratio: equal to its multiples and, of two parts, its quotient."""
+    ours, theirs = right.parts, found.parts
+    if len(ours) == len(theirs) and all(_equal(a, b, options) for a, b in zip(ours, theirs, strict=True)):
+        return True
+    if right.timelike or not ours:
+        return False
+    if not theirs:
+        return len(ours) == 2 and found.value is not None and _equal(ours[0], ours[1] * found.value, options)
+    products = zip(ours[1:], theirs[1:], strict=len(ours) == len(theirs)) if len(ours) == len(theirs) else []
+    return len(ours) == len(theirs) and all(_equal(theirs[0] * a, ours[0] * b, options) for a, b in products)
+
+
+def _equal(right: Any, found: Any, options: MathOptions, *, rounded: bool = False) -> bool:
+    import math_verify
+
+    if rounded and (close := _close(right, found, options.digits)) is not None:
+        return close
+    return bool(
+        math_verify.verify(
+            right,
+            found,
+            float_rounding=options.digits,
+            strict=options.strict,
+            # x >= 5 and [5, oo) say the same.
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+            raise_on_error=False,
+        )
+    )
+
+
+def _close(right: Any, found: Any, digits: int) -> bool | None:
+    """Whether two numbers are equal to `digits` decimal places; one that those would round to nothing, to a thousandth
+    of it. None if one is no real number."""
+    import sympy
+
+    if not all(isinstance(one, sympy.Expr) and not one.free_symbols and one.is_number for one in (right, found)):
+        return None
+    try:
+        ours, theirs = sympy.N(right, 40), sympy.N(found, 40)
+        if not (ours.is_real and theirs.is_real and ours.is_finite and theirs.is_finite):
+            return None
+        most = sympy.Float(10) ** -digits / 2
+        return bool(abs(ours - theirs) <= (most if abs(ours) > 2 * most else abs(ours) / 1000))
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return None

@@ -78,10 +78,11 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     score: Score | None = None
     failed: str = ""
     excess: bool = False
+    unread: bool = False
 
     def outcome(self) -> Score | Failed:
         """As one thing."""
-        return self.score if self.score is not None else Failed(self.failed, excess=self.excess)
+        return self.score if self.score is not None else Failed(self.failed, excess=self.excess, unread=self.unread)
 
 
 Reply = Loaded | NotLoaded | Done

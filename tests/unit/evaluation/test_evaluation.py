@@ -36,6 +36,14 @@ from relax_rt.roles.evaluation import (
         ("none", None, None),
         ("", None, None),
         ("4 6", None, 6),
+        ("1,234", 1234, 1234),
+        ("\u2212 7", None, 7),
+        ("\u22127", -7, -7),
+        ("3.5", None, None),
+        ("3.0", None, 3),
+        ("2/5", None, None),
+        ("x^5", None, None),
+        ("in 5 s", None, 5),
     ],
 )
 def test_integers_in_text(text: str, bare: int | None, last: int | None) -> None:

@@ -141,6 +141,8 @@ def test_a_failure_fails_the_sample_or_counts_nothing() -> None:
     assert found == Score(1.0, {"a": 1.0, "b": 0.0}, forgiven=("b: no",))
     # What takes too long in a reward that is known is the completion's doing.
     late = Failed("late", excess=True)
+    unread = combine([component("a"), component("b")], [Failed("no gold", unread=True), Score(1.0, {"reward": 1.0})])
+    assert unread == Score(1.0, {"a": 0.0, "b": 1.0}, forgiven=("a: no gold",), unread="a: no gold")
     assert combine([component("a", excess=True)], [late]) == Score(0.0, {"a": 0.0}, forgiven=("late",))
     assert combine([component("a", excess=True)], [wrong]) == wrong
     assert combine([component("a")], [late]) == late
@@ -207,6 +209,19 @@ async def test_a_function_of_ones_own_process_can_be_debugged(tmp_path: Path) ->
     request = Request("42", "42", {"verdict": 0.25})
     (found,) = await scored(tmp_path, [request], function="mine.py:score", workers=0)
     assert found == Score(1.25, {"good": 1.0, "verdict": 0.25})
+
+
+@pytest.mark.parametrize("target", ["pack/sub.py:score", "pack.sub:score"])
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_function_in_a_package_beside_the_config(tmp_path: Path, target: str, workers: int) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "near.py").write_text("RIGHT = 0.75")
+    (tmp_path / "roles").mkdir()
+    (tmp_path / "roles" / "mine.py").write_text("OWN = 1")
+    text = "from .near import RIGHT\ndef score(said, right):\n    from roles.mine import OWN\n    return RIGHT * OWN\n"
+    (tmp_path / "pack" / "sub.py").write_text(text)
+    (found,) = await scored(tmp_path, [Request("42", "42", {})], function=target, workers=workers)
+    assert isinstance(found, Score) and found.total == 0.75
 
 
 def test_what_functions_want_is_known_before(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import dry_run
 from relax_rt.roles.rewards.library.code import cases, same_text
 from relax_rt.roles.rewards.library.forms import unfenced
+from relax_rt.roles.rewards.loader import UnreadGold
 from relax_rt.roles.rewards.registry import made, rewards
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score
 from relax_rt.roles.rewards.tables import RewardTable
-from relax_rt.transport.errors import RelaxError
 
 DOCS = Path(__file__).parents[3] / "docs" / "rewards.md"
 
@@ -40,39 +39,51 @@ def test_every_reward_and_every_option_is_documented() -> None:
             assert f"`{option}" in text, (name, option)
 
 
-@pytest.mark.parametrize(
-    ("completion", "right"),
-    [
-        ("B", 1),
-        (" (b). ", 1),
-        ("The answer is (B).", 1),
-        ("A is wrong. The answer is **B**", 1),
-        ("so \\boxed{B}", 1),
-        ("\\boxed{\\text{B}}", 1),
-        ("Not A but B", 1),
-        ("Answer: A. No: answer: B", 1),
-        ("The answer is A", 0),
-        ("a bad idea", 0),
-        ("", 0),
-        ("The answer is Bx", 0),
-    ],
-)
-def test_choice(completion: str, right: int) -> None:
-    assert score("choice", completion, "B") == right
-
-
-def test_choice_of_other_letters_and_bare() -> None:
-    assert score("choice", "the answer is (F)", "F", letters="EFG") == 1
-    assert score("choice", "the answer is (B)", "B", bare=True) == 0
-    assert score("choice", "b)", "(B)", bare=True) == 1
-    with pytest.raises(RelaxError, match="different letters"):
-        made("choice", {"letters": "AAB"})
-
-
 def test_exact_and_integers() -> None:
     assert [score("exact", " a  B ", "a B"), score("exact", "A b", "a B")] == [1, 0]
     assert score("exact", "A b", "a B", ignore_case=True) == 1
     assert score("lenient_integer", "so 41, no: 42", "42") == 1
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("it is \u22125", "-5", 1),
+        ("it is \u22125", "5", 0),
+        ("it is 1,234", "1234", 1),
+        ("it is 1234", "1,234", 1),
+        ("so 3.5", "5", 0),
+        ("so 5.0", "5", 1),
+        ("so 2/5", "5", 0),
+        ("so 3:05", "5", 0),
+        ("so x^5", "5", 0),
+        ("so .5", "5", 0),
+        ("\uff15\uff12", "52", 1),
+        ("so 42", 42, 1),
+        ("so 42", 42.0, 1),
+    ],
+)
+def test_the_last_number_is_read_whole(completion: str, answer: Any, right: int) -> None:
+    assert score("lenient_integer", completion, answer) == right
+
+
+@pytest.mark.parametrize("name", ["integer", "lenient_integer"])
+@pytest.mark.parametrize("answer", ["4.5", "1/2", "12 apples", "", "x", "1,23", None, True])
+def test_an_answer_that_is_no_integer_is_reported(name: str, answer: Any) -> None:
+    with pytest.raises(UnreadGold, match="it is no integer"):
+        made(name, {}).call("4", answer, {})
+
+
+def test_integer_takes_thousands_and_signs() -> None:
+    right = {"format": 0.3, "right": 0.7}
+    assert [made("integer", {}).call(text, "-1,234", {}) for text in ("-1234", "\u22121,234")] == [right, right]
+
+
+def test_empty_answers_are_reported() -> None:
+    for name, options in (("exact", {}), ("regex", {"pattern": "(a)?b", "equals_answer": True})):
+        with pytest.raises(UnreadGold, match="it is empty"):
+            made(name, options).call("b", "", {})
+    assert score("exact", "e\u0301", "\u00e9") == 1 and score("exact", "[1, 2]", [1, 2]) == 1  # type: ignore[arg-type]
 
 
 def test_regex() -> None:
@@ -115,6 +126,11 @@ def test_json() -> None:
     assert score("json", texts[-1], keys=keys, only=True) == 0
 
 
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": -Infinity}'])
+def test_json_has_no_infinities(text: str) -> None:
+    assert score("json", text) == 0
+
+
 def test_length() -> None:
     assert [score("length", "", info={"tokens": n}, free=10, most=20) for n in (5, 10, 15, 20, 99)] == [
         0,
@@ -129,34 +145,6 @@ def test_fences() -> None:
     assert unfenced("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "y\n"
     assert unfenced("```python\nx = 1\n```\n```python\nx =") == "x = 1\n"
     assert unfenced("```python\nx =") == "x =" and unfenced("x = 1") == "x = 1" and unfenced("```x = 1```") == "x = 1"
-
-
-math = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
-
-
-@math
-@pytest.mark.parametrize(
-    ("completion", "answer", "right"),
-    [
-        ("so it is $\\frac{1}{2}$.", "0.5", 1),
-        ("the answer is 1/2", "\\frac{2}{4}", 1),
-        ("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1),
-        ("we get 3, so \\boxed{4}", "3", 0),
-        ("{2, 1} i.e. $\\{2, 1\\}$", "$\\{1,2\\}$", 1),
-        ("no idea", "3", 0),
-        ("", "3", 0),
-        ("46", "46", 1),
-    ],
-)
-def test_math(completion: str, answer: str, right: int) -> None:
-    assert score("math", completion, answer) == right
-
-
-@math
-def test_math_in_a_box_alone_and_with_an_answer_that_is_none() -> None:
-    assert [score("math", text, "3", boxed=True) for text in ("3", "\\boxed{3}")] == [0, 1]
-    with pytest.raises(ValueError, match="no value in the answer"):
-        score("math", "3", "")
 
 
 # --- programs
@@ -231,6 +219,8 @@ async def test_items_without_usable_tests_fail() -> None:
     assert "neither" in str(await run("unit_tests", "", 3))
     with pytest.raises(ValueError, match="neither"):
         cases("3")
+    with pytest.raises(ValueError, match=r"call the function 'add'.*use unit_tests"):
+        cases({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
     assert same_text(b"a \nb\n\n", "a\nb") and not same_text(b"a\n\nb", "a\nb")
 
 

@@ -21,7 +21,7 @@ from relax_rt.roles.reward import FAILURES_IN_A_ROW, RewardRole
 from relax_rt.roles.rewards import builtin
 from relax_rt.roles.rewards.compose import Rewards
 from relax_rt.roles.rewards.dry_run import dry_run, offered
-from relax_rt.roles.rewards.loader import RewardFunction, load_reward
+from relax_rt.roles.rewards.loader import RewardFunction, UnreadGold, load_reward
 from relax_rt.roles.rewards.scoring import Caller, Failed, Request, Score, Scorer, Stuck, Worker, read_score
 from relax_rt.roles.rewards.workers.messages import TaskSpec
 from relax_rt.roles.sample import SampleMeta, TurnSpan
@@ -252,7 +252,8 @@ def test_builtins() -> None:
     assert builtin.integer("46", "46", finish_reason="length") == {"format": 0.0, "right": 0.0}
     assert builtin.integer("it is 46", "46") == {"format": 0.0, "right": 0.0}
     assert [builtin.lenient_integer(t, "46") for t in ("it is 46", "none", "46 or 45")] == [1.0, 0.0, 0.0]
-    assert builtin.lenient_integer("nothing", "no number") == 0.0
+    with pytest.raises(UnreadGold, match=r"no number.*it is no integer"):
+        builtin.lenient_integer("nothing", "no number")
     assert [builtin.exact(t, "a b") for t in (" a  b", "A b")] == [1.0, 0.0]
 
 
@@ -442,6 +443,21 @@ async def test_a_setup_that_fails_waits_for_no_function_that_loads_for_long(monk
         with pytest.raises(RelaxError, match="the tokenizer"):
             await role.setup()
     assert loading.is_set() and ended.is_set()
+
+
+async def test_an_answer_that_cannot_be_read_counts_0_and_is_told_of_once(tokenizer: ChatTokenizer) -> None:
+    def reward(completion: str, answer: str) -> float:
+        raise UnreadGold(answer, "it is no number")
+
+    role, told = role_with(reward)
+    batches = [batch_of(tokenizer, "2", "3"), batch_of(tokenizer, "4", group=2), FakeBatch([])]
+    queue = await run_role(role, tokenizer, batches)
+    assert [failures for _, failures in queue.completed] == [[], []]
+    assert all(column["reward"] == 0 for columns, _ in queue.completed for column in columns.values())
+    (fields,) = [fields for kind, fields in told.events if kind == "gold_unread"]
+    assert (fields["item"], fields["items"]) == ("i", 1) and "'2' cannot be read: it is no number" in fields["reason"]
+    assert not any(kind in ("reward_failed", "reward_forgiven") for kind, _ in told.events)
+    assert sum(record["unread"] for record in told.metrics) == 3 and told.metrics[0]["forgiven"] == 0
 
 
 async def test_the_role_scores_what_the_policy_said(tokenizer: ChatTokenizer) -> None:

@@ -1,0 +1,159 @@
+"""Score right answers against themselves: what does not get 1 is read otherwise than it is meant.
+
+`validate` and the start of a run do it for some rows, `validate --all` for every one. A user's own function may score
+as it likes, so that only rewards that say how a right completion looks (`Reward.gold`) are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relax_rt.config.job import GoldReport, WrongGold
+from relax_rt.config.problems import Problem
+from relax_rt.roles.data.index import RowIndex
+from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.rewards.compose import Rewards
+from relax_rt.roles.rewards.dry_run import offered
+from relax_rt.roles.rewards.registry import rewards
+from relax_rt.roles.rewards.scoring import Request, Score
+from relax_rt.roles.rewards.tables import ComponentTable, RewardTable
+
+if TYPE_CHECKING:
+    from relax_rt.roles.sections import DataTable, RLConfig
+
+FIRST, DRAWN = 256, 256
+"""Rows that are checked without --all: the first, and as many drawn from the others."""
+SEED = 0
+CHUNK = 2048
+SHOWN, KEPT = 10, 1000
+MOST_WRONG = 0.5
+"""A larger share of answers that cannot be read is an error: then the reward does not fit the data."""
+
+
+def golds_of(config: RLConfig, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
+    """As check_golds, with the rewards of a config, those beside an environment's own too, and its data.
+
+    Raises:
+        RelaxError: a reward cannot be started, or the data not be read.
+    """
+    from relax_rt.roles.agentic.rewards import reward_table
+    from relax_rt.roles.agentic.settings import env_settings
+
+    table = config.reward if env_settings(config) is None else reward_table(config)
+    if table is None or not _comparing(table) or not _has_rows(config.data):
+        return []
+    return check_golds(table, RowIndex.open(config.data, config_dir), config_dir, every=every)
+
+
+def _has_rows(data: DataTable) -> bool:
+    return bool(data.path or data.task or data.sources)
+
+
+def check_golds(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
+    """Score right answers of rows with each reward that compares with them.
+
+    Args:
+        every: all rows; else the first FIRST and DRAWN others.
+
+    Raises:
+        RelaxError: a reward cannot be started.
+    """
+    comparing = _comparing(table)
+    if not comparing:
+        return []
+    chosen = range(len(rows)) if every else sorted(_chosen(len(rows)))
+    return [asyncio.run(_check(table, one, right, rows, chosen, config_dir)) for one, right in comparing]
+
+
+def problems_of(reports: Iterable[GoldReport]) -> list[Problem]:
+    """The reports that say that a reward does not fit the data."""
+    return [
+        Problem(
+            ("reward",),
+            "\n".join(report.lines(SHOWN)),
+            "name the column that holds the answer alone, or take a reward that fits: docs/rewards.md",
+        )
+        for report in reports
+        if report.wrong > MOST_WRONG * report.checked
+    ]
+
+
+def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[str], str]]]:
+    """The named rewards that say how a right completion looks, with that."""
+    named = table.components or ([ComponentTable(name=table.function)] if table.function in rewards() else [])
+    found = []
+    for one in named:
+        right = named_reward.gold if (named_reward := rewards().get(one.name or "")) is not None else None
+        if right is not None and one.weight != 0:
+            found.append((one, right))
+    return found
+
+
+def _chosen(rows: int) -> set[int]:
+    rest = range(FIRST, rows)
+    return {*range(min(FIRST, rows)), *random.Random(SEED).sample(rest, min(DRAWN, len(rest)))}
+
+
+async def _check(
+    table: RewardTable,
+    one: ComponentTable,
+    right: Callable[[str], str],
+    rows: RowIndex,
+    chosen: Iterable[int],
+    config_dir: Path,
+) -> GoldReport:
+    report = GoldReport(str(one.label or one.name), len(rows))
+    workers = max(1, min(4, len(os.sched_getaffinity(0)))) if table.workers else 0
+    alone = table.model_copy(update={"function": None, "components": [one], "judge": None, "workers": workers})
+    scorer = Rewards(alone, config_dir)
+    # Most data sets have few different answers.
+    known: dict[str, str] = {}
+    try:
+        await scorer.start()
+        for numbers in _chunks(chosen):
+            items = [rows.raw(number) for number in numbers]
+            fresh = {_key(item.answer): item.answer for item in items if _key(item.answer) not in known}
+            requests = [_request(answer, right, group) for group, answer in enumerate(fresh.values())]
+            for key, result in zip(fresh, await scorer.score(requests), strict=True):
+                known[key] = _why(result)
+            for item in items:
+                report.checked += 1
+                if why := known[_key(item.answer)]:
+                    report.wrong += 1
+                    if len(report.examples) < KEPT:
+                        report.examples.append(WrongGold(item.where, answer_text(item.answer)[:200], why))
+            if len(known) > 1_000_000:
+                known.clear()
+    finally:
+        await scorer.close()
+    return report
+
+
+def _chunks(numbers: Iterable[int]) -> Iterator[list[int]]:
+    left = iter(numbers)
+    while chunk := list(islice(left, CHUNK)):
+        yield chunk
+
+
+def _key(answer: Any) -> str:
+    return f"{type(answer).__name__} {answer!r}"
+
+
+def _request(answer: Any, right: Callable[[str], str], group: int) -> Request:
+    completion = right(answer_text(answer))
+    about = {"finish_reason": "stop", "truncated": False, "tokens": max(1, len(completion)), "turns": []}
+    return Request(completion, answer, offered("", {}, None, item="", split="train", **about), group)
+
+
+def _why(result: Any) -> str:
+    """Why a right answer did not get 1; empty if it did."""
+    if isinstance(result, Score) and not result.unread:
+        return "" if result.total == 1.0 else f"it gets {result.total:g}"
+    reason = result.unread if isinstance(result, Score) else result.reason
+    return str(reason).rpartition("cannot be read: ")[2] or str(reason)
