@@ -54,10 +54,10 @@ def choose_dtypes(
         follows = _takes_published(kind, table)
         if table.dtype != AUTO:
             found = Chosen(value=table.dtype, why=EXPLICIT)
-        elif (before := _recorded(recorded, kind)) is not None:
-            found = Chosen(value=before, why="the run began with it")
         elif follows and published is not None:
             found = Chosen(value=published.value, why="that of the published weights")
+        elif (before := _recorded(recorded, kind)) is not None:
+            found = Chosen(value=before, why="the run began with it")
         else:
             choice = device.choose(table)
             found = Chosen(value=choice.dtype, why=choice.why)

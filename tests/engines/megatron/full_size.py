@@ -47,7 +47,7 @@ def main() -> None:
     prepare()
     meta = torch.device("meta")
     torch.cuda.current_device = lambda: meta  # type: ignore[assignment,return-value]
-    table = TrainerSettings(**{"backend": "megatron", **json.loads(sys.argv[2])})
+    table = TrainerSettings(**{"backend": "megatron", "dtype": "bfloat16", **json.loads(sys.argv[2])})
     for rank in map(int, sys.argv[3:]):
         sys.stdout.write(json.dumps(parameters(Path(sys.argv[1]), table, rank)) + "\n")
 

@@ -79,7 +79,7 @@ def made(folder: Path, division: dict[str, Any], layers: Layers, *ranks: int) ->
 
 def planned(folder: Path, division: dict[str, Any], rank: int, names: Shapes) -> Shapes:
     """What the mapping wants of a rank that has parameters of these names."""
-    table, shape = TrainerSettings(**{"backend": "megatron", **division}), read_shape(folder)
+    table, shape = TrainerSettings(**{"backend": "megatron", "dtype": "bfloat16", **division}), read_shape(folder)
     sizes = sizes_of(table)
     rows = padded_vocabulary(shape, sizes)
     plan = plan_buckets(shape, Division(sizes=sizes, naming=naming_of(names), padded_vocabulary=rows), dtype="bfloat16")

@@ -196,6 +196,9 @@ def test_a_resumed_run_goes_on_in_another_dtype_if_told(toml: Path) -> None:
     assert load_config(toml).roles["trainer"].dtype == "bfloat16", "also one that was told"
     changed = load_config(toml, [one.replace("bfloat16", "float32") for one in told])
     launch._check_same_config(run_dir, config_digest(changed), changed)
+    # Who takes the published weights goes along with the one that is named.
+    one = load_config(toml, [told[0].replace("bfloat16", "float32")])
+    assert (one.roles["evaluator"].dtype, one.roles["trainer"].dtype) == ("float32", "bfloat16")
     with pytest.raises(RelaxError, match="another config"):
         other = load_config(toml, ["run.seed=5"])
         launch._check_same_config(run_dir, config_digest(other), other)

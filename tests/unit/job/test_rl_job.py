@@ -17,6 +17,7 @@ from relax_rt.config.problems import ConfigErrors
 from relax_rt.roles.checks import needed_bytes, retained_batches
 from relax_rt.roles.data.source import PromptSource
 from relax_rt.roles.job import RLJob
+from relax_rt.roles.models.precision import Timing
 from relax_rt.roles.models.tiny import character_tokenizer, tiny_model
 from relax_rt.roles.models.tokenizer import load_tokenizer
 from relax_rt.roles.plan import DELTA_PART, SERVED_BESIDE, STAGE_BUFFERS, model_size
@@ -249,6 +250,15 @@ def test_numbers_that_the_processor_is_slow_with_are_a_warning(toml: Path, two_c
     assert warnings(loaded(toml)) == [], "what was chosen is not slow"
     (warning,) = warnings(loaded(toml, *told, "roles.trainer.gpus=1"))
     assert "roles.trainer" not in warning and "roles.rollout" in warning
+
+
+def test_adapters_whose_changes_would_be_rounded_away_are_a_warning(toml: Path, two_cores: pytest.MonkeyPatch) -> None:
+    two_cores.setattr("relax_rt.roles.models.precision.computes_bfloat16", lambda: True)
+    two_cores.setattr("relax_rt.roles.models.precision._recall", lambda: Timing(1.0, 0.5))
+    lora, half = "roles.trainer.lora={rank=4}", 'roles.rollout.dtype="bfloat16"'
+    (warning,) = warnings(loaded(toml, lora, half))
+    assert "changes_kept" in warning and 'roles.rollout.dtype = "float32"' in warning
+    assert warnings(loaded(toml, lora)) == warnings(loaded(toml, half)) == []
 
 
 def test_model_size_is_read_from_headers(toml: Path, model: Path) -> None:

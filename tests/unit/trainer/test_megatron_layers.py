@@ -62,7 +62,7 @@ class Told:
     def context(self, wanted: Wanted, home: Any) -> Any:
         return SimpleNamespace(
             config=config_of(home, 1, {}),
-            settings=TrainerSettings(backend="megatron", layers=wanted),
+            settings=TrainerSettings(backend="megatron", dtype="bfloat16", layers=wanted),
             run_dir=home,
             log=SimpleNamespace(
                 info=lambda _, **facts: self.infos.append(facts), warning=lambda _, **facts: self.warnings.append(facts)

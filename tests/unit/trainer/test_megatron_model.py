@@ -83,7 +83,7 @@ def test_a_window_as_long_as_the_context_is_full_attention(tmp_path: Path) -> No
 def test_vocabulary_is_padded_to_the_ranks_that_cut_it(tmp_path: Path) -> None:
     shape = read_architecture(folder(tmp_path)).shape
     for ranks, rows in ((1, 131), (2, 132), (4, 132), (8, 136)):
-        table = TrainerSettings(backend="megatron", count=ranks, tensor_parallel=ranks)
+        table = TrainerSettings(backend="megatron", dtype="bfloat16", count=ranks, tensor_parallel=ranks)
         assert padded_vocabulary(shape, sizes_of(table)) == rows
 
 
@@ -99,7 +99,7 @@ def test_transformer_engine_is_not_promised_where_it_is_not(monkeypatch: pytest.
 
 @pytest.mark.parametrize("setting", [{"attention": "unfused"}, {"optimizer_dtype": "bfloat16"}])
 def test_settings_that_can_only_be_planned_are_refused(setting: dict[str, Any]) -> None:
-    table = TrainerSettings(**{"backend": "megatron", "count": 2, **setting})
+    table = TrainerSettings(**{"backend": "megatron", "dtype": "bfloat16", "count": 2, **setting})
     with pytest.raises(Refused, match=f"{next(iter(setting))} = "):
         check_settings(table)
-    check_settings(TrainerSettings(backend="megatron", count=2))
+    check_settings(TrainerSettings(backend="megatron", dtype="bfloat16", count=2))

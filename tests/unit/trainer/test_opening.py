@@ -99,7 +99,7 @@ def test_what_a_rank_of_megatron_refuses_ends_the_run(
     monkeypatch.setattr(megatron_start, "Ranks", lambda *_, **__: None)
     monkeypatch.setattr(megatron_start, "MegatronBackend", refusing)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ctx = context(model_dir, TrainerSettings(backend="megatron", threads=1), tmp_path)
+    ctx = context(model_dir, TrainerSettings(backend="megatron", dtype="bfloat16", threads=1), tmp_path)
     with pytest.raises(BadInput, match="they do not divide evenly") as caught:
         megatron_start.open_rank(ctx, Objective.of(ctx.config.algorithm))
     assert ends_the_run(caught.value)
