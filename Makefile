@@ -14,7 +14,8 @@ help:  ## show this list
 env: $(STAMP)  ## make .venv and install relax-rt with what tests and the quickstart need
 
 $(STAMP): pyproject.toml Makefile
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on the PATH; set PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is not there or older than 3.11: name one, as in make env PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,agentic,dev]'

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -227,6 +228,7 @@ def start(_: int) -> None:
 
 
 def engine(_: int) -> None:
+    import torch
     import transformers
 
     from relax_rt.roles.engines.base import GroupRequest, generate
@@ -244,7 +246,10 @@ def engine(_: int) -> None:
             max_position_embeddings=4096,
             tie_word_embeddings=True,
         )
-        transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        with torch.device("cuda"):  # random numbers for 1.5 billion parameters take a CPU half a minute
+            transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+        gc.collect()
+        torch.cuda.empty_cache()
         one = EmbeddedEngine(Path(folder), dtype="bfloat16", max_sequences=64, threads=4, device="cuda")
         requests = [
             GroupRequest(
