@@ -73,8 +73,8 @@ class TemplateCapabilities(msgspec.Struct, frozen=True):
 
     @property
     def one_call(self) -> bool:
-        """A turn with several calls cannot be rendered, one with a single call can."""
-        return PARALLEL in self.missing and CALLS not in self.missing
+        """A turn with several calls cannot be rendered, one with a single call and its result can."""
+        return PARALLEL in self.missing and not self.missing.keys() & {CALLS, RESULTS}
 
 
 def template_errors() -> tuple[type[Exception], ...]:
@@ -190,6 +190,8 @@ def prepared(message: Message, found: TemplateCapabilities) -> Message:
     if found.null_content and not words(message.get("content")):
         ready["content"] = None
     form = argument_text if found.arguments_as_text else parsed_arguments
+    # Rows of data have calls without OpenAI's envelope, too.
+    calls = [call if "function" in call else {"type": "function", "function": call} for call in calls]
     ready["tool_calls"] = [
         {**call, "function": {**call["function"], "arguments": form(call["function"].get("arguments"))}}
         for call in calls

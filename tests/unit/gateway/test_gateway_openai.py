@@ -67,8 +67,24 @@ async def test_a_chat_completion_is_what_was_sampled_and_the_ledger_has_it() -> 
         assert [p for p, mask in zip(branch.logprobs, branch.loss_mask, strict=True) if mask] == made.logprobs
 
 
-async def test_turns_go_on_behind_the_sampled_tokens_also_after_a_tool() -> None:
-    async with running(calculator) as world, client(world, world.episode()) as api:
+AS_JSON = "{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}"
+AS_TEXT = "{{ '<call>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        TEMPLATE,
+        # Arguments as text, and calls where there is no content alone, as templates of DeepSeek have it.
+        TEMPLATE.replace(AS_JSON, AS_TEXT),
+        TEMPLATE.replace(AS_JSON, "{{ '<call>' + c.function.name + c.function.arguments if not m.content }}"),
+        # One call a turn, whose name and arguments stand in the template's own form.
+        TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]").replace(AS_JSON, AS_TEXT),
+    ],
+)
+async def test_turns_go_on_behind_the_sampled_tokens_also_after_a_tool(source: str) -> None:
+    chat = ChatTemplate(tokenizer(), template=source, tool_parser="hermes", reasoning_parser="think")
+    async with running(calculator, chat=chat) as world, client(world, world.episode()) as api:
         messages = ask("2 and 3?")
         first = await api.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
         said = first.choices[0]

@@ -103,6 +103,18 @@ def test_arguments_are_given_as_the_template_wants_them(source: str, as_text: bo
         assert ChatTemplate(chat).text([USER, call(given), RESULT]) == text
 
 
+def test_a_call_without_an_envelope_is_the_same_call() -> None:
+    chat, said = tokenizer(TEXT), call({"a": 1})
+    bare = {**said, "tool_calls": [said["tool_calls"][0]["function"]]}
+    assert chat.text([USER, bare, RESULT]) == chat.text([USER, said, RESULT])
+
+
+def test_a_template_without_results_is_not_taken_for_one_of_single_calls() -> None:
+    deaf = tokenizer(PIPED.replace("{% if m.tool", "{% if m.role == 'tool' %}{% elif m.tool")).capabilities
+    single = tokenizer(PIPED.replace("m.tool_calls %}{{", "m.tool_calls[:1] %}{{")).capabilities
+    assert (deaf.one_call, single.one_call) == (False, True)
+
+
 @pytest.mark.parametrize("source", [TEXT, FENCED, ONLY_NULL, PRINTED, PIPED, EITHER])
 @pytest.mark.parametrize("given", [None, "", "  ", "null", {}, "{}"])
 def test_a_call_without_arguments_is_rendered_as_an_empty_object(source: str, given: Any) -> None:
