@@ -115,7 +115,8 @@ def game(*, reset: str = PASS, step: str = PASS) -> dict[str, str]:
 
 def rewarded(body: str, prompts: int = 14, *, head: str = "def score") -> dict[str, str]:
     rows = [json.dumps({"prompt": f"{a} + 11 =", "answer": str(a + 11)}) for a in range(24, 24 + prompts)]
-    reward = f'import asyncio, os, time\n{head}(completion, answer, question="", **info):\n    {body}\n    return 1.0\n'
+    signature = f'{head}(completion, answer, question="", tokens=0, **info)'
+    reward = f"import asyncio, os, time\n{signature}:\n    {body}\n    return 1.0\n"
     return {"roles.toml": COMMON + WITH_DATA, "sums.jsonl": "\n".join(rows) + "\n", "reward.py": reward}
 
 
@@ -185,12 +186,14 @@ def check_retired(run: TinyRun, about: str = "") -> None:
     assert sum(loss["members"] for loss in late) == 8, "two visits of four members"
 
 
+REAL = "if tokens == 3: "
+"""Two digits and the end: what the model says, and nothing that the dry run of `up` tries."""
 ALL_FAIL = {
-    "the reward raises": (rewarded("raise KeyError(answer)"), "reward.py:3"),
-    "the reward is no number": (rewarded("return float('nan')"), "must be finite"),
-    "the reward is text": (rewarded("return 'good'"), "must be a number"),
-    "the reward ends its process": (rewarded("os._exit(3)"), "did not return"),
-    "every reward is late": (rewarded("time.sleep(1e6)"), "raise reward.timeout_s"),
+    "the reward raises": (rewarded(REAL + "raise KeyError(answer)"), "reward.py:3"),
+    "the reward is no number": (rewarded(REAL + "return float('nan')"), "must be finite"),
+    "the reward is text": (rewarded(REAL + "return 'good'"), "must be a number"),
+    "the reward ends its process": (rewarded(REAL + "os._exit(3)"), "did not return"),
+    "every reward is late": (rewarded(REAL + "time.sleep(1e6)"), "raise reward.timeout_s"),
     "no episode begins": (game(reset="raise ValueError('no board')"), "ValueError: no board"),
     "no turn ends": (game(step="time.sleep(1e6)"), "turn_timeout_s"),
 }
@@ -233,7 +236,9 @@ def test_an_item_that_only_times_out_is_retired(make: Make, what: str) -> None:
 
 @pytest.mark.long
 def test_items_that_fail_for_another_reason_are_reported_and_the_run_goes_on(make: Make) -> None:
-    run = make(rewarded("if int(answer) % 3 == 0: raise KeyError(answer)"), **{"algorithm.steps": 12}).start()
+    run = make(
+        rewarded("if tokens == 3 and int(answer) % 3 == 0: raise KeyError(answer)"), **{"algorithm.steps": 12}
+    ).start()
     assert run.wait() == 0, run.text()
     found = why(run)
     assert [loss["where"].rsplit("/")[-1] for loss in found["losses"]] == ["reward.py:3"]
