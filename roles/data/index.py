@@ -231,7 +231,7 @@ class RowIndex:
             return copied
         at = where(shard, int(row["number"]))
         try:
-            raw = self._readers[row["source"]].read(at, parse_line(at, data))
+            raw: RawItem = self._readers[row["source"]].read(at, parse_line(at, data))
         except RelaxError as error:
             raise self._changed(at) from error
         if int.from_bytes(content_digest(raw)[8:], "big") != row["digest"]:

@@ -170,7 +170,7 @@ class Renderer:
             return None
         return truncated(messages, lambda kept: self._tokenizer.render(kept, raw.tools or ()), most)
 
-    def lengths(self, rows: NDArray[np.intp]) -> NDArray[np.int32]:
+    def lengths(self, rows: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Tokens of each row's prompt before anything is cut; kept beside the index where they are all rows."""
         path = self._lengths_path() if len(rows) == len(self.index) else None
         if path is not None and path.is_file():
@@ -216,13 +216,18 @@ class PromptItems(Sequence[PromptItem]):
         rows: of the index, one a place.
 
     Attributes:
-        ids: of the prompts. questions: hashes of their canonical questions.
+        ids: of the prompts.
     """
 
-    def __init__(self, renderer: Renderer, rows: NDArray[np.intp], split: str) -> None:
+    def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
         self._renderer, self._rows, self._split = renderer, rows, split
         self.ids = ItemIds(renderer.index.rows["item"][rows])
-        self.questions: NDArray[np.uint64] = renderer.index.rows["question"][rows]
+
+    @property
+    def questions(self) -> NDArray[np.uint64]:
+        """Hashes of the canonical questions."""
+        found: NDArray[np.uint64] = self._renderer.index.rows["question"][self._rows]
+        return found
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -253,10 +258,9 @@ class EvaluationItems(Sequence[PromptItem]):
     """Prompts to evaluate on: ordered by id, so that the first n are the same in every run on the same data. Overlong
     ones of data too large to be measured are passed over, so that there may be fewer than the length says."""
 
-    def __init__(self, renderer: Renderer, rows: NDArray[np.intp], split: str) -> None:
+    def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
         order = np.argsort(renderer.index.rows["item"][rows], kind="stable")
         self._renderer, self._rows, self._split = renderer, rows[order], split
-        self.questions: NDArray[np.uint64] = renderer.index.rows["question"][self._rows]
         self._usable: list[int] = []
         self._looked = 0
 
@@ -328,11 +332,11 @@ class PromptSource:
                     why=f"there are no {name} prompts among {len(train) + len(held_out)}",
                     hint="more items (data.size), another share (data.held_out), or a larger data.max_prompt_tokens",
                 )
-        self._mixture, self._parts = None, [np.arange(len(train))]
+        self._mixture, self._parts = None, [np.arange(len(train), dtype=np.uint32)]
         if sources is not None:
             of, weights = sources
             self._mixture = Mixture(seed, weights)
-            self._parts = [np.flatnonzero(of == number) for number in range(len(weights))]
+            self._parts = [np.flatnonzero(of == number).astype(np.uint32) for number in range(len(weights))]
             for number, part in enumerate(self._parts):
                 if not len(part):
                     raise RelaxError(f"data.sources[{number}]", why="none of its rows is a training prompt")
@@ -373,7 +377,7 @@ class PromptSource:
             digest=index.contents.digest,
         )
 
-    def _epoch_order(self, source: int, epoch: int) -> NDArray[np.intp]:
+    def _epoch_order(self, source: int, epoch: int) -> NDArray[np.uint32]:
         part = self._parts[source]
         return part[epoch_order(self.seed, epoch, ItemIds(self.train.ids.values[part]))]
 
@@ -413,12 +417,12 @@ class PromptSource:
         return sample_seed(self.seed, prompt, member, attempt)
 
 
-def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.intp], DataReport]:
+def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], DataReport]:
     """The rows that can be prompts, and what is known of their lengths; train and held_out are not counted yet."""
     index, most = renderer.index, data.max_prompt_tokens
-    rows = np.arange(len(index))
+    rows = np.arange(len(index), dtype=np.uint32)
     whole = len(rows) <= MEASURED_WHOLE
-    looked = rows if whole else np.linspace(0, len(rows) - 1, SAMPLE).astype(np.intp)
+    looked = rows if whole else np.linspace(0, len(rows) - 1, SAMPLE).astype(np.uint32)
     lengths = renderer.lengths(looked)
     overlong = lengths > most
     for row in looked[overlong][:1]:

@@ -62,7 +62,7 @@ def make(tmp_path: Path) -> Iterator[Any]:
 def prompts(run: TinyRun) -> list[PromptItem]:
     config = json.loads((run.run_dir / "config.json").read_text())
     data, tokenizer = DataTable.model_validate(config["data"]), load_tokenizer(resolve_model("package:tiny", Path()))
-    return PromptSource.load(data, tokenizer, seed=config["run"]["seed"], config_dir=run.run_dir.parent).train
+    return list(PromptSource.load(data, tokenizer, seed=config["run"]["seed"], config_dir=run.run_dir.parent).train)
 
 
 def trained_items(run: TinyRun) -> tuple[list[tuple[int, int]], dict[int, set[int]]]:

@@ -111,6 +111,39 @@ def test_information_is_given_by_parameter_name() -> None:
         RewardFunction(lambda c, a, levle: 0, "f").call("c", "a", info)
 
 
+def plain_answer(completion, answer):  # type: ignore[no-untyped-def]
+    return type(answer).__name__
+
+
+def text_answer(completion: str, answer: str) -> str:
+    return f"{type(answer).__name__} {answer}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        ("a", "str", "a"),
+        (42, "int", "42"),
+        (42.0, "float", "42"),
+        (None, "NoneType", ""),
+        (["sun", "sunny"], "list", '["sun", "sunny"]'),
+        ({"x": 1}, "dict", '{"x": 1}'),
+        (True, "bool", "true"),
+    ],
+)
+def test_an_answer_has_its_type_unless_text_is_asked_for(answer: Any, kind: str, text: str) -> None:
+    assert RewardFunction(plain_answer, "f").call("c", answer, {}) == kind
+    assert RewardFunction(text_answer, "f").call("c", answer, {}) == f"str {text}"
+
+
+def test_a_column_may_be_called_as_a_parameter() -> None:
+    def everything(completion: str, answer: str, **info: Any) -> list[str]:
+        return [completion, answer, *sorted(info)]
+
+    info = {"completion": "of the row", "answer": "of the row", "level": 1}
+    assert RewardFunction(everything, "f").call("c", "a", info) == ["c", "a", "level"]
+
+
 def test_a_callable_object_is_a_reward() -> None:
     class Judge:
         async def __call__(self, completion: str, answer: str) -> float:
