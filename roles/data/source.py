@@ -129,9 +129,10 @@ class Renderer:
     def _render(self, row: int, split: str) -> PromptItem | None:
         raw = self.index.raw(row)
         messages = conversation(raw, self._data.template, self._data.system)
-        tokens = self._fit(raw, self._tokenizer.encode(self._text(raw, messages)))
-        if tokens is None:
+        fitting = self._fit(raw, messages, self._tokenizer.encode(self._text(raw, messages)))
+        if fitting is None:
             return None
+        messages, tokens = fitting
         return PromptItem(
             item=f"{int(self.index.rows['item'][row]):016x}",
             split=split,
@@ -144,7 +145,7 @@ class Renderer:
         )
 
     def _text(self, raw: RawItem, messages: list[Message]) -> str:
-        text = self._tokenizer.text(messages, raw.tools)
+        text = self._tokenizer.text(messages, raw.tools or ())
         if raw.tools and not self._shows_tools:
             if text == self._tokenizer.text(messages):
                 why = f"the chat template of {self._tokenizer.folder} does not show them"
@@ -153,18 +154,18 @@ class Renderer:
             self._shows_tools = True
         return text
 
-    def _fit(self, raw: RawItem, tokens: list[int]) -> list[int] | None:
-        """The tokens of a prompt as data.overlong has them; None: it is dropped."""
+    def _fit(self, raw: RawItem, messages: list[Message], tokens: list[int]) -> tuple[list[Message], list[int]] | None:
+        """Messages and tokens of a prompt as data.overlong has them; None: it is dropped."""
         most = self._data.max_prompt_tokens
         if len(tokens) <= most:
-            return tokens
+            return messages, tokens
         if self._data.overlong == "error":
             raise RelaxError(
                 f"the prompt of {raw.where}",
                 why=f"it has {len(tokens)} tokens, data.max_prompt_tokens is {most}",
                 hint='set data.overlong to "drop" or "truncate_left", or allow more tokens',
             )
-        return None if self._data.overlong == "drop" else tokens[-most:]
+        return None if self._data.overlong == "drop" else (messages, tokens[-most:])
 
     def lengths(self, rows: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Tokens of each row's prompt before anything is cut; kept beside the index where they are all rows."""
