@@ -15,11 +15,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from relax_rt.config.job import Job, Planner
-from relax_rt.config.loader import SYSTEM_ROLES
+from relax_rt.config.loader import FILLED_IN, SYSTEM_ROLES
 from relax_rt.config.schema import RoleSettings
 
 WIDTH = 100
-INTERNAL = ("config_dir", "roles")
+INTERNAL = (*FILLED_IN, "roles")
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "table", list: "array"}
 
 
@@ -37,7 +37,8 @@ def as_toml(job: Job) -> str:
 def as_json_schema(job: Job) -> dict[str, Any]:
     """JSON Schema of a job's roles.toml."""
     schema = job.Config.model_json_schema()
-    schema.get("properties", {}).pop("config_dir", None)
+    for name in FILLED_IN:
+        schema.get("properties", {}).pop(name, None)
     roles = {kind: settings.model_json_schema() for kind, settings in _roles(job).items()}
     schema["properties"]["roles"] = {
         "type": "object",

@@ -427,16 +427,19 @@ def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], D
     overlong = lengths > most
     for row in looked[overlong][:1]:
         renderer.check(int(row), most + 1)
-    count, drops = int(overlong.sum()), data.overlong == "drop"
-    if whole and drops:
-        rows = rows[~overlong]
-    longest = int(np.minimum(lengths, most)[~overlong if drops else slice(None)].max(initial=0)) if whole else most
+    # Without a part that may be shortened an overlong prompt is dropped also where overlong ones are truncated.
+    fits = data.overlong != "drop"
+    pairs = zip(looked, overlong, strict=True)
+    dropped = np.array([one and not (fits and renderer.row(int(row), "train")) for row, one in pairs], bool)
+    if whole:
+        rows = rows[~dropped]
+    longest = int(np.minimum(lengths, most)[~dropped].max(initial=0)) if whole else most
     contents = index.contents
     return rows, DataReport(
         read=contents.read,
         duplicates=contents.duplicates,
-        dropped=count if drops else 0,
-        truncated=0 if drops else count,
+        dropped=int(dropped.sum()),
+        truncated=int((overlong & ~dropped).sum()),
         train=0,
         held_out=0,
         longest_tokens=longest,

@@ -15,7 +15,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from relax_rt.transport.errors import Refused
 
@@ -228,6 +227,7 @@ def _to_srgb(found: Image) -> Image:
 
 def _eight_bits(found: Image) -> Image:
     """Scale 16-bit grey values to 8 bits; values of the transparent colour become white."""
+    import numpy as np
     from PIL import Image as pillow
 
     values = np.asarray(found).astype(np.uint32)

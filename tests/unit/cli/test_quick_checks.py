@@ -64,6 +64,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+WIDTH = {"model/config.json"}
+"""The one small file that the quick checks may read: `dtype = "auto"` depends on the width of the model."""
+
 MISTAKES = {
     "a misspelt key": (["algorithm.prompts_per_stpe=8"], "did you mean 'prompts_per_step'?"),
     "an unknown table": (["trainr.count=1"], "trainr"),
@@ -89,7 +92,7 @@ def test_validate_tells_it_before_it_touches_anything(folder: Path, name: str) -
     overrides, words = MISTAKES[name]
     seen = Seen(folder, "validate", *(word for one in overrides for word in ("--set", one)))
     assert seen.code == 2 and words in seen.err
-    assert not seen.touched
+    assert seen.touched <= WIDTH
 
 
 COMMANDS: Sequence[Sequence[str]] = (
@@ -111,7 +114,7 @@ def test_every_command_that_takes_a_config_tells_all_of_them_at_once(folder: Pat
     said = seen.out + seen.err
     assert seen.code == 2
     assert all(word in said for word in ("stepz", "truncating samplers", "nowhere.jsonl", "has no 'f'"))
-    assert not seen.touched
+    assert seen.touched <= WIDTH
 
 
 def test_what_passes_the_quick_checks_is_looked_into_and_it_says_so(folder: Path) -> None:
@@ -128,7 +131,7 @@ def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(f
     (run_dir / "run.json").write_text(json.dumps({"run_id": "0" * 8, "status": "finished", "config_digest": "0" * 16}))
     seen = Seen(folder, "up", "--set", "run.name=mine")
     assert seen.code == 2 and "belongs to a run with another config" in seen.err
-    assert not seen.touched
+    assert seen.touched <= WIDTH
 
 
 @pytest.mark.parametrize(

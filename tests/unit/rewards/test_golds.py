@@ -25,7 +25,7 @@ CONFIG = """
 [run]
 name = "r"
 [model]
-path = "model"
+path = "package:tiny"
 [data]
 path = "d.jsonl"
 [reward]
