@@ -176,7 +176,7 @@ class ChatTemplate:
             RESULTS: ("the result of a tool call (role 'tool')", tools),
             TURNS: ("a turn of the user after one of the assistant", turns),
         }
-        found = []
+        found: list[Fault] = []
         for key, (what, is_needed) in needed.items():
             fault = self.capabilities.missing.get(key)
             if key == RESULTS and any(one.raises for one in found):
