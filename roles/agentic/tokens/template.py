@@ -138,7 +138,7 @@ class ChatTemplate:
         if ids.count(sight.placeholder) == 1 and MARK in self.text([{"role": "user", "content": MARK}]):
             return
         token = self.tokenizer.spell([sight.placeholder])
-        why = f"it must write {token!r} once for a picture, and take texts as texts and as lists of parts"
+        why = f"it must write {token!r} once for a picture, and the texts beside it"
         hint = "put a chat_template.jinja that does both into the model's folder"
         raise Refused(f"the chat template of {self.tokenizer.folder}", why=why, hint=hint)
 
