@@ -195,7 +195,7 @@ ALL_FAIL = {
     "the reward ends its process": (rewarded(REAL + "os._exit(3)"), "did not return"),
     "every reward is late": (rewarded(REAL + "time.sleep(1e6)"), "raise reward.timeout_s"),
     "no episode begins": (game(reset="raise ValueError('no board')"), "ValueError: no board"),
-    "no turn ends": (game(step="time.sleep(1e6)"), "turn_timeout_s"),
+    "no turn ends": (game(step="import asyncio; await asyncio.sleep(1e6)"), "turn_timeout_s"),
 }
 
 
