@@ -58,7 +58,8 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     failed_group(core, group)
     if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
         return Judged(True, False)
-    return Judged(True, _late_again(core, group, item, task))
+    # Several groups of one item may be under way when the first of them retires it.
+    return Judged(True, item in core.state.progress.retired or _late_again(core, group, item, task))
 
 
 def failed_group(core: Core, group: Group) -> None:
@@ -132,7 +133,7 @@ def reinstate(core: Core, items: Sequence[str]) -> None:
 def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
     """Take the failures' item out of the run until the user takes it back."""
     state, failure = core.state.progress, next(one for one in failures if one.item)
-    if len(state.retired) >= MAX_RETIRED:
+    if failure.item in state.retired or len(state.retired) >= MAX_RETIRED:
         return
     late = state.late.pop(failure.item)
     found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], late.times)
