@@ -122,6 +122,7 @@ def _issue(core: Core, who: Incarnation, engine_version: int) -> Ticket:
         holder=who,
         making=list(range(size)),
         issue=1,
+        passed=dict(state.progress.passed),
     )
     core.enter(group)
     state.issued += size

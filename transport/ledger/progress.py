@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState, RetiredItem
 from relax_rt.transport.queue.api import Failure, Loss, ProgressReport, Retired, SampleKey
 
@@ -46,7 +45,6 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     """Count failed members of a group, and the group once each of its members failed with no success in between."""
     if not core.policy.group_size or group.prompt is None:
         return Judged(False, False)
-    state = core.state.progress
     for failure in failures:
         _count(core, group, task, failure)
     if group.failed_task != task:
@@ -60,7 +58,8 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     failed_group(core, group)
     if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
         return Judged(True, False)
-    return Judged(True, _late_again(state, core.policy, item, task))
+    # Several groups of one item may be under way when the first of them retires it.
+    return Judged(True, item in core.state.progress.retired or _late_again(core, group, item, task))
 
 
 def failed_group(core: Core, group: Group) -> None:
@@ -134,7 +133,7 @@ def reinstate(core: Core, items: Sequence[str]) -> None:
 def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
     """Take the failures' item out of the run until the user takes it back."""
     state, failure = core.state.progress, next(one for one in failures if one.item)
-    if len(state.retired) >= MAX_RETIRED:
+    if failure.item in state.retired or len(state.retired) >= MAX_RETIRED:
         return
     late = state.late.pop(failure.item)
     found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], late.times)
@@ -218,12 +217,16 @@ def _tell(core: Core, cause: LossCause) -> None:
     core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 
 
-def _late_again(state: ProgressState, policy: LedgerPolicy, item: str, task: str) -> bool:
-    """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault."""
-    passed = state.passed.get(task, 0)
+def _late_again(core: Core, group: Group, item: str, task: str) -> bool:
+    """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
+
+    Others may be held up by this very group (on_straggler = "wait"), so that those count that got through the task
+    since the group was given out, and not since its last attempt.
+    """
+    state, policy = core.state.progress, core.policy
     before = state.late.pop(item, None)
-    now = LateItem(before.times + 1, before.passed) if before is not None else LateItem(1, passed)
+    now = LateItem(before.times + 1 if before is not None else 1)
     state.late[item] = now
     while len(state.late) > MAX_LATE_ITEMS:
         del state.late[next(iter(state.late))]
-    return now.times >= policy.item_timeouts and passed > now.passed
+    return now.times >= policy.item_timeouts and state.passed.get(task, 0) > group.passed.get(task, 0)

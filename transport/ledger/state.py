@@ -96,6 +96,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
         failed_task: the task at which members failed last. failed: which of them, since one got through it.
         late: all of these failures were timeouts.
+        passed: samples of the run that had got through each task when the group was given out first.
     """
 
     id: int
@@ -113,6 +114,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     failed_task: str | None = None
     failed: list[int] = []
     late: bool = True
+    passed: dict[str, int] = {}
 
     @property
     def size(self) -> int:
@@ -220,10 +222,9 @@ class LossCause(msgspec.Struct):
 
 
 class LateItem(msgspec.Struct, frozen=True, array_like=True):
-    """Whole attempts of an item that were late, and how many samples had got through the task before the first."""
+    """Whole attempts of an item that were late."""
 
     times: int
-    passed: int
 
 
 class RetiredItem(msgspec.Struct, frozen=True):

@@ -217,6 +217,22 @@ def test_an_item_that_is_late_while_others_are_scored_is_retired_for_good() -> N
     q.d.check_replay()
 
 
+def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -> None:
+    q = Queue(failures_per_prompt=100)
+    first, other, second = (make(q.d, q.version)[0] for _ in range(3))
+    for _ in range(2):
+        batch = q.d.take(JUDGE, "reward", samples=16)
+        keys = [info.key for info in batch.samples if info.key.group != other.group]
+        failures = [Failure(key, LATE, True, "a") for key in keys]
+        puts = q.d.columns(batch, "reward", without=keys)
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+        for ticket in q.d.admit(ENGINE, q.version, 2).tickets:
+            q.d.generate(ENGINE, ticket, q.version)
+    assert {first.group, second.group}.isdisjoint(q.d.ledger.state.groups)
+    assert len(q.report.retired) == q.report.revision == 1
+    assert q.d.ledger.account()["items_retired"] == 1 and q.d.ledger.audit() == []
+
+
 def test_a_service_that_is_late_with_everything_retires_nothing() -> None:
     q = Queue(failures_per_prompt=100)
     late_twice(q, others=False)
