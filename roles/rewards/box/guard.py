@@ -50,7 +50,8 @@ def main() -> None:
         if order["level"] == "limits":
             code = _limits(order)
         else:
-            code = _in_bubblewrap(order) if order["backend"] == "bubblewrap" else _namespaces(order)
+            # Workers are always closed in by our own namespaces, so that their orders name no backend.
+            code = _in_bubblewrap(order) if order.get("backend") == "bubblewrap" else _namespaces(order)
     except OSError as error:
         _report({"refused": str(error)})
         code = 1

@@ -127,6 +127,8 @@ def test_timing_leaves_torch_as_it_was() -> None:
 @pytest.fixture
 def with_instructions(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(precision, "computes_bfloat16", lambda: True)
+    for name in precision.HIDING:
+        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 

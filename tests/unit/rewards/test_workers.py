@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 from leftovers import nothing_left, workers
 
+from relax_rt.roles.rewards.box.run import probe
 from relax_rt.roles.rewards.scoring import Failed, Request, Score
 from relax_rt.roles.rewards.workers.messages import Part, Setup
 from relax_rt.roles.rewards.workers.pool import Pool, WorkerLimits
@@ -111,6 +113,8 @@ async def made(folder: Path, word: str, level: str, timeout_s: float = 0.6, size
     pool.level = level  # type: ignore[assignment]
     try:
         await pool.start()
+        if level == "namespaces" and (await probe([sys.executable])).level == "namespaces":
+            assert pool.level == level, "programs get namespaces here, and workers do not"
         yield pool
     finally:
         await pool.close()

@@ -44,6 +44,9 @@ class Adapted(Backend):
         self.bases += 1
         fill_base(into)
 
+    def changes_kept(self) -> float | None:
+        return None
+
     def adapters(self) -> Lora:
         self.copying.set()
         assert self.go_on.wait(SOON_S)
