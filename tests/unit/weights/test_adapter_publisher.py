@@ -44,6 +44,7 @@ class Adapted(Backend):
         self.bases += 1
         fill_base(into)
 
+    @property
     def changes_kept(self) -> float | None:
         return None
 
