@@ -108,12 +108,12 @@ def _quick(
             problems.append(Problem((key,), f"{key} is filled in by the loader", at="key"))
             del source.data[key]
     job = _find_job(source.data, problems)
-    if job is not None and hasattr(job, "assumed"):
+    if job is not None:
         source.data.update({key: table for key, table in job.assumed(source.data).items() if key not in source.data})
     model: type[RunConfig] = job.Config if job else _AnyJob
     runtime = _tables(model, source, problems)
     roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)
-    if job is not None and hasattr(job, "settled"):
+    if job is not None:
         roles = job.settled(roles, runtime.supervision if runtime is not None else SupervisionTable())
     directory = _run_dir(runtime, problems) if runtime is not None else None
     if runtime is not None and directory is not None:
@@ -124,7 +124,7 @@ def _quick(
         if job is not None and isinstance(runtime, model):
             guessed, found = _chosen(job, runtime, config_dir, inventory, measured=False)
             across += found
-            if inputs and hasattr(job, "missing_inputs"):
+            if inputs:
                 told = {problem.path for problem in [*problems, *across]}
                 across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in told]
             if problems or across:
@@ -221,9 +221,8 @@ def _chosen(
     job: Job, config: RunConfig, config_dir: Path, inventory: Inventory | None, *, measured: bool
 ) -> tuple[RunConfig, list[Problem]]:
     """The config with what the job chooses filled in, and what is wrong with it then."""
-    if hasattr(job, "choose"):
-        recorded = {} if inventory is not None else _recorded(Path(config.run.dir))
-        config = job.choose(config, recorded, measured=measured, here=inventory is None)
+    recorded = {} if inventory is not None else _recorded(Path(config.run.dir))
+    config = job.choose(config, recorded, measured=measured, here=inventory is None)
     return config, [*job.check(config, config_dir), *_hardware(job, config, inventory)]
 
 

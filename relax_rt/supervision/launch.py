@@ -231,7 +231,7 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
     if run.get("config_digest", digest) != digest:
         changed = _changed(run_dir / RESOLVED_CONFIG, config)
         job = load_job(config.run.job)
-        may_change: frozenset[str] = getattr(job, "changeable", frozenset())
+        may_change = job.changeable
         if changed and all(key in may_change for key, _, _ in changed):
             _check_not_past(job, run_dir, changed)
             return
@@ -249,7 +249,7 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
 
 def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
     """Refuse a change that would be accepted and have no effect."""
-    reasons: dict[str, str] = job.past(run_dir) if hasattr(job, "past") else {}
+    reasons = job.past(run_dir)
     for key, was, have in changed:
         if key in reasons:
             raise RelaxError(
