@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
+from relax_rt.config import RESOLVED_CONFIG
 from relax_rt.config.checks import check_runtime
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.job import Job, Planner, job_names, load_job
@@ -229,7 +230,7 @@ def _chosen(
 def _recorded(run_dir: Path) -> dict[str, Any]:
     """The resolved config of the run that `up` would resume; empty if there is none, or it cannot be read."""
     try:
-        found = json.loads((run_dir / "config.json").read_text())
+        found = json.loads((run_dir / RESOLVED_CONFIG).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
