@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.data.canonical import question_hash
 from relax_rt.roles.data.columns import ColumnReader, Form, unknown_notes
-from relax_rt.roles.data.files import TABLES, Shard, find_shards, lines, parse_line, table_rows, where
+from relax_rt.roles.data.files import TABLES, TASK, Shard, find_shards, lines, parse_line, table_rows, where
 from relax_rt.roles.data.items import RawItem
-from relax_rt.roles.models.cache import build_once, cache_dir, say
+from relax_rt.roles.models.cache import CacheUnavailable, build_once, cache_dir, say
 from relax_rt.roles.sections import DataTable
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+from relax_rt.transport.errors import RelaxError
 
 VERSION = 1
-"""Of what an index holds and of how rows are read: indices of another one are built anew."""
+"""Format of an index, and of how rows are read; an index of another version is rebuilt."""
 ROW = np.dtype(
     [
         ("offset", "<u8"),
@@ -57,7 +57,7 @@ NAMED = 5
 KEPT_INDICES = 12
 """Indices in the cache folder; the one that was not used for longest goes first."""
 TELL_ROWS = 1_000_000
-PREFIX, TASK = "data-", "task"
+PREFIX = "data-"
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,11 +173,7 @@ class RowIndex:
 
         try:
             folder = build_once(PREFIX + _key(sources, shards, data.duplicates), build)
-        except DeadlineExceeded:
-            raise
-        except RelaxError as error:
-            if not error.what.startswith("the cache folder"):
-                raise
+        except CacheUnavailable:
             return cls._built_aside(build)
         except OSError as error:
             say(f"the index of the data cannot be kept in {cache_dir()}: {error}")

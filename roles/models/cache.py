@@ -20,6 +20,10 @@ TELL_EVERY_S = 15.0
 SHOWN_COMMAND = 80
 
 
+class CacheUnavailable(RelaxError):
+    """The cache folder cannot be created or written."""
+
+
 def cache_dir() -> Path:
     """`$RELAX_CACHE`, else `$XDG_CACHE_HOME/relax-rt`, else `~/.cache/relax-rt`."""
     if named := os.environ.get("RELAX_CACHE"):
@@ -91,7 +95,7 @@ def build_once(name: str, build: Callable[[Path], None], *, timeout_s: float = B
     Two processes that ask at the same time build once; a build that dies leaves nothing that is taken for a model.
 
     Raises:
-        RelaxError: the cache folder cannot be written.
+        CacheUnavailable: the cache folder cannot be written.
         DeadlineExceeded: another process builds it for longer than timeout_s.
     """
     target = cache_dir() / name
@@ -102,7 +106,7 @@ def build_once(name: str, build: Callable[[Path], None], *, timeout_s: float = B
         lock = target.parent / f"{name}.lock"
         lock.touch()
     except OSError as error:
-        raise RelaxError(
+        raise CacheUnavailable(
             f"the cache folder {target.parent}", why=str(error), hint="set RELAX_CACHE to a folder you can write"
         ) from error
     with _locked(lock, timeout_s):
