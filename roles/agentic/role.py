@@ -584,7 +584,7 @@ class EnvRole(Role):
         if self.player.playing:
             engines = ", ".join(self.router.waiting_on())
             doing = self.player.doing() + (f" ({engines})" if engines else "")
-            told = (doing, self._standstill.told(), self.player.strays.words())
+            told = (doing, self._standstill.summary(), self.player.strays.words())
             self.ctx.progress.waiting("; ".join(one for one in told if one))
         tally = self._tally
         if tally.episodes or tally.failed or tally.lost:
