@@ -297,7 +297,7 @@ def _wrong_line(where: str, line: bytes, error: Exception) -> RelaxError:
         why = "the line ends within it"
     else:
         try:
-            # It says where the fault is. (It takes NaN, which JSON does not have.)
+            # json.loads reports the position. It accepts NaN, so such a line gets no position.
             json.loads(line)
         except json.JSONDecodeError as found_at:
             at = len(found_at.doc[: found_at.pos].encode())
