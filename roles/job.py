@@ -169,7 +169,7 @@ class RLJob(Job):
         """Load tokenizer, data and reward function, and run them once."""
         from relax_rt.roles.stages import stage
 
-        with stage("keys and files are fine; loading what reads model and data"):
+        with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.preflight import preflight
         return preflight(config, config_dir)
 

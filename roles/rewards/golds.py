@@ -153,7 +153,7 @@ def _request(answer: Any, right: Callable[[str], str], group: int) -> Request:
 
 def _why(result: Any) -> str:
     """Why a right answer did not get 1; empty if it did."""
-    if isinstance(result, Score) and not result.unread:
+    if isinstance(result, Score) and not result.unreadable:
         return "" if result.total == 1.0 else f"it gets {result.total:g}"
-    reason = result.unread if isinstance(result, Score) else result.reason
+    reason = result.unreadable if isinstance(result, Score) else result.reason
     return str(reason).rpartition("cannot be read: ")[2] or str(reason)
