@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 BEYOND_BOOT_S = 60.0
 """What a role takes to start besides the boot of its server."""
 AHEAD = 64
-"""Batches that rollouts are taken to make before the first step at most, where nothing bounds them."""
+"""Upper bound on the batches assumed to be generated before the first step, if max_staleness is infinite."""
 IDLE = ("reward", "evaluator")
 """Roles whose work the env role does."""
 
@@ -74,9 +74,9 @@ class RLJob(Job):
             *("layers", "tokens_per_micro_batch", "gpus", "threads"),
         )
     )
-    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, by the other backend, and in
-    another dtype: the optimizer's weights are float32. A run that is finished goes on to more steps, one that ended
-    because its steps came to nothing with smaller ones."""
+    """A checkpoint can be read with another parallel layout, by the other backend and in another dtype, because the
+    optimizer's weights are float32. A finished run can be resumed with more steps, and one that ended without progress
+    with other limits."""
     headline: ClassVar[Sequence[Column]] = (
         Column("cold_start", "loss", "", line="cold start ({phase}): step {step}/{of}  loss {loss:.4f}"),
         Column(

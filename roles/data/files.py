@@ -1,4 +1,4 @@
-"""Files of rows: which ones a setting names, and their rows one after the other.
+"""Find the files of rows that a setting names, and read their rows in order.
 
 Text (.jsonl, plain or in gzip or zstd) comes as lines with their byte offsets, so that the index can read a row again
 without keeping it; parquet and Arrow come as rows.
@@ -51,10 +51,10 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
 
     Args:
         path: a file, a folder or a pattern with `*`. setting: what the user wrote. key: the setting it was written for.
-        split: which files or subfolder to take where a folder has several splits; None: train; empty: none is meant.
+        split: which files or subfolder to take where a folder has several splits; None: train; empty: no split.
 
     Raises:
-        RelaxError: there is no such file, or none of a known kind.
+        RelaxError: the file does not exist, or no file has a known suffix.
     """
     what = f"{key} = {setting!r}"
     if "*" in path.name:
@@ -79,7 +79,7 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
 
 
 def _of_folder(folder: Path, what: str, split: str | None) -> tuple[list[Shard], list[str]]:
-    """The shards of a folder: files beside each other, what `datasets` saves to disk, or a snapshot of the hub."""
+    """Find the shards of a folder: plain files, `datasets.save_to_disk`, or a snapshot of the Hugging Face Hub."""
     if (folder / "dataset_dict.json").is_file():
         names = _json(folder / "dataset_dict.json").get("splits", [])
         return _of_splits({str(name): folder / str(name) for name in names}, what, split)
@@ -146,7 +146,7 @@ def read_rows(path: Path, setting: str, key: str) -> Iterator[tuple[str, Any]]:
         setting: what the user wrote. key: the setting that it was written for.
 
     Raises:
-        RelaxError: there is no such file, it is of another kind, or it cannot be read as such.
+        RelaxError: the file does not exist, has an unknown suffix, or cannot be read.
     """
     for shard in find_shards(path, setting, key)[0]:
         if shard.kind in TABLES:
@@ -232,7 +232,7 @@ def table_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
             for start in range(0, batch.num_rows, BATCH):
                 for row in batch.slice(start, BATCH).to_pylist():
                     number += 1
-                    # A column absent from a row reads as null; to the checks it is absent.
+                    # Parquet returns null for a column that a row lacks; the checks treat it as absent.
                     kept = {key: value for key, value in row.items() if value is not None}
                     yield number, msgspec.to_builtins(kept, str_keys=True, enc_hook=str)
     except (pyarrow.ArrowException, OSError) as error:
@@ -306,7 +306,7 @@ def _wrong_line(where: str, line: bytes, error: Exception) -> RelaxError:
 
 
 def _around(line: bytes, at: int) -> str:
-    """The bytes about a place, for people."""
+    """The bytes around a position, for error messages."""
     start = max(0, at - 12)
     return f"{'…' if start else ''}{line[start : at + 12]!r}"
 

@@ -1,4 +1,4 @@
-"""The cache folder of converted models: made once, seen complete or not at all."""
+"""The cache folder of converted models and indices: each entry is built once and visible only when complete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def say(line: str) -> None:
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the kernel releases it when the holder dies. The file says who holds it."""
     began = time.monotonic()
-    # Not truncated by those who wait: it holds the holder's name.
+    # Opened without truncation: the file names the holder.
     with path.open("a+") as file:
         tell_at = 0.0
         while True:
@@ -69,10 +69,10 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, and since when, in words. The file may still name the holder before, or nobody."""
+    """Describe the holder of a lock and since when. The file may still name the previous holder, or none."""
     try:
-        told = json.loads(path.read_text())
-        pid, host, since = int(told["pid"]), str(told["host"]), float(told["since"])
+        holder = json.loads(path.read_text())
+        pid, host, since = int(holder["pid"]), str(holder["host"]), float(holder["since"])
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
     if host != socket.gethostname():

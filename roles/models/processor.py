@@ -11,7 +11,7 @@ BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Whether there are instructions for products of bfloat16 matrices; None: the system does not say."""
+    """Whether the CPU has instructions for bfloat16 matrix products; None: unknown."""
     flags = cpuinfo_field(("flags", "Features"), cpuinfo)
     return None if flags is None else not BFLOAT16.isdisjoint(flags.split())
 

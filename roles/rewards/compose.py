@@ -320,8 +320,8 @@ class Awaited:
 def combine(components: Sequence[Component], results: Sequence[Score | Failed]) -> Score | Failed:
     """The weighted sum of one completion's scores. Pure.
 
-    An answer of the data that cannot be read makes its component 0 for the whole group, which then teaches nothing; to
-    fail the sample would have it made again for ever.
+    An unreadable answer of the data makes its component 0 for the whole group, which gives zero advantage. Failing the
+    sample instead would regenerate it indefinitely.
 
     Its components are their totals by label, unweighted, and those of a function that returned several as label.name.
     """

@@ -243,7 +243,7 @@ def test_a_resumed_run_notices_other_rows(tmp_path: Path, tokenizer: ChatTokeniz
         [{**rows[0], "answer": 7}, *rows[1:]],
     ):
         write(path, changed)
-        with pytest.raises(RelaxError, match=r"not those that the run began with: 40 then, .*data\.json"):
+        with pytest.raises(RelaxError, match=r"not those that the run was started with: 40 then, .*data\.json"):
             load(tokenizer, run, path=str(path), held_out=0.3)
     (run / RECORD).unlink()
     load(tokenizer, run, path=str(path), held_out=0.3)

@@ -285,7 +285,7 @@ def test_builtins() -> None:
     assert builtin.integer("46", "46", finish_reason="length") == {"format": 0.0, "right": 0.0}
     assert builtin.integer("it is 46", "46") == {"format": 0.0, "right": 0.0}
     assert [builtin.lenient_integer(t, "46") for t in ("it is 46", "none", "46 or 45")] == [1.0, 0.0, 0.0]
-    with pytest.raises(UnreadGold, match=r"no number.*it is no integer"):
+    with pytest.raises(UnreadGold, match=r"no number.*it is not an integer"):
         builtin.lenient_integer("nothing", "no number")
     assert [builtin.exact(t, "a b") for t in (" a  b", "A b")] == [1.0, 0.0]
 
