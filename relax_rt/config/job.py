@@ -38,13 +38,13 @@ class PlanLine(msgspec.Struct, frozen=True):
 
 
 class Pacing(msgspec.Struct, frozen=True):
-    """What a job's records say of the time that its steps take, for the estimate of the time left.
+    """Which metrics the time of a step consists of, for the estimate of the time left.
 
     Attributes:
-        wait: key of a step's record: seconds that it waited for its input.
-        work: keys of its other seconds.
-        ahead: steps whose input may be made while the first waits for its own; 0: input and work take turns.
-        repeated: kinds of record whose `seconds`, where `when` is "before", are needed again after the last step.
+        wait: key in a step's record: seconds waiting for input.
+        work: keys of its other durations (s).
+        ahead: steps whose input may be produced before the first has its own; 0: input and work alternate.
+        repeated: kinds of record whose `seconds` with `when` = "before" are spent again after the last step.
     """
 
     wait: str = ""
@@ -119,7 +119,7 @@ class TriedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrongGold(msgspec.Struct, frozen=True):
-    """A right answer of the data that does not get 1 against itself: file and line, what it is, and why."""
+    """A right answer of the data that does not get 1 against itself: file and line, the answer, and the reason."""
 
     where: str
     answer: str
@@ -127,10 +127,10 @@ class WrongGold(msgspec.Struct, frozen=True):
 
 
 class GoldReport(msgspec.Struct):
-    """What became of the right answers of the data with one reward.
+    """Result of scoring the right answers of the data with one reward.
 
     Attributes:
-        checked: rows, of `rows` in all. wrong: rows that do not get 1; the first of them are in `examples`.
+        checked: number of rows scored, of `rows` in total. wrong: rows that do not get 1, the first ones in `examples`.
     """
 
     reward: str
@@ -140,12 +140,12 @@ class GoldReport(msgspec.Struct):
     examples: list[WrongGold] = []
 
     def lines(self, most: int) -> list[str]:
-        """The report for people, with as many examples; empty if nothing is wrong."""
+        """Render the report with at most `most` examples; empty if all answers get 1."""
         if not self.wrong:
             return []
         head = (
             f"{self.wrong} of {self.checked} right answers that were checked (of {self.rows}) do not get 1 from "
-            f"'{self.reward}' against themselves; completions of such rows are not scored as meant:"
+            f"'{self.reward}' against themselves; completions of such rows get wrong scores:"
         )
         shown = [f"  {one.where}: {one.answer!r:.80}: {one.why}" for one in self.examples[:most]]
         left = [f"  … and {self.wrong - len(shown)} more"] if self.wrong > len(shown) else []

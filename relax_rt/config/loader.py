@@ -28,7 +28,7 @@ S = TypeVar("S", bound=RoleSettings)
 
 ROLE_GROUP = "relax_rt.roles"
 FILLED_IN = ("config_dir", "chosen")
-"""Keys of a config that are no user's."""
+"""Keys of the resolved config that the loader sets."""
 SYSTEM_ROLES = ("registry", "queue")
 """Roles of every run; they need no table."""
 
@@ -77,7 +77,7 @@ def load_config(
 
 
 def preflight_config(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> None:
-    """Run the job's slow checks: model, data, a dry run of the user's reward function. The job says what it does.
+    """Run the job's slow checks: model, data, a dry run of the user's reward function. Each check prints what it does.
 
     Args:
         config: what `load_config` made of this file and these overrides.

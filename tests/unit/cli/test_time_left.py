@@ -51,7 +51,7 @@ def ran(
 
 def test_without_an_earlier_run_nothing_is_promised() -> None:
     told = expected(config("new"))
-    assert told == "200 steps; how long they take is told after the first, and corrected as it goes on"
+    assert told == "200 steps; the time left is estimated after the first and updated with each step"
     assert f"  time    {told}" in brief(config("new"))
 
 
