@@ -56,7 +56,7 @@ class Supervisor(Requests):
         uniform: a draw from [0, 1) for the jitter of back-off, as `random.Random(seed).random`.
         roles: rules of the roles; a role without them is one_for_one and needs all its slots.
         placer: finds room for slots; without one, every slot has room on this node.
-        stall_after_s: end the run after this time without progress in any slot that counts for it; None: never.
+        stall_after_s: the run ends when no slot that works has got on for this long; None: it never does for that.
     """
 
     def __init__(

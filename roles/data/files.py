@@ -232,7 +232,7 @@ def table_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
             for start in range(0, batch.num_rows, BATCH):
                 for row in batch.slice(start, BATCH).to_pylist():
                     number += 1
-                    # Parquet returns null for a column that a row lacks; the checks treat it as absent.
+                    # A column absent from a row reads as null; to the checks it is absent.
                     kept = {key: value for key, value in row.items() if value is not None}
                     yield number, msgspec.to_builtins(kept, str_keys=True, enc_hook=str)
     except (pyarrow.ArrowException, OSError) as error:
