@@ -5,7 +5,7 @@ The agent alone renames a full ``current.jsonl`` to ``events-000001.jsonl`` and 
 
 A writer may be suspended for any time between its look at ``current.jsonl`` and its write, and the file may be renamed
 meanwhile: its line then lands in a closed segment. So a writer holds a shared flock on the file from before that look
-until after the write. A reader that gets the exclusive flock on a closed segment knows that nobody writes to it any
+until after the write. A reader that gets the exclusive flock on a closed segment knows that it has no writer any
 more: who locks it later finds it renamed and opens the new file. Both take the lock without waiting, so that a
 suspended process holds nobody up.
 """
@@ -91,7 +91,7 @@ class Appender:
 
 
 def _lock(fd: int, kind: int) -> bool | None:
-    """Lock an open file without waiting. False: others have it locked. None: its file system has no locks."""
+    """Lock an open file without waiting. False: another process holds the lock. None: no locks on this file system."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,7 +102,7 @@ def _lock(fd: int, kind: int) -> bool | None:
 
 
 def has_no_writer(fd: int) -> bool | None:
-    """Whether no Appender writes to a renamed file any more. None: its file system has no locks."""
+    """Whether a renamed file has no Appender left. None: no locks on this file system."""
     locked = _lock(fd, fcntl.LOCK_EX)
     if locked:
         _unlock(fd)
@@ -245,7 +245,7 @@ class EventFollower:
             inode = self._find(self._directory / name)
             if inode is None:
                 continue
-            # Looked at before the read: what was written till then is read, and nothing comes after it.
+            # Checked before the read, so that the read includes all that was written.
             unwritten = name != CURRENT and has_no_writer(self._open[inode].fileno())
             finished = name in self._closed if unwritten is None else unwritten
             data = self._open[inode].read(left)

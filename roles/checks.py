@@ -104,7 +104,7 @@ def _data(config: RLConfig) -> Iterator[Problem]:
 
 
 def _columns(data: DataTable) -> Iterator[Problem]:
-    """Targets that are misspelt ones, and columns that are no name."""
+    """Report misspelt targets, and columns without a name."""
     tables: list[tuple[KeyPath, dict[str, str]]] = [(("data", "columns"), data.columns)]
     tables += [(("data", "sources", at, "columns"), one.columns or {}) for at, one in enumerate(data.sources)]
     for place, columns in tables:

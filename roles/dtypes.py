@@ -1,7 +1,7 @@
-"""Which dtype each role of a run computes in, where its table says `dtype = "auto"`.
+"""Resolve the dtype of each role whose table has `dtype = "auto"`.
 
-The loader calls `choose_dtypes` once a config, so that all roles, on whatever node, read the same answer from the run's
-resolved config, with the reason beside it. A resumed run keeps what it began with.
+The loader calls `choose_dtypes` once per config, so that all roles on all nodes read the same result, with its reason,
+from the run's resolved config. A resumed run keeps its dtypes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def choose_dtypes(
 ) -> RLConfig:
     """The config with a dtype in place of every `auto`, and why in `config.chosen`.
 
-    Roles that take published weights (rollout, evaluator, a judge that follows) have one dtype: what one of them names,
-    else what the rollouts' device computes fast. The others each have what their own device computes fast.
+    Roles that take published weights (rollout, evaluator, a judge that follows) share one dtype: the one that a
+    table names, else what the rollouts' device computes fast. The others each use what their own device computes fast.
 
     Args:
-        recorded: the resolved config that the run was started with before; empty: it is new.
-        measured: False answers without timing anything.
-        here: the run is to be started on this machine; otherwise it is planned for one that cannot be asked.
+        recorded: the resolved config that the run was started with; empty for a new run.
+        measured: whether the CPU may be timed; False: return at once.
+        here: whether the run starts on this machine; False: it is planned for other machines.
         cpu, gpus: what this machine computes fast: see `roles.models.precision`.
     """
     device = _Device(config, measured=measured, here=here, cpu=cpu, gpus=gpus)
@@ -71,7 +71,7 @@ def choose_dtypes(
 
 
 class _Device:
-    """What a role's device computes fast."""
+    """Finds the dtype that a role's device computes fast."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Device:
         return self._cpu(measured=self._measured)
 
     def _on_gpu(self, table: Computing) -> bool:
-        """Whether its slots compute on a GPU. A run of several nodes may have its GPUs on another one."""
+        """Whether the role's slots compute on a GPU, which may be on another node."""
         if getattr(table, "device", "auto") == "cpu" or (not table.gpus and not _served_on_gpu(table)):
             return False
         return bool(count_gpus() or self._config.supervision.nodes.listen)
@@ -107,8 +107,8 @@ def _served_on_gpu(table: Computing) -> bool:
 
 
 def _published_first(config: RLConfig) -> Iterator[tuple[str, Computing]]:
-    """The tables that have a dtype. Of those that take published weights the ones that name it come first, then the
-    rollouts, whose device decides."""
+    """Yield the tables with a dtype. Of roles that take published weights, those that name a dtype come first, then
+    the rollouts, whose device decides."""
 
     def order(entry: tuple[str, Computing]) -> tuple[bool, bool, bool]:
         kind, table = entry

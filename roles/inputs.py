@@ -1,4 +1,4 @@
-"""Files that a config names and that are not there, found by their names alone: nothing is read but a user's source."""
+"""Find files that a config names and that do not exist. Only a user's source code is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
 
 
 def _own_role(config: RLConfig, path: KeyPath) -> bool:
-    """Whether the key is of a role that the user wrote: what it means is theirs to say."""
+    """Whether the key belongs to a user's own role, whose settings have no meaning known here."""
     return path[0] == "roles" and getattr(config.roles[str(path[1])], "target", None) is not None
 
 

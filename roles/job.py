@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relax_rt.config.job import Column, GoldReport, InventoryPlan, Pacing, PlanLine, TriedSample
+from relax_rt.config.job import Column, GoldReport, InventoryPlan, Job, Pacing, PlanLine, TriedSample
 from relax_rt.config.problems import Problem
 from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 BEYOND_BOOT_S = 60.0
 """What a role takes to start besides the boot of its server."""
 AHEAD = 64
-"""Batches that rollouts are taken to make before the first step at most, where nothing bounds them."""
+"""Upper bound on the batches assumed to be generated before the first step, if max_staleness is infinite."""
 IDLE = ("reward", "evaluator")
 """Roles whose work the env role does."""
 
 
-class RLJob:
-    """GRPO over rollout, reward, trainer and evaluator. Implements Job and Planner of relax_rt.config.job."""
+class RLJob(Job):
+    """GRPO over rollout, reward, trainer and evaluator. Implements also Planner of relax_rt.config.job."""
 
     Config: ClassVar[type[RunConfig]] = RLConfig
     Roles: ClassVar[Mapping[str, type[RoleSettings]]] = {
@@ -74,9 +74,9 @@ class RLJob:
             *("layers", "tokens_per_micro_batch", "gpus", "threads"),
         )
     )
-    """A checkpoint is read by a gang that is divided otherwise than the one that wrote it, by the other backend, and in
-    another dtype: the optimizer's weights are float32. A run that is finished goes on to more steps, one that ended
-    because its steps came to nothing with smaller ones."""
+    """A checkpoint can be read with another parallel layout, by the other backend and in another dtype, because the
+    optimizer's weights are float32. A finished run can be resumed with more steps, and one that ended without progress
+    with other limits."""
     headline: ClassVar[Sequence[Column]] = (
         Column("cold_start", "loss", "", line="cold start ({phase}): step {step}/{of}  loss {loss:.4f}"),
         Column(
@@ -102,33 +102,35 @@ class RLJob:
     )
 
     def advice(self, config: Any, loss: Mapping[str, Any]) -> str:
-        """See Job: the setting that helps against a loss."""
+        """Return the setting that helps against a loss in the queue."""
         from relax_rt.roles.progress import advice
 
         return advice(config, loss)
 
     def stall_after_s(self, config: Any) -> float | None:
-        """See Job: the slowest role's own deadlines, with some room."""
+        """Derive the stall limit from the slowest role's own deadlines, with a margin."""
         from relax_rt.roles.progress import stall_after_s
 
         return stall_after_s(config)
 
     def past(self, run_dir: Path) -> dict[str, str]:
-        """See Job: the rate of a cold start that is over."""
+        """Refuse a new learning rate for a cold start that has finished."""
         from relax_rt.roles.cold_start.kept import finished
 
         folder = finished(run_dir)
         return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
 
     def assumed(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """See Job: where environments are played there need be neither prompts nor a reward function."""
+        """Add [data] and [reward] where [roles.env] makes prompts and rewards."""
         roles = data.get("roles")
         env = roles.get("env") if isinstance(roles, dict) else None
         return {"data": {}, "reward": {"function": ""}} if isinstance(env, dict) and "target" not in env else {}
 
     def settled(self, roles: dict[str, RoleSettings], supervision: SupervisionTable) -> dict[str, RoleSettings]:
-        """See Job: an engine that is a server has the time that this takes to start; where environments are played,
-        reward and evaluator are there only if their table says how many."""
+        """Extend the start deadline of engine servers, and start no reward and evaluator beside [roles.env].
+
+        A `count` in the table of reward or evaluator overrides this.
+        """
         roles = {kind: _with_time_to_start(table, supervision) for kind, table in roles.items()}
         if not isinstance(roles.get("env"), EnvSettings):
             return roles
@@ -140,51 +142,51 @@ class RLJob:
         return {**roles, **idle}
 
     def choose(self, config: Any, recorded: Mapping[str, Any], *, measured: bool, here: bool) -> RunConfig:
-        """See Job: the dtypes that are "auto"."""
+        """Resolve the dtypes that are "auto"."""
         from relax_rt.roles.dtypes import choose_dtypes
 
         return choose_dtypes(config, recorded, measured=measured, here=here)
 
     def absent(self, config: RLConfig) -> list[str]:
-        """See Job: what the environment does instead."""
+        """Return the roles whose work the env role does."""
         if env_settings(config) is None:
             return []
         return [kind for kind in IDLE if kind in config.roles and not config.roles[kind].count]
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
-        """See Job.check."""
+        """Run the cheap checks across keys."""
         from relax_rt.roles.checks import check
 
         return check(config)
 
     def missing_inputs(self, config: Any, config_dir: Path) -> list[Problem]:
-        """See Job: models, data files and user code."""
+        """Check that models, data files and user code exist."""
         from relax_rt.roles.inputs import missing_inputs
 
         return list(missing_inputs(config, config_dir))
 
     def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
-        """See Job.preflight."""
+        """Load tokenizer, data and reward function, and run them once."""
         from relax_rt.roles.stages import stage
 
-        with stage("keys and files are fine; loading what reads model and data"):
+        with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.preflight import preflight
         return preflight(config, config_dir)
 
-    def check_golds(self, config: Any) -> list[GoldReport]:
-        """See Job."""
+    def check_golds(self, config: Any) -> list[GoldReport] | None:
+        """Score every right answer of the data against itself."""
         from relax_rt.roles.rewards.golds import golds_of
 
         return golds_of(config, Path(config.config_dir), every=True)
 
     def plan(self, config: Any) -> list[PlanLine]:
-        """See Job.plan."""
+        """Return memory, data, steps and processes of the run."""
         from relax_rt.roles.plan import plan
 
         return plan(config)
 
     def startable(self, config: Any) -> list[Problem]:
-        """See Planner.startable."""
+        """Return what this version can plan but not start."""
         from relax_rt.roles.gateway.checks import check_gateway
         from relax_rt.roles.planning.division import divisible
         from relax_rt.roles.startable import not_startable
@@ -193,13 +195,13 @@ class RLJob:
         return [*divisible(config), *not_startable(config), *not_writable(config), *check_gateway(config)]
 
     def plan_on(self, config: Any, inventory: Inventory) -> InventoryPlan | list[Problem]:
-        """See Planner.plan_on."""
+        """Plan the run for the machines of an inventory."""
         from relax_rt.roles.planning.plan import plan_on
 
         return plan_on(config, inventory)
 
     def ledger_policy(self, config: Any) -> LedgerPolicy:
-        """See Job.ledger_policy. With data.epochs set, the data is read to count the prompts."""
+        """Return the policy of the queue's ledger. With data.epochs set, the data is read to count the prompts."""
         from relax_rt.roles.media.sight import run_sees
         from relax_rt.roles.sample import task_fields
         from relax_rt.transport.ledger.policy import LedgerPolicy
@@ -224,30 +226,30 @@ class RLJob:
         )
 
     def steps(self, config: Any) -> int | None:
-        """See Job.steps."""
+        """Return algorithm.steps."""
         return int(config.algorithm.steps)
 
     def pacing(self, config: Any) -> Pacing:
-        """See Job: rollouts work ahead as far as max_staleness lets them; the held-out items are evaluated again."""
+        """Return the metrics of a step's time: rollouts work ahead up to max_staleness, and evaluations repeat."""
         table = config.algorithm
         shared = table.mode in SHARING
         ahead = 0 if shared else int(min(table.max_staleness, AHEAD))
         return Pacing("wait_s", ("train_s", "publish_s"), ahead, ("evaluation", "evaluation_set"))
 
     def shm_bytes(self, config: Any) -> int:
-        """See Job.shm_bytes: the weight stage."""
+        """Return the size of the weight stage in bytes."""
         from relax_rt.roles.plan import stage_bytes
 
         return stage_bytes(config)
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
-        """See Job.finish: summary.json and plots."""
+        """Write summary.json and the plots."""
         from relax_rt.roles.report import finish
 
         return finish(run_dir, config)
 
     def closing(self, summary: dict[str, Any]) -> list[str]:
-        """See Job.closing."""
+        """Render summary.json as lines for people."""
         from relax_rt.roles.report import render_summary
 
         return render_summary(summary)
@@ -255,7 +257,7 @@ class RLJob:
     def sample(
         self, config: Any, run_dir: Path | None, items: int, *, held_out: bool = False, prompts: Sequence[str] = ()
     ) -> list[TriedSample]:
-        """See Job.sample."""
+        """Generate and score samples with the model of the config or of a checkpoint."""
         from relax_rt.config.problems import BadInput
         from relax_rt.roles.try_out import sample
 

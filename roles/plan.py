@@ -29,7 +29,7 @@ from relax_rt.roles.sections import (
 )
 
 BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}
-"""Of one number. auto: not chosen yet, as in the table of a role that a user's own stands for."""
+"""Bytes of one number. auto: unresolved, as in the table of a role that a user's own role replaces."""
 STAGE_BUFFERS = 4
 """Buffers of the weight stage at most: one committed, one being written, two for slow readers."""
 DELTA_PART = 0.5

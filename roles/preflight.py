@@ -34,7 +34,7 @@ from relax_rt.roles.models.vocabulary import check_vocabulary
 from relax_rt.roles.planning.division import divides_model
 from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
-from relax_rt.roles.rewards.checks import told_of_boxes
+from relax_rt.roles.rewards.checks import describe_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rewards.golds import SHOWN, golds_of, problems_of
 from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainerSettings
@@ -48,7 +48,7 @@ BUSY = ("rollout", "trainer", "reference", "genrm")
 NEEDED = ("torch", "transformers", "safetensors")
 
 Stage = tuple[str, Callable[[], Iterable[Problem]]]
-"""A slow check: what it does, to be said before it begins (empty: it takes no time), and its problems."""
+"""A slow check: its description, printed before it runs (empty: it takes no time), and its problems."""
 
 
 def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
@@ -59,7 +59,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
     for warning in warnings(config):
         say(f"warning: {warning}")
-    if told := asyncio.run(told_of_boxes(config)):
+    if told := asyncio.run(describe_boxes(config)):
         say(told)
     problems = [*node_problems(config, config.roles), *check_sglang(config, config_dir)]
     problems += preflight_publication(config, config_dir)
@@ -102,7 +102,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
 
 
 def _run(stages: Sequence[Stage]) -> list[Problem]:
-    """What all of these find, in order; each says what it does before it begins, unless it takes no time."""
+    """Run the checks in order and collect their problems; print the description of each that takes time."""
     problems: list[Problem] = []
     for what, check in stages:
         with stage(what) if what else nullcontext():
@@ -111,7 +111,7 @@ def _run(stages: Sequence[Stage]) -> list[Problem]:
 
 
 def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None) -> list[Problem]:
-    """What is wrong with a run whose samples are episodes of an environment."""
+    """Check a run whose samples are episodes of an environment."""
     env = env_settings(config)
     assert env is not None
     positions = _positions(folder) if tokenizer else None
@@ -205,7 +205,7 @@ def _rounded_adapters(config: RLConfig) -> list[str]:
 
 
 def _slow_numbers(config: RLConfig) -> list[str]:
-    """Roles that were told to compute on a CPU in bfloat16 that is slow there, or that began elsewhere."""
+    """Warn about roles that use bfloat16, by their table or a start on another machine, on a CPU where it is slow."""
     rounded = [
         f'roles.{kind}.dtype = "float32"'
         for kind, table in config.roles.items()

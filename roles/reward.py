@@ -27,13 +27,13 @@ FETCH_S = 10.0
 """Wait for payload of another node before the samples are given back: its owner may be dead."""
 LOAD_ALLOWANCE_S = 60.0
 FAILURES_IN_A_ROW = 64
-"""Failed samples without a scored one between them, after some were scored: then it is this process, not the samples.
-Where the function never worked another process mends nothing; the queue counts the groups, and ends the run."""
+"""Restart the role after this many consecutive failed samples, if it has scored samples before: its process may be
+broken. A restart does not help a function that never worked; the queue counts its failed groups and ends the run."""
 REPORT_EVERY_S = 5.0
 ABOUT = 80
-"""Characters of an item's question by which people know it again."""
-MOST_UNREAD = 10_000
-"""Items with an unreadable answer that are told of, each once."""
+"""Characters of an item's question in reports."""
+MOST_UNREADABLE = 10_000
+"""At most this many unreadable answers are reported, each once."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
 """A reward and its components nearly always travel inside the message."""
 
@@ -73,7 +73,7 @@ class RewardRole(Role):
         self._has_scored = False
         self._worked = False
         self._tally = Tally(time.monotonic())
-        self._unread: set[str] = set()
+        self._unreadable: set[str] = set()
 
     async def setup(self) -> None:
         from relax_rt.transport.queue.client import QueueClient
@@ -176,7 +176,7 @@ class RewardRole(Role):
             self._worked = True
             self.ctx.event("first_work", what=f"{len(results)} samples scored")
         self._tally.add(results, time.monotonic() - began)
-        self._tell_unread(requests, results)
+        self._report_unreadable(requests, results)
         self._report()
         self._judge(results)
 
@@ -229,23 +229,25 @@ class RewardRole(Role):
         tokens = sample["tokens"]
         return [{"role": s.role, "text": self.tokenizer.decode(tokens[s.start : s.end])} for s in meta.turns]
 
-    def _tell_unread(self, requests: list[Request], results: list[Score | Failed]) -> None:
-        """An event for each item whose right answer cannot be read, the first time that it comes."""
+    def _report_unreadable(self, requests: list[Request], results: list[Score | Failed]) -> None:
+        """Emit an event for each item whose right answer cannot be read, once per item."""
         from relax_rt.roles.rewards.scoring import Score
 
         for request, result in zip(requests, results, strict=True):
             item = str(request.info.get("item", ""))
             if (
                 isinstance(result, Score)
-                and result.unread
-                and item not in self._unread
-                and len(self._unread) < MOST_UNREAD
+                and result.unreadable
+                and item not in self._unreadable
+                and len(self._unreadable) < MOST_UNREADABLE
             ):
-                self._unread.add(item)
-                self.ctx.event("gold_unread", item=item, items=len(self._unread), reason=result.unread[:500])
+                self._unreadable.add(item)
+                self.ctx.event(
+                    "gold_unreadable", item=item, items=len(self._unreadable), reason=result.unreadable[:500]
+                )
 
     def _judge(self, results: list[Score | Failed]) -> None:
-        """End the process when it, and not a sample, is at fault."""
+        """Raise if the process, not a sample, is at fault; the role then restarts."""
         from relax_rt.roles.rewards.judge import Late
         from relax_rt.roles.rewards.scoring import Failed
 
@@ -287,7 +289,7 @@ class Tally:
 
     def __init__(self, since: float, *, first_report: bool = True) -> None:
         self.since, self.first_report = since, first_report
-        self.scored = self.failed = self.forgiven = self.unread = 0
+        self.scored = self.failed = self.forgiven = self.unreadable = 0
         self.seconds = 0.0
         self.reason = ""
         self.totals: dict[str, float] = {}
@@ -307,10 +309,10 @@ class Tally:
                 self.reason = self.reason or result.reason[:500]
                 continue
             self.scored += 1
-            self.unread += bool(result.unread)
-            # One that is unread has its own count and event.
-            self.forgiven += bool(result.forgiven) and not result.unread
-            self.reason = self.reason or ("" if result.unread else "; ".join(result.forgiven)[:500])
+            self.unreadable += bool(result.unreadable)
+            # Unreadable answers have a count and an event of their own.
+            self.forgiven += bool(result.forgiven) and not result.unreadable
+            self.reason = self.reason or ("" if result.unreadable else "; ".join(result.forgiven)[:500])
             for name, value in {**result.components, "total": result.total}.items():
                 self.totals[name] = self.totals.get(name, 0.0) + value
 
@@ -322,7 +324,7 @@ class Tally:
             "scored": self.scored,
             "failed": self.failed,
             "forgiven": self.forgiven,
-            "unread": self.unread,
+            "unreadable": self.unreadable,
             "seconds": self.seconds,
             "mean": total,
             "components": means,

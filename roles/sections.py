@@ -38,8 +38,8 @@ class DataSource(Table):
     name: Filled | None = None
     """Goes to the reward as `source` of the metadata, where a row has none."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the prompts, among the weights of all sources: small sources are repeated. Unset (in all of them): each
-    row comes once in an epoch."""
+    """Share of the prompts, relative to the weights of all sources; small sources are repeated. Unset in all sources:
+    each row comes once per epoch."""
     columns: dict[str, str] | None = None
     """As `data.columns`; unset: those of [data]."""
     form: Form = "auto"
@@ -61,10 +61,11 @@ class DataTable(Table):
     """Rows of prompts: .jsonl (also .gz or .zst), .parquet or .arrow; a folder of such files, a folder that `datasets`
     saved, or a pattern with `*`. Relative to the config file."""
     sources: list[DataSource] = Field(default_factory=list)
-    """Several of them, each a [[data.sources]] of its own, in place of `path`."""
+    """Several sources, each a [[data.sources]] table, instead of `path`."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Which column is what: { prompt = "question", answer = "reward_model.ground_truth" }; a dot goes into an object.
-    prompt, messages, answer, metadata, tools, system; other names become metadata. answer = "": there is none."""
+    """Map from prompt, messages, answer, metadata, tools or system to the column that holds it; a dot selects a nested
+    field: { prompt = "question", answer = "reward_model.ground_truth" }. Other names become metadata. answer = "": rows
+    have no answer."""
     form: Form = "auto"
     """The form of each row: prompt, openai, verl, trl, sharegpt; auto finds it out row by row."""
     split: Filled | None = None
@@ -72,7 +73,7 @@ class DataTable(Table):
     ignore: list[str] = Field(default_factory=list)
     """Columns that are neither used nor passed to the reward."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """What becomes of a row whose text, answer and metadata are those of an earlier one."""
+    """Whether to drop or keep a row whose text, answer and metadata equal those of an earlier row."""
     system: str | None = None
     """System message put before each prompt that has none."""
     template: str = "{question}"
@@ -248,18 +249,18 @@ class ProgressTable(Table):
     """So many groups that fail one after the other, with none whole or trained in between, end the run. A group fails
     when each of its members failed without a success in between, or when it is dropped because of failures."""
     failed_prompts: Annotated[int, Field(ge=1, le=1000)] = 4
-    """Of so many different prompts at least: what is wrong with a single prompt ends no run."""
+    """Minimum number of different prompts among those groups, so that a single broken prompt does not end the run."""
     item_timeouts: Annotated[int, Field(ge=0, le=1000)] = 2
-    """An item of which whole groups took more time or memory than they may this often, while other items got through
-    the same task, is retired: nothing is made of it any more (`relax-rt retired` lists such items). 0: none is."""
+    """Retire an item after this many whole groups of it exceeded a time or memory limit while other items completed the
+    same task; it is not sampled again (`relax-rt retired` lists such items). 0: never."""
     kept_items: list[Filled] = Field(default_factory=list)
-    """Ids of items that are never retired; those that were are tried again."""
+    """Ids of items that are never retired; retired ones are sampled again at the next start."""
     empty_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 3
-    """So many steps in a row without a token to train are reported."""
+    """Report after this many consecutive steps without a token to train."""
     stall_after_s: Seconds | None = None
-    """The run ends when nothing moves for this long: no token, environment step, reward, download or step. Unset:
-    longer than the slowest role may take by its own deadlines; never, where callers from outside may pause the run
-    ([roles.gateway], roles of your own)."""
+    """End the run after this time without progress in any role: no token, environment step, reward, download or step.
+    Unset: twice the slowest deadline of any role; never in runs with [roles.gateway] or your own roles, whose callers
+    may pause."""
 
 
 class CheckpointTable(Table):
@@ -377,7 +378,7 @@ class EngineSettings(RoleSettings):
     engine: Literal["embedded", "sglang"] = "embedded"
     """embedded: in the role's own process; sglang: a server under the role's supervision."""
     dtype: ChosenDtype = "auto"
-    """Of weights and KV cache; the dtype that weights are published in. auto: bfloat16 where the rollouts' device
+    """Dtype of weights and KV cache, and of published weights. auto: bfloat16 where the rollouts' device
     computes it fast, else float32 (docs/dtype.md)."""
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     """Sequences decoded at the same time."""

@@ -1,4 +1,4 @@
-"""Progress of long work that is done before a run has a screen: what is being done, and for how long already."""
+"""Print the progress of long work before the run has a screen: what is being done, and for how long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPEAT_S = 10.0
 
 @contextmanager
 def stage(what: str, repeat_s: float = REPEAT_S) -> Iterator[None]:
-    """Say on standard error what the block does: when it begins, and again every `repeat_s` while it lasts."""
+    """Print to standard error what the block does when it starts, and again every `repeat_s` seconds."""
     say(f"{what}…")
     began, over = time.monotonic(), threading.Event()
 

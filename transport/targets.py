@@ -19,13 +19,15 @@ from relax_rt.transport.errors import Refused
 
 
 class NoTarget(Refused):
-    """The code is not there or cannot be imported; what it raised is the cause."""
+    """The code does not exist or cannot be imported; `__cause__` is what it raised."""
 
 
 def load_target(target: str, base: Path = Path()) -> Any:
-    """What a target names. A file is imported once a process, as a module of the package that it lies in: relative
-    imports work, from the folders between `base` and the file too. Modules beside it, and packages in `base`, can be
-    imported by their own name, from this code also where something else of that name is installed or loaded.
+    """Import what a target names.
+
+    A file is imported once per process, as a module of its package: relative imports work, also of the folders between
+    `base` and the file. Sibling modules, and packages in `base`, can be imported by name, and this code gets them even
+    if another module of that name is installed or loaded.
 
     Args:
         base: what a relative file is relative to. `package.module` is looked for there, too.
@@ -58,7 +60,7 @@ _modules: dict[Path, ModuleType] = {}
 
 
 def _beside(place: str, base: Path) -> Path | None:
-    """The file in `base` that `package.module` means; None where Python finds the module without us."""
+    """The file in `base` that `package.module` refers to; None if Python finds the module itself."""
     parts = place.split(".")
     if base == Path() or len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return None
@@ -69,10 +71,10 @@ def _beside(place: str, base: Path) -> Path | None:
 
 
 def _is_other(name: str, root: Path) -> bool:
-    """Whether Python takes a top-level name for something else than what lies in `root`, or finds nothing; also if it
-    is a package of `root` that was imported under our name, so that there is one copy of it.
+    """Whether `import name` would not find what lies in `root`: Python finds another module or none, or it is a package
+    of `root` that is already imported under our package name and must not be loaded twice.
 
-    The standard library and this package are what they are: no folder has another of that name.
+    The standard library and this package are never overridden by a folder.
     """
     if name in sys.stdlib_module_names or name in ("__main__", __name__.partition(".")[0]):
         return False
@@ -112,20 +114,20 @@ def _dotted(folder: Path) -> bool:
 
 
 def _outermost(folder: Path) -> Path:
-    """The folder of the outermost package that a folder belongs to; the folder itself if it is no package."""
+    """The folder of the outermost package that a folder belongs to; the folder itself if it is not a package."""
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():
         folder = folder.parent
     return folder
 
 
 class UserCode(importlib.abc.MetaPathFinder):
-    """The modules below one folder, under a package name of their own: they shadow nothing, and nothing shadows them.
+    """Imports the modules below one folder under a package name of their own, so that no names collide.
 
-    `relax_user_…` is the folder as a package; a module of it imports relatively as usual. Two kinds of top-level names
-    mean the folder's when a module of it imports them, because its `__import__` is `_import`: those that Python would
-    take for something else, as `tools` beside an installed `tools`, and packages with a target in them, of which there
-    would be two copies otherwise. A change of sys.path could not do that without changing what everyone else gets, and
-    would come too late for what is imported already.
+    `relax_user_…` is the folder as a package, in which relative imports work as usual. For modules of the folder,
+    `__import__` is `_import`, which resolves two kinds of top-level names to the folder: those that Python would
+    resolve elsewhere (`tools` with another `tools` installed), and packages that contain a target, which would
+    otherwise be loaded twice. Changing sys.path instead would affect all other imports, and come too late for modules
+    that are already loaded.
     """
 
     _all: ClassVar[dict[Path, UserCode]] = {}
@@ -157,7 +159,7 @@ class UserCode(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name) if "." not in path.stem else None
         if spec is not None and spec.origin == str(path):
             return importlib.import_module(name)
-        # No import statement reaches this file: my.reward.py, or a reward.py beside reward/__init__.py.
+        # No import statement can name this file: my.reward.py, or a reward.py next to reward/__init__.py.
         name = f"{'.'.join(parts[:-1])}.{path.stem.replace('.', '_')}_py"
         spec = importlib.util.spec_from_file_location(name, path, loader=UserLoader(name, str(path), self))
         assert spec is not None and spec.loader is not None
@@ -172,7 +174,7 @@ class UserCode(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See MetaPathFinder: Python's own search in the folder, with our loader."""
+        """Find a module in the folder with Python's own search, but with our loader."""
         if not fullname.startswith(f"{self.package}."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -198,7 +200,7 @@ class UserCode(importlib.abc.MetaPathFinder):
         folder = self.root / top
         whole = folder.with_name(f"{top}.py").is_file() or (folder / "__init__.py").is_file()
         if not whole and top not in self.packages:
-            # A folder without __init__.py may hold anything: it is meant if what is imported lies in it.
+            # A folder without __init__.py may be unrelated: it is used only if it contains what is imported.
             below = [rest.partition(".")[0]] if rest else fromlist
             if not any((folder / f"{one}.py").is_file() or (folder / one).is_dir() for one in below if one != "*"):
                 return False
@@ -213,7 +215,7 @@ class UserLoader(importlib.machinery.SourceFileLoader):
         self._code = code
 
     def exec_module(self, module: ModuleType) -> None:
-        """See Loader."""
+        """Execute the module with the builtins of its folder."""
         module.__dict__["__builtins__"] = self._code.builtins
         super().exec_module(module)
 

@@ -22,7 +22,7 @@ REST = Group("Options", sort_key=5)
 app = App(
     name="relax-rt",
     help="Asynchronous RL post-training on bare-metal nodes, as restartable processes.\n\nExit codes: 0 done, 1 the run"
-    " failed or does not answer, 2 the input is wrong and nothing was begun, 130 Ctrl-C.",
+    " failed or does not answer, 2 the input is wrong and nothing was started, 130 Ctrl-C.",
     version=__version__,
     help_format="plaintext",
     default_parameter=Parameter(negative=()),

@@ -34,7 +34,7 @@ def brief(config: RunConfig) -> list[str]:
         + (f", {gpus:g} GPUs" if gpus else "")
         + f", {need:,} MiB of shared memory ({free:,} MiB are free)",
         *choices(config.chosen),
-        *([f"  time    {told}"] if (told := expected(config)) else []),
+        *([f"  time    {time_left}"] if (time_left := expected(config)) else []),
     ]
 
 

@@ -27,7 +27,7 @@ LOOK_EVERY_S = 1.0
 MOST_REASONS = 8
 SHOWN_LINES = 12
 AT_ONCE_S = 0.5
-"""A run that is gone within this needs no words."""
+"""Nothing is printed for a run that ends within this."""
 MOST_TOLD = 4
 WORK = 80
 ENDING = ("stopping", "killing", "hung", "requested", "starting")
@@ -63,23 +63,25 @@ def detach(config: Path, overrides: Sequence[str], run_dir: Path, say: Say) -> t
 
 
 def wait_until_ended(run_dir: Path, wait_s: float, say: Say, *, kill: bool = False) -> bool:
-    """Wait until a run is gone. Say at once what it waits for, for how long at most and how to end it now; then what it
-    waits for each time that it is another slot, and every 10 s. False: it is still there after wait_s.
+    """Wait until a run has ended. False: it has not within wait_s.
+
+    Prints at once what it waits for, for how long at most and how to kill it; then the slots it waits for whenever they
+    change, and every 10 s.
 
     Args:
-        kill: its roles are being killed, so that there is nothing to say of their work.
+        kill: its roles are being killed, so their work is not reported.
     """
-    began = told_at = time.monotonic()
-    told: Sequence[str] = ()
+    began = reported_at = time.monotonic()
+    reported: Sequence[str] = ()
     if control.wait_ended(run_dir, min(wait_s, AT_ONCE_S)):
         return True
     if not kill:
         say(f"waiting for the end, {duration(wait_s)} at most; `relax-rt down {run_dir} --now` ends it at once")
     while (left := began + wait_s - time.monotonic()) > 0:
         names, line = who_ends(run_dir)
-        if names != told or time.monotonic() - told_at >= TELL_EVERY_S:
-            told, told_at = names, time.monotonic()
-            say(f"{duration(told_at - began)}: {line}")
+        if names != reported or time.monotonic() - reported_at >= TELL_EVERY_S:
+            reported, reported_at = names, time.monotonic()
+            say(f"{duration(reported_at - began)}: {line}")
         if control.wait_ended(run_dir, min(left, LOOK_EVERY_S)):
             return True
     return False

@@ -109,7 +109,7 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures], estimate: Est
         head += f"  {escape(clip(status.reason, REASON))}"
     console.print(f"{head}  [bright_black]{escape(status.run_dir)}[/]")
     if estimate is not None:
-        console.print(Text(f"step {estimate.step} / {estimate.steps}  {estimate.told(status.uptime_s)}"))
+        console.print(Text(f"step {estimate.step} / {estimate.steps}  {estimate.summary(status.uptime_s)}"))
     if status.diagnosis is not None:
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:
@@ -232,8 +232,8 @@ def show_why(found: Account, asked: str = "") -> None:
     elif found.first is None and found.final is None:
         who = f"{asked} has" if asked else "No role has"
         lost = ", but samples are lost" if found.losses else ""
-        told = f"{who} {'not ' if asked else ''}failed since the run was started{lost}."
-        console.print(Text(told, "yellow" if lost else "green"))
+        line = f"{who} {'not ' if asked else ''}failed since the run was started{lost}."
+        console.print(Text(line, "yellow" if lost else "green"))
     first = None if asked or not _led_to_end(found) else found.first
     if final is not None:
         _show_diagnosis(console, "What ended the run", final)

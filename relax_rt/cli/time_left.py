@@ -25,7 +25,7 @@ MOST_RUNS = 50
 OTHERWISE = ("config_dir", "run.name", "run.dir", "run.seed", "algorithm.steps", "supervision", "events")
 """Keys that may differ between two runs whose steps take the same time."""
 ENOUGH = 3
-"""Measured steps of an earlier run that say how long those of another take."""
+"""Minimum number of measured steps of an earlier run to estimate from."""
 
 
 def estimate_of(status: RunStatus) -> Estimate | None:
@@ -41,7 +41,7 @@ def estimate_of(status: RunStatus) -> Estimate | None:
 
 
 def expected(config: RunConfig) -> str:
-    """What is known before a run starts of the time that it will take, in words."""
+    """Describe how long a run will take, as far as known before it starts."""
     steps = load_job(config.run.job).steps(config)
     if steps is None:
         return ""
@@ -58,7 +58,7 @@ def expected(config: RunConfig) -> str:
             long, pace = duration(steps * found.step_s), duration(found.step_s)
             like = f"the {pace} a step that {run_dir.name} took on this machine with these settings"
             return f"about {long} for {steps} steps, at {like}"
-    return f"{steps} steps; how long they take is told after the first, and corrected as it goes on"
+    return f"{steps} steps; the time left is estimated after the first and updated with each step"
 
 
 def _measured(run_dir: Path, steps: int | None, pacing: Pacing) -> Estimate | None:
@@ -92,7 +92,7 @@ def _on_this_machine(run_dir: Path) -> bool:
 
 
 def _like(config: RunConfig) -> Iterator[Path]:
-    """The runs beside this one on this machine that differ in nothing that steps depend on, the newest first."""
+    """Runs next to this one, on this machine, with the same settings except OTHERWISE; the newest first."""
     own = Path(config.run.dir)
     found = [path for path in own.parent.glob(f"*/{RUN_JSON}") if path.parent != own]
     ours = _settings(json.loads(json.dumps(config.model_dump(mode="json"))))

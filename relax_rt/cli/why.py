@@ -54,9 +54,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         deaths: the slots that failed, in the order of their first failure.
         incidents: each failure with what followed, in order: the newest of them.
         waiting: who waits for what now; empty when the run has ended.
-        notes: what else happened, in order: the newest of it.
-        losses: samples lost in this start of the run, by cause. workers: reward workers that were killed, in words.
-        retired: data items that are not tried again.
+        notes: the newest of all other events, in order.
+        losses: samples lost in this start of the run, by cause. workers: description of each killed reward worker.
+        retired: data items that are not sampled again.
     """
 
     name: str

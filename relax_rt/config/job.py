@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from relax_rt.config.problems import Problem, did_you_mean
-from relax_rt.config.schema import RoleSettings, RunConfig
-from relax_rt.transport.errors import RelaxError
+from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
+from relax_rt.transport.errors import Refused, RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.config.inventory import Inventory
@@ -37,13 +38,13 @@ class PlanLine(msgspec.Struct, frozen=True):
 
 
 class Pacing(msgspec.Struct, frozen=True):
-    """What a job's records say of the time that its steps take, for the estimate of the time left.
+    """Which metrics the time of a step consists of, for the estimate of the time left.
 
     Attributes:
-        wait: key of a step's record: seconds that it waited for its input.
-        work: keys of its other seconds.
-        ahead: steps whose input may be made while the first waits for its own; 0: input and work take turns.
-        repeated: kinds of record whose `seconds`, where `when` is "before", are needed again after the last step.
+        wait: key in a step's record: seconds waiting for input.
+        work: keys of its other durations (s).
+        ahead: steps whose input may be produced before the first has its own; 0: input and work alternate.
+        repeated: kinds of record whose `seconds` with `when` = "before" are spent again after the last step.
     """
 
     wait: str = ""
@@ -118,7 +119,7 @@ class TriedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrongGold(msgspec.Struct, frozen=True):
-    """A right answer of the data that does not get 1 against itself: file and line, what it is, and why."""
+    """A right answer of the data that does not get 1 against itself: file and line, the answer, and the reason."""
 
     where: str
     answer: str
@@ -126,10 +127,10 @@ class WrongGold(msgspec.Struct, frozen=True):
 
 
 class GoldReport(msgspec.Struct):
-    """What became of the right answers of the data with one reward.
+    """Result of scoring the right answers of the data with one reward.
 
     Attributes:
-        checked: rows, of `rows` in all. wrong: rows that do not get 1; the first of them are in `examples`.
+        checked: number of rows scored, of `rows` in total. wrong: rows that do not get 1, the first ones in `examples`.
     """
 
     reward: str
@@ -139,80 +140,151 @@ class GoldReport(msgspec.Struct):
     examples: list[WrongGold] = []
 
     def lines(self, most: int) -> list[str]:
-        """The report for people, with as many examples; empty if nothing is wrong."""
+        """Render the report with at most `most` examples; empty if all answers get 1."""
         if not self.wrong:
             return []
         head = (
             f"{self.wrong} of {self.checked} right answers that were checked (of {self.rows}) do not get 1 from "
-            f"'{self.reward}' against themselves; completions of such rows are not scored as meant:"
+            f"'{self.reward}' against themselves; completions of such rows get wrong scores:"
         )
         shown = [f"  {one.where}: {one.answer!r:.80}: {one.why}" for one in self.examples[:most]]
         left = [f"  … and {self.wrong - len(shown)} more"] if self.wrong > len(shown) else []
         return [head, *shown, *left]
 
 
-class Job(Protocol):
-    """A kind of run.
+class Job(ABC):
+    """Base class of a kind of run. What a job does not override has the default of a run without model and data.
 
     The module that defines it is imported by the command line, the agent and every role: it must import nothing
     heavy (numpy, torch) at its top. Checks return all problems at once, with the key each is about.
     """
 
-    Config: ClassVar[type[RunConfig]]
+    Config: ClassVar[type[RunConfig]] = RunConfig
     """The whole roles.toml: the runtime's tables and the job's own."""
-    Roles: ClassVar[Mapping[str, type[RoleSettings]]]
+    Roles: ClassVar[Mapping[str, type[RoleSettings]]] = {}
     """The kinds of role that the job runs, with their settings; one without a table in roles.toml gets defaults."""
-    headline: ClassVar[Sequence[Column]]
+    headline: ClassVar[Sequence[Column]] = ()
     """What the live screen shows of the metrics."""
+    one_node: ClassVar[Sequence[str]] = ()
+    """Roles that run on the head's node only, because they share memory and files."""
+    changeable: ClassVar[frozenset[str]] = frozenset()
+    """Keys of roles.toml that may differ when a run is resumed."""
 
-    # A job may also name `one_node`, roles that cannot run but on the head's node: they share memory and files there.
-    # And `changeable`, keys of roles.toml that may be otherwise when a run is resumed, and `past(run_dir)`, those of
-    # them that can change nothing any more in this run, each with the reason. And `assumed(data)`, tables that need not
-    # be there beside what is, and `settled(roles, supervision)`, the settings that the roles have beside each other and
-    # by the run's rules. And `absent(config)`, roles that there is nothing to do for in a run. And
-    # `missing_inputs(config, config_dir)`, a problem for each file that the config names and that is not there; it
-    # only looks at names, so it belongs to the quick checks. And `pacing(config)`, a Pacing. And `choose(config,
-    # recorded, measured, here)`, the config with the settings filled in that the job chooses, and `config.chosen`;
-    # recorded is the resolved config that a run began with, measured = False must answer at once, here = False is for a
-    # plan for other machines. And `advice(config, loss)`, the setting that helps against what the queue lost (fields of
-    # a Loss), and `stall_after_s(config)`, after how many seconds without any movement a run ends (None: never). And
-    # `check_golds(config)`: a GoldReport for each reward that compares with the right answers of the data, all scored.
+    @abstractmethod
+    def ledger_policy(self, config: Any) -> LedgerPolicy:
+        """Return the policy of the queue's ledger."""
+
+    def assumed(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tables to add to a roles.toml that leaves them out.
+
+        Args:
+            data: the parsed roles.toml.
+        """
+        return {}
+
+    def settled(self, roles: dict[str, RoleSettings], supervision: SupervisionTable) -> dict[str, RoleSettings]:
+        """Adjust the settings of roles that depend on other roles or on the supervision table."""
+        return roles
+
+    def choose(self, config: Any, recorded: Mapping[str, Any], *, measured: bool, here: bool) -> RunConfig:
+        """Fill in the settings that the job chooses, and `config.chosen`.
+
+        Args:
+            recorded: the resolved config that the run was started with; empty for a new run.
+            measured: whether the choice may take seconds of measurement; False: return at once.
+            here: whether the run starts on this machine; False for a plan for other machines.
+        """
+        resolved: RunConfig = config
+        return resolved
+
+    def absent(self, config: Any) -> Sequence[str]:
+        """Return the kinds of role that have no work in this run and are not started."""
+        return ()
+
+    def past(self, run_dir: Path) -> dict[str, str]:
+        """Return the `changeable` keys that no longer have an effect in this run, each with the reason."""
+        return {}
 
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
-        """Cheap checks across keys: no model, data or user code is loaded."""
+        """Run the cheap checks across keys: no model, data or user code is loaded."""
+        return []
+
+    def missing_inputs(self, config: Any, config_dir: Path) -> list[Problem]:
+        """Return a problem for each file that the config names and that does not exist.
+
+        Belongs to the quick checks: no file is opened.
+        """
+        return []
 
     def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
-        """Slow checks before anything starts: the model, the data, a dry run of the reward function. They run only when
-        the quick ones found nothing; each stage says on standard error what it does before it begins."""
+        """Run the slow checks before anything starts: the model, the data, a dry run of the reward function.
+
+        Called only when the quick checks found nothing; each stage prints to standard error what it does before it
+        begins.
+        """
+        return []
+
+    def check_golds(self, config: Any) -> list[GoldReport] | None:
+        """Score every right answer of the data against itself, a report for each reward that compares with them.
+
+        None: the job has no right answers.
+        """
+        return None
 
     def plan(self, config: Any) -> list[PlanLine]:
-        """What the run will need and do."""
-
-    def ledger_policy(self, config: Any) -> LedgerPolicy:
-        """What the queue's ledger holds this job to."""
+        """Return what the run will need and do."""
+        return []
 
     def shm_bytes(self, config: Any) -> int:
-        """Shared memory that the run needs on this node besides the queue's capacity."""
+        """Return the shared memory in bytes that the run needs on this node besides the queue's capacity."""
+        return 0
 
     def steps(self, config: Any) -> int | None:
-        """Steps that the run is to make, for the progress bar; None if it has no such end."""
+        """Return the number of steps of the run, for the progress bar; None if it has no such end."""
+        return None
+
+    def pacing(self, config: Any) -> Pacing:
+        """Return which metrics the time of a step consists of, for the estimate of the time left."""
+        return Pacing()
+
+    def stall_after_s(self, config: Any) -> float | None:
+        """Return after how many seconds without progress in any slot the run ends; None: never."""
+        return None
+
+    def advice(self, config: Any, loss: Mapping[str, Any]) -> str:
+        """Return the setting that helps against a loss in the queue; empty if there is none.
+
+        Args:
+            loss: fields of a `Loss` of the queue.
+        """
+        return ""
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
-        """After the last role has ended: write plots, return the summary."""
+        """Write plots and return the summary, after the last role has ended."""
+        return {}
 
     def closing(self, summary: dict[str, Any]) -> list[str]:
-        """The summary that `finish` returned, in lines for people."""
+        """Render the summary that `finish` returned as lines for people."""
+        return []
 
     def sample(
         self, config: Any, run_dir: Path | None, items: int, *, held_out: bool = False, prompts: Sequence[str] = ()
     ) -> list[TriedSample]:
-        """Samples made and scored as in a run, without one.
+        """Generate and score samples as in a run, without starting one.
 
         Args:
             run_dir: sample from the newest checkpoint of this run; None: from the model that the config names.
-            items: how many prompts, from the first of the run's order, or of the held-out ones.
+            items: number of prompts, from the first of the run's order, or of the held-out ones.
             prompts: questions to ask instead; they have no answer and so no reward.
+
+        Raises:
+            Refused: the job has no model.
         """
+        raise Refused(
+            f"samples of a run of job '{config.run.job}'",
+            why="it has no model",
+            hint="set run.job to the job that has one",
+        )
 
 
 class InventoryPlan(Protocol):
@@ -246,7 +318,7 @@ def load_job(name: str) -> Job:
     """The job of that name.
 
     Raises:
-        RelaxError: no package offers it, or its module cannot be imported.
+        RelaxError: no package offers it, its module cannot be imported, or it is not a subclass of Job.
     """
     for entry in entry_points(group=JOB_GROUP):
         if entry.name != name:
@@ -259,7 +331,9 @@ def load_job(name: str) -> Job:
                 why=str(error),
                 hint="install the extra that it needs, as relax-rt[cpu] or relax-rt[gpu]",
             ) from error
-        return cast(Job, found() if isinstance(found, type) else found)
+        if not (isinstance(found, type) and issubclass(found, Job)):
+            raise RelaxError(f"job '{name}' ({entry.value}) is not a subclass of relax_rt.config.job.Job")
+        return found()
     known = job_names()
     raise RelaxError(
         f"unknown job '{name}'",
@@ -268,24 +342,20 @@ def load_job(name: str) -> Job:
 
 
 def absent_kinds(config: RunConfig) -> frozenset[str]:
-    """Roles that there is nothing to do for in this run, by the job's own word."""
-    absent = getattr(load_job(config.run.job), "absent", None)
-    return frozenset(absent(config)) if absent is not None else frozenset()
+    """Kinds of role that have no work in this run, from the job."""
+    return frozenset(load_job(config.run.job).absent(config))
 
 
 def pacing_of(config: RunConfig) -> Pacing:
-    """What the run's job says of the time of its steps; nothing, if it does not say."""
-    found = getattr(load_job(config.run.job), "pacing", None)
-    return found(config) if found is not None else Pacing()
+    """Which metrics the time of a step consists of, from the run's job."""
+    return load_job(config.run.job).pacing(config)
 
 
 def advice(config: RunConfig, loss: Mapping[str, Any]) -> str:
-    """The setting that helps against a loss, by the job's own word."""
-    known = getattr(load_job(config.run.job), "advice", None)
-    return str(known(config, loss)) if known is not None else ""
+    """The setting that helps against a loss in the queue, from the run's job."""
+    return load_job(config.run.job).advice(config, loss)
 
 
 def stall_after_s(config: RunConfig) -> float | None:
-    """After how long without any movement the run ends, by the job's own word; None: never."""
-    known = getattr(load_job(config.run.job), "stall_after_s", None)
-    return known(config) if known is not None else None
+    """After how many seconds without progress the run ends, from the run's job; None: never."""
+    return load_job(config.run.job).stall_after_s(config)

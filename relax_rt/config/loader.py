@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
+from relax_rt.config import RESOLVED_CONFIG
 from relax_rt.config.checks import check_runtime
 from relax_rt.config.inventory import Inventory
 from relax_rt.config.job import Job, Planner, job_names, load_job
@@ -27,7 +28,7 @@ S = TypeVar("S", bound=RoleSettings)
 
 ROLE_GROUP = "relax_rt.roles"
 FILLED_IN = ("config_dir", "chosen")
-"""Keys of a config that are no user's."""
+"""Keys of the resolved config that the loader sets."""
 SYSTEM_ROLES = ("registry", "queue")
 """Roles of every run; they need no table."""
 
@@ -76,7 +77,7 @@ def load_config(
 
 
 def preflight_config(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> None:
-    """Run the job's slow checks: model, data, a dry run of the user's reward function. The job says what it does.
+    """Run the job's slow checks: model, data, a dry run of the user's reward function. Each check prints what it does.
 
     Args:
         config: what `load_config` made of this file and these overrides.
@@ -108,12 +109,12 @@ def _quick(
             problems.append(Problem((key,), f"{key} is filled in by the loader", at="key"))
             del source.data[key]
     job = _find_job(source.data, problems)
-    if job is not None and hasattr(job, "assumed"):
+    if job is not None:
         source.data.update({key: table for key, table in job.assumed(source.data).items() if key not in source.data})
     model: type[RunConfig] = job.Config if job else _AnyJob
     runtime = _tables(model, source, problems)
     roles = _roles(source.data.get("roles", {}), job, config_dir, model, problems)
-    if job is not None and hasattr(job, "settled"):
+    if job is not None:
         roles = job.settled(roles, runtime.supervision if runtime is not None else SupervisionTable())
     directory = _run_dir(runtime, problems) if runtime is not None else None
     if runtime is not None and directory is not None:
@@ -124,7 +125,7 @@ def _quick(
         if job is not None and isinstance(runtime, model):
             guessed, found = _chosen(job, runtime, config_dir, inventory, measured=False)
             across += found
-            if inputs and hasattr(job, "missing_inputs"):
+            if inputs:
                 told = {problem.path for problem in [*problems, *across]}
                 across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in told]
             if problems or across:
@@ -221,16 +222,15 @@ def _chosen(
     job: Job, config: RunConfig, config_dir: Path, inventory: Inventory | None, *, measured: bool
 ) -> tuple[RunConfig, list[Problem]]:
     """The config with what the job chooses filled in, and what is wrong with it then."""
-    if hasattr(job, "choose"):
-        recorded = {} if inventory is not None else _recorded(Path(config.run.dir))
-        config = job.choose(config, recorded, measured=measured, here=inventory is None)
+    recorded = {} if inventory is not None else _recorded(Path(config.run.dir))
+    config = job.choose(config, recorded, measured=measured, here=inventory is None)
     return config, [*job.check(config, config_dir), *_hardware(job, config, inventory)]
 
 
 def _recorded(run_dir: Path) -> dict[str, Any]:
     """The resolved config of the run that `up` would resume; empty if there is none, or it cannot be read."""
     try:
-        found = json.loads((run_dir / "config.json").read_text())
+        found = json.loads((run_dir / RESOLVED_CONFIG).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -59,7 +59,7 @@ def pinned_plans(plans: Sequence[RolePlan], config: RunConfig) -> list[RolePlan]
 
 
 def kinds_of_one_node(config: RunConfig) -> Sequence[str]:
-    """Roles that share memory with each other, by the job's own word."""
+    """Kinds of role that run on the head's node only, because they share memory and files."""
     from relax_rt.config.job import load_job
 
-    return tuple(getattr(load_job(config.run.job), "one_node", ()))
+    return load_job(config.run.job).one_node

@@ -14,7 +14,7 @@ WINDOW = 32
 """Steps that the pace is the mean of. It must be some: where staleness is allowed, steps come in bursts; and the ones
 that a checkpoint or an evaluation slows down count as well."""
 SETTLED = 3
-"""From so many measured steps on, what was measured before a restart counts no more."""
+"""After this many measured steps, measurements from before a restart are discarded."""
 MAX_REPEATED = 64
 
 
@@ -38,7 +38,7 @@ class Estimate(msgspec.Struct, frozen=True):
         """How long this start of the run takes in all, if it has taken `uptime_s` until now."""
         return None if self.left_s is None else uptime_s + self.left_s
 
-    def told(self, uptime_s: float) -> str:
+    def summary(self, uptime_s: float) -> str:
         """``12 s a step, about 24m 10s left, 31m 00s in all``."""
         total_s = self.total_s(uptime_s)
         return str(self) if total_s is None else f"{self}, {duration(total_s)} in all"
@@ -58,8 +58,8 @@ class Estimator:
     """Takes the run's records in the order in which they were written.
 
     Args:
-        steps: to make. kind, key: of the records that count them.
-        pacing: what the job says of its records.
+        steps: total number. kind, key: of the metrics records that count them.
+        pacing: which metrics the time of a step consists of.
     """
 
     def __init__(self, steps: int, pacing: Pacing, kind: str = "step", key: str = "step") -> None:
@@ -73,7 +73,7 @@ class Estimator:
         self._repeated: dict[tuple[str, str], float] = {}
 
     def take(self, record: dict[str, Any]) -> None:
-        """Take in one record of the metrics; most say nothing of time."""
+        """Update from one metrics record; most kinds are ignored."""
         kind, step = str(record.get("kind", "")), record.get(self._key)
         if kind == self._kind and isinstance(step, int):
             self._take_step(step, record)

@@ -79,7 +79,7 @@ class Headline:
         columns: the job's columns.
         target: steps the run is to make, if known.
         progress: kind and key of the records that count steps.
-        pacing: what the job says of the time that its steps take.
+        pacing: which metrics the time of a step consists of.
     """
 
     def __init__(

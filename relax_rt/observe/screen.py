@@ -38,7 +38,7 @@ class Screen:
         target_steps: steps the run is to make, if known.
         console: where to show it; standard output if none.
         began: tell of what happened from then on (wall-clock s); from now on if none is given.
-        pacing: what the job says of the time that its steps take.
+        pacing: which metrics the time of a step consists of.
         starts: on a live screen, leave a line above it for each slot that becomes ready for the first time.
     """
 

@@ -55,7 +55,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
         "warning",
         "filters left out all {scored} groups scored for step {step} (lately {passing} pass): {filtered}",
     ),
-    "steps_empty": ("error", "{steps} steps in a row had nothing to train, and published nothing: {why}"),
+    "steps_empty": ("error", "{steps} consecutive steps had no token to train and published no version: {why}"),
 }
 """Events that are told as they are, with the fields they carry."""
 TOLD_ONCE: dict[str, tuple[Tone, str]] = {
@@ -65,7 +65,7 @@ TOLD_ONCE: dict[str, tuple[Tone, str]] = {
     "broadcast_rank_off": ("warning", "{engine} is not broadcast to, versions go by the stage: {why}"),
     "broadcasts_off": ("warning", "there are no broadcasts, versions go by the stage: {why}"),
     "layers_fallback": ("warning", "the trainer computes with Megatron-Core's own layers: {why}; {hint}"),
-    "gold_unread": ("warning", "the answer of item {item} cannot be read, its completions count 0: {reason}"),
+    "gold_unreadable": ("warning", "the answer of item {item} cannot be read, its completions count 0: {reason}"),
     "step_skipped": ("warning", "step {step} was thrown away: {why}"),
     "update_skipped": ("warning", "of the updates of step {step} some were thrown away: {why}"),
     "step_short": ("warning", "step {step} was taken with fewer groups than prompts_per_step"),

@@ -56,7 +56,7 @@ class Tail:
         if self._fd < 0 and not self._open():
             return []
         data = self._read()
-        # Looked at before the read: nothing is written to a replaced file that has no writer.
+        # Checked before the read: a replaced file without a writer does not grow.
         if not data and self._replaced() and has_no_writer(self._fd) is not False and not (data := self._read()):
             self.close()
             data = self._read() if self._open() else b""

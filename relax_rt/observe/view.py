@@ -76,7 +76,7 @@ def _progress(headline: Headline, now: float, width: int, uptime_s: float, *, en
     estimate = headline.estimate(now)
     done = min(1.0, step / headline.target) if headline.target else 1.0
     label = f"step {step} / {headline.target}"
-    tail = f"{done:4.0%}" + ("" if ending or estimate is None else f"  {estimate.told(uptime_s)}")
+    tail = f"{done:4.0%}" + ("" if ending or estimate is None else f"  {estimate.summary(uptime_s)}")
     table = Table.grid(padding=(0, 2, 0, 0))
     if not ending and estimate is not None and estimate.left_s is not None and len(label) + len(tail) + 14 > width:
         tail = f"{done:4.0%}  {duration(estimate.left_s)} left"

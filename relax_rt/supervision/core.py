@@ -43,7 +43,7 @@ from relax_rt.supervision.tree import RoleRestart, Tree
 __all__ = ["InvalidTransition", "SlotView", "Supervisor"]
 
 PAUSE_S = 60.0
-"""Slots report every second: if nothing at all was heard for so long, the agent itself was stopped."""
+"""Slots report every second: if no report arrived for this long, the agent itself was suspended."""
 BEAT_LATE_S = 5.0
 """An idle role says so every second; it is given at least this long, however short its `hang_after_s`."""
 
@@ -100,7 +100,7 @@ class Supervisor(Requests):
             Refused: what an operator or a node asks for cannot be done, and why.
         """
         if now - self._now > PAUSE_S:
-            # The machine slept, or the agent was stopped: nobody could be heard.
+            # The machine or the agent was suspended, so reports could not arrive.
             self._moved_at = max(self._moved_at, now - PAUSE_S) if self._moved_at > float("-inf") else self._moved_at
         self._now = max(self._now, now)
         self._out = []
@@ -227,10 +227,10 @@ class Supervisor(Requests):
             return
         for s in working:
             if s.state == "ready":
-                self._emit("slot_stalled", s, waiting=s.waiting or s.detail or "nothing it says")
+                self._emit("slot_stalled", s, waiting=s.waiting or s.detail or "no reason given")
         waits = "; ".join(f"{s.name}: {s.waiting}" for s in working if s.state == "ready" and s.waiting)
         what = f"nothing moved for {self._stall_after_s:g} s, no token, step, reward or download"
-        self._drain(Ending(1, f"{what}: {waits or 'no slot says what it waits for'}"))
+        self._drain(Ending(1, f"{what}: {waits or 'no slot gives a reason'}"))
 
     def _patience_s(self, s: Slot) -> float:
         return max(s.spec.hang_after_s, BEAT_LATE_S) if s.waiting else s.spec.hang_after_s

@@ -39,7 +39,7 @@ from relax_rt.transport.errors import RelaxError
 MIB = 1 << 20
 MOST_TOLD, MOST_NAMED = 5, 25
 NOT_ITS_OWN = ("config_dir", "chosen", "run.dir", "supervision.nodes.listen")
-"""Keys, and beginnings of keys, that a run may have otherwise when it is resumed."""
+"""Keys, and prefixes of keys, that may differ when a run is resumed."""
 OUTPUT = "up"
 """Log of what a run prints that has no terminal."""
 
@@ -132,7 +132,7 @@ def _command(run: Prepared, screen: str, system: Sequence[str]) -> list[str]:
 def check_start(config: RunConfig) -> None:
     """Refuse a run that cannot start in its directory or on this machine now, before slow checks are made for it.
 
-    `prepare` checks the same again, under the lock; nothing is made here.
+    `prepare` checks the same again under the lock; this function creates no files.
 
     Raises:
         RelaxError: its run is alive, the directory is another config's, or /dev/shm is too small.
@@ -231,7 +231,7 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
     if run.get("config_digest", digest) != digest:
         changed = _changed(run_dir / RESOLVED_CONFIG, config)
         job = load_job(config.run.job)
-        may_change: frozenset[str] = getattr(job, "changeable", frozenset())
+        may_change = job.changeable
         if changed and all(key in may_change for key, _, _ in changed):
             _check_not_past(job, run_dir, changed)
             return
@@ -249,7 +249,7 @@ def _check_same_config(run_dir: Path, digest: str, config: RunConfig) -> None:
 
 def _check_not_past(job: Job, run_dir: Path, changed: Sequence[tuple[str, Any, Any]]) -> None:
     """Refuse a change that would be accepted and have no effect."""
-    reasons: dict[str, str] = job.past(run_dir) if hasattr(job, "past") else {}
+    reasons = job.past(run_dir)
     for key, was, have in changed:
         if key in reasons:
             raise RelaxError(

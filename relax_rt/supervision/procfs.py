@@ -6,12 +6,15 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from relax_rt.transport.process_stat import start_time as start_time
 from relax_rt.transport.process_stat import stat_fields as stat_fields
 
+CPUINFO = Path("/proc/cpuinfo")
+CPU_MODEL = ("model name", "Processor")
+"""Names of the line of /proc/cpuinfo with the CPU model, on x86 and on Arm."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -30,6 +33,19 @@ def prctl(option: int, value: int) -> None:
 def become_subreaper() -> None:
     """Orphaned descendants become our children instead of init's."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def cpuinfo_field(names: Sequence[str], cpuinfo: Path = CPUINFO) -> str | None:
+    """Value of the first line of /proc/cpuinfo that has one of these names; None: no line has, or it is unreadable."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in names:
+            return value.strip()
+    return None
 
 
 def boot_id() -> str:

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from relax_rt.config import RESOLVED_CONFIG as RESOLVED_CONFIG
 from relax_rt.supervision import procfs
 
 RUN_JSON = "run.json"
-RESOLVED_CONFIG = "config.json"
 LOCK = "lock"
 OWNER = "owner.json"
 AGENT_SOCKET = "agent.sock"
@@ -212,12 +212,6 @@ def clean_stale_runs() -> list[str]:
 
 
 def machine() -> str:
-    """What the speed of a run depends on: two machines of one name take about the same time."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return (
-        f"{os.uname().nodename}, {sum(line.startswith('processor') for line in lines)} x {model or os.uname().machine}"
-    )
+    """Identify this machine for comparing step times: host name, cores, CPU model."""
+    model = procfs.cpuinfo_field(procfs.CPU_MODEL) or os.uname().machine
+    return f"{os.uname().nodename}, {os.cpu_count()} x {model}"

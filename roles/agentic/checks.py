@@ -130,7 +130,7 @@ def preflight_environment(
         yield Problem(("algorithm", "group_size"), f"{message}{config.algorithm.group_size}", "a multiple of the seats")
     if tokenizer is not None:
         if factory.plays:
-            # What a program will send is its own affair.
+            # The program chooses what it sends, so these are only warnings.
             for warning in template_warnings(config, tokenizer):
                 say(f"warning: {warning}")
         else:
@@ -178,7 +178,7 @@ def _begin_one(config: RLConfig, table: EnvSettings, factory: Factory, tokenizer
             if fault.raises:
                 yield Problem((*PLACE, "environment"), f"{message}; an episode would end there", TEMPLATE)
             else:
-                say(f"warning: {message}; where a history is rendered anew, it is not what was said")
+                say(f"warning: {message}; where a history is rendered again, it differs from what was sampled")
         tokens = asyncio.run(_first_prompt(chat, seen, table))
     except RelaxError as error:
         yield _problem(error)

@@ -69,7 +69,7 @@ class Group:
     failed: str = ""
     lost: str = ""
     late: bool = True
-    """Whether its episodes failed because they took too long, and not for another reason."""
+    """Whether its episodes failed because of a time limit, and for no other reason."""
 
 
 class NotLeft(RelaxError):
@@ -584,8 +584,8 @@ class EnvRole(Role):
         if self.player.playing:
             engines = ", ".join(self.router.waiting_on())
             doing = self.player.doing() + (f" ({engines})" if engines else "")
-            told = (doing, self._standstill.told(), self.player.strays.words())
-            self.ctx.progress.waiting("; ".join(one for one in told if one))
+            parts = (doing, self._standstill.summary(), self.player.strays.words())
+            self.ctx.progress.waiting("; ".join(one for one in parts if one))
         tally = self._tally
         if tally.episodes or tally.failed or tally.lost:
             programs = self.player.programs

@@ -77,7 +77,7 @@ def load_chat(
 
 
 def template_warnings(config: RLConfig, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """What a program that calls the gateway may send and the chat template cannot render.
+    """Return what a program may send through the gateway that the chat template cannot render.
 
     Raises:
         RelaxError: see `load_chat`.

@@ -1,8 +1,8 @@
-"""When nothing comes of a slot's episodes any more although it has played some: then the role starts anew.
+"""Restart an env slot whose episodes all fail, once at least one has succeeded.
 
-That mends what broke in the slot's own process. Where nothing ever came of a slot, its failed groups are counted by the
-queue, which ends the run (docs/progress.md). Held-out episodes are in no group: ends of a slot because of them end the
-run by `ending`.
+A restart repairs a broken process. If no episode of the slot ever succeeded, the queue counts its failed groups and
+ends the run (docs/progress.md). Held-out episodes belong to no group: after ENDS restarts because of them, `ending`
+ends the run.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from relax_rt.role import RoleContext
 from relax_rt.transport.errors import GivenUp, RelaxError
 
 KIND = "env_standstill"
-"""Of the metrics record, and the event, of a slot that ends because of it."""
+"""Kind of the metrics record and of the event of such a restart."""
 LOSSES = 3
-"""How often an episode that was lost through no fault of its own is begun before its group goes to others."""
+"""Attempts at an episode that is lost through no fault of its own, before its group goes to other slots."""
 FAILURES_IN_A_ROW = 64
-"""Episodes that fail one after the other before the environment, and not a task, is held to be at fault."""
+"""Consecutive failed episodes before the environment, not a task, is considered at fault."""
 PROMPTS = 4
-"""Of so many different ones at least: what is wrong with a task is the queue's affair, which retires its prompt."""
+"""Minimum number of different prompts among them: the queue retires the prompt of a single broken task."""
 ENDS = 3
-"""So many ends of slots without an episode in between, in one life of the run, end it."""
+"""Restarts without a finished episode in between that end the run."""
 
 
 class Fruitless(RelaxError):
-    """Nothing comes of a slot's episodes: its role ends."""
+    """All recent episodes of a slot failed: its role ends, to be restarted."""
 
 
 class Standstill:
-    """Counts episodes of which nothing came, in a row, once one was played. Pure.
+    """Counts consecutive failed or lost episodes, after the first that finished. Pure.
 
     Args:
-        environment: for people. in_flight: episodes at a time. What kills what many wait for (a gateway) takes all of
-            them along, each as often as one may be lost.
+        environment: name for messages.
+        in_flight: concurrent episodes. A dead service (a gateway) loses all of them, each up to LOSSES times, so the
+            limit on lost episodes is LOSSES times this.
     """
 
     def __init__(self, environment: str, in_flight: int) -> None:
@@ -43,13 +44,13 @@ class Standstill:
         self._has_played = False
 
     def played(self) -> None:
-        """One came to its end."""
+        """Record an episode that finished."""
         self._has_played = True
         self._failed = self._begun = 0
         self._prompts.clear()
 
     def lost(self, prompt: int, why: str) -> None:
-        """One was lost, or could not be made.
+        """Record an episode that was lost, or could not be created.
 
         Raises:
             Fruitless: too many in a row.
@@ -63,7 +64,7 @@ class Standstill:
             raise Fruitless(what, why=f"the last one: {why}", hint=hint)
 
     def failed(self, prompt: int, why: str) -> None:
-        """One failed because of its environment.
+        """Record an episode that failed because of its environment.
 
         Raises:
             Fruitless: too many in a row.
@@ -74,16 +75,16 @@ class Standstill:
             what = f"{self._failed} episodes of {self._environment} failed one after the other"
             raise Fruitless(what, why=why, hint="mend the environment; the episodes are played again")
 
-    def told(self) -> str:
-        """How it stands, in words; empty while episodes come to their ends."""
+    def summary(self) -> str:
+        """Describe the consecutive losses; empty while episodes finish."""
         if self._begun <= LOSSES:
             return ""
         return f"{self._begun} in a row came to nothing, the last one: {self._why}"
 
 
 def ending(ctx: RoleContext, error: Fruitless) -> RelaxError:
-    """What the role is to end with: the error; where slots ended so before with no episode in between, what ends the
-    run. A run that is begun again (`relax-rt up`) has its tries again."""
+    """Return the error that the role ends with: `error`, or GivenUp, which ends the run, after ENDS restarts without a
+    finished episode in between. The count starts at 0 when the run is resumed."""
     times = 1
     for record in read_metrics(ctx.run_dir):
         if record.get("kind") in ("made", "evaluation"):

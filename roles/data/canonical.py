@@ -1,7 +1,7 @@
 """The canonical form of a question, its id, and the split that derives from it.
 
 The form folds case, white space and Unicode compatibility, so that near-identical questions fall on the same side of
-the held-out split. It decides nothing else: rows that differ in their text are different prompts.
+the held-out split. It is used for the split only: rows whose text differs are different prompts.
 """
 
 from __future__ import annotations

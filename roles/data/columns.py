@@ -1,6 +1,6 @@
-"""Columns of a row to a prompt: which of them is the prompt, which the answer, and what the reward gets besides.
+"""Map the columns of a row to a prompt: its messages, its answer, and metadata for the reward.
 
-`ColumnReader` is made once for a source and called for every row, at indexing and again when the row is wanted.
+`ColumnReader` is created once per source and called for every row, at indexing and again when the row is used.
 docs/data.md describes the forms.
 """
 
@@ -22,7 +22,7 @@ TARGETS = ("prompt", "messages", "answer", "metadata", "tools", "system")
 """Columns that mean themselves in every form, and what `data.columns` maps to."""
 CONVERSATIONS = ("conversations", "conversation")
 ANSWERS = ("solution", "ground_truth", "completion", "reference_answer")
-"""What TRL and OpenAI call the answer; taken where there is no `answer` and only one of them."""
+"""Names of the answer in TRL and OpenAI; used if there is no `answer` and exactly one of them."""
 VERL = ("reward_model", "data_source", "ability", "extra_info", "agent_name")
 SIMPLE = frozenset({"prompt", "answer", "metadata"})
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -40,7 +40,7 @@ SPEAKERS = {
 }
 """Other names of the roles: OpenAI's `developer` and `function`, and ShareGPT's speakers."""
 FUNCTION_CALL = ("function_call", "tool_call")
-"""ShareGPT's speakers whose value is the JSON of a call."""
+"""Speakers in ShareGPT rows whose value is the JSON of a tool call."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -48,8 +48,8 @@ class ColumnReader:
     """Reads rows of one source.
 
     Args:
-        columns: from target to the column it is read from, dotted for a field within; targets beside TARGETS become
-            metadata of that name; an empty answer says that there is none.
+        columns: map from target to its column, dotted for a nested field. Targets other than TARGETS become metadata
+            of that name; an empty column for `answer` means that rows have no answer.
         form: the form that every row has; auto: found for each row.
         ignore: columns that are neither used nor passed on.
         name: put into the metadata as `source`, where the row has none.
@@ -117,7 +117,7 @@ class ColumnReader:
         )
 
     def _targets(self, where: str, row: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-        """What columns say by name, mapped ones first; mapped names that are no target go to `metadata`."""
+        """Read the targets by name, mapped columns first; mapped names that are not targets go to `metadata`."""
         found = {}
         for target, column in self._columns.items():
             if target == "answer" and not column:
@@ -210,10 +210,10 @@ class ColumnReader:
     def _metadata(
         self, where: str, row: dict[str, Any], found: dict[str, Any], form: str, answer: str, metadata: dict[str, Any]
     ) -> None:
-        """Put the row's metadata, and every column that nothing else uses, into `metadata`.
+        """Put the row's metadata, and every otherwise unused column, into `metadata`.
 
         Args:
-            answer: a column that is the answer under another name.
+            answer: the column that holds the answer under another name.
         """
         own = found.get("metadata")
         if isinstance(own, str) and own.lstrip().startswith("{"):
@@ -266,7 +266,7 @@ LIKELY = {
     "prompt": ("question", "problem", "instruction", "query", "input", "text"),
     "answer": ("ground_truth", "solution", "target", "label", "output", "response", "expected_answer", "reward_model"),
 }
-"""Columns that errors propose; they are never taken without being named."""
+"""Columns that error messages suggest; they are used only if data.columns names them."""
 
 
 def _column_of(form: str, row: dict[str, Any]) -> str:
@@ -276,7 +276,7 @@ def _column_of(form: str, row: dict[str, Any]) -> str:
 
 
 def _at(where: str, row: Any, column: str, target: str) -> Any:
-    """The value of a dotted column. A column whose own name has dots comes first."""
+    """Read a dotted column. A column whose own name contains the dots takes precedence."""
     if column in row:
         return row[column]
     value, said = row, ""
@@ -415,7 +415,7 @@ def parse_tools(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _without_null(value: Any) -> Any:
-    """Parquet gives each object the keys of all of them."""
+    """Remove null keys: parquet gives each object the keys of all objects."""
     if isinstance(value, list):
         return [_without_null(one) for one in value]
     if isinstance(value, dict):

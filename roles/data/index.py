@@ -1,8 +1,8 @@
-"""Where each prompt of the data lies, in 48 bytes a prompt: built in one pass over the data, kept in the cache folder.
+"""Index of all prompts of the data, 48 bytes each: built in one pass over the data, kept in the cache folder.
 
-A row of the index says in which file and at which byte its prompt stands, and has the hashes that decide about
-duplicates, the held-out split and the order. The row itself is read and parsed when it is wanted. Rows that cannot be
-read again by their place (compressed, parquet, generated) are copied into a file of their own beside the index.
+An entry holds the file and byte offset of its row, and the hashes that decide duplicates, the held-out split and the
+order. The row itself is read and parsed on use. Rows that cannot be read again by offset (compressed, parquet,
+generated) are copied to a file next to the index.
 
 All roles of a node, and the check before a run, use the same folder of the cache: the first one builds it, the others
 wait and map it into memory.
@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from relax_rt.roles.data.canonical import question_hash
 from relax_rt.roles.data.columns import ColumnReader, Form, unknown_notes
-from relax_rt.roles.data.files import TABLES, Shard, find_shards, lines, parse_line, table_rows, where
+from relax_rt.roles.data.files import TABLES, TASK, Shard, find_shards, lines, parse_line, table_rows, where
 from relax_rt.roles.data.items import RawItem
-from relax_rt.roles.models.cache import build_once, cache_dir, say
+from relax_rt.roles.models.cache import CacheUnavailable, build_once, cache_dir, say
 from relax_rt.roles.sections import DataTable
-from relax_rt.transport.errors import DeadlineExceeded, RelaxError
+from relax_rt.transport.errors import RelaxError
 
 VERSION = 1
-"""Of what an index holds and of how rows are read: indices of another one are built anew."""
+"""Format of an index, and of how rows are read; an index of another version is rebuilt."""
 ROW = np.dtype(
     [
         ("offset", "<u8"),
@@ -53,15 +53,15 @@ CHUNK = 65_536
 MAX_ROWS = 1_000_000_000
 OPEN_FILES = 64
 NAMED = 5
-"""So many duplicates are reported with file and line."""
+"""Maximum number of duplicates reported with file and line."""
 KEPT_INDICES = 12
-"""Indices in the cache folder; the one that was not used for longest goes first."""
+"""Maximum number of indices in the cache folder; the least recently used is removed first."""
 TELL_ROWS = 1_000_000
-PREFIX, TASK = "data-", "task"
+PREFIX = "data-"
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One source as the config gives it: a path with how its rows are read, or a reasoning-gym task."""
+    """One source of the config: a path and how its rows are read, or a reasoning-gym task."""
 
     key: str
     path: str = ""
@@ -77,17 +77,17 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
 
     def reader(self) -> ColumnReader:
-        """What reads its rows."""
+        """Create the reader of its rows."""
         return ColumnReader(self.columns, self.form, self.ignore, self.name)
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What an index says besides its rows.
+    """Contents of an index other than its rows.
 
     Attributes:
         shards: the files, by number; a task counts as one.
         read: rows read, duplicates included. forms: rows of each form.
-        notes: remarks for people. digest: of all rows in their order.
+        notes: remarks for the user. digest: hash of all rows in order.
     """
 
     sources: list[SourceSpec]
@@ -144,11 +144,12 @@ def sources_of(data: DataTable, config_dir: Path) -> list[SourceSpec]:
 
 
 class RowIndex:
-    """The prompts of the data by number, in the order of the data.
+    """Random access to the prompts of the data, in the order of the data.
 
     Attributes:
-        rows: ROW array, mapped from the file. contents: what is known besides.
-        folder: of the cache, where further results about these rows can be kept; None: the index is in memory.
+        rows: ROW array, memory-mapped.
+        contents: everything else that the index stores.
+        folder: cache folder for further results about these rows; None: the index was built in a temporary folder.
     """
 
     def __init__(self, rows: NDArray[Any], contents: Contents, copies: int, folder: Path | None) -> None:
@@ -173,11 +174,7 @@ class RowIndex:
 
         try:
             folder = build_once(PREFIX + _key(sources, shards, data.duplicates), build)
-        except DeadlineExceeded:
-            raise
-        except RelaxError as error:
-            if not error.what.startswith("the cache folder"):
-                raise
+        except CacheUnavailable:
             return cls._built_aside(build)
         except OSError as error:
             say(f"the index of the data cannot be kept in {cache_dir()}: {error}")
@@ -189,7 +186,7 @@ class RowIndex:
 
     @classmethod
     def _built_aside(cls, build: Any) -> RowIndex:
-        """Without a cache folder: in a temporary one, which is gone when the files are open."""
+        """Build in a temporary folder, which is removed once its files are open."""
         folder = Path(tempfile.mkdtemp(prefix="relax-data-"))
         try:
             build(folder)
@@ -258,7 +255,7 @@ class RowIndex:
 
 
 def content_digest(raw: RawItem) -> bytes:
-    """xxh3-128 of what makes a row that row: text, answer, metadata, tools and system message, with their types."""
+    """xxh3-128 of text, answer, metadata, tools and system message, with their types."""
     asked = raw.question if raw.messages is None else raw.messages
     parts = (asked, raw.answer, raw.metadata, raw.tools, raw.system)
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts, order="sorted"))
@@ -340,7 +337,7 @@ class Builder:
                 empty = set(range(len(own)))
                 for at, line, offset, size, raw in _raw_items(source, own, reader):
                     empty.discard(at)
-                    # What a task says of an item besides is how it was drawn: never twice the same.
+                    # Metadata of a task records how the item was drawn and differs between equal items.
                     own_hashes = _hashes(msgspec.structs.replace(raw, metadata={}) if source.task else raw)
                     if not own[at].plain:
                         encoded = msgspec.msgpack.encode(raw)
@@ -424,9 +421,9 @@ class Builder:
         def named(row: int) -> str:
             return where(shards[rows["shard"][row]], int(rows["number"][row]))
 
-        told = ", ".join(f"{named(int(row))} (as {named(int(first[row]))})" for row in later[:NAMED])
+        shown = ", ".join(f"{named(int(row))} (as {named(int(first[row]))})" for row in later[:NAMED])
         more = f" and {len(later) - NAMED} more" if len(later) > NAMED else ""
-        note = f"{len(later)} rows have the text, answer and metadata of an earlier one and are left out: {told}{more}"
+        note = f"{len(later)} rows have the text, answer and metadata of an earlier one and are left out: {shown}{more}"
         note += '; data.duplicates = "keep" keeps them'
         kept = np.ones(len(rows), bool)
         kept[later] = False
@@ -434,9 +431,9 @@ class Builder:
 
 
 def item_ids(questions: NDArray[np.uint64], contents: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ids of prompts: the hash of the question where it is alone, else that of the whole row.
+    """Ids of prompts: the hash of the question where it is unique, else of the whole row.
 
-    They depend neither on the order of the rows nor on the other questions.
+    They depend neither on the order of the rows nor on other questions.
     """
     order = np.argsort(questions, kind="stable")
     ordered = questions[order]
@@ -448,7 +445,7 @@ def item_ids(questions: NDArray[np.uint64], contents: NDArray[np.uint64]) -> NDA
 
 
 def _key(sources: Sequence[SourceSpec], shards: Sequence[Sequence[Shard]], duplicates: str) -> str:
-    """Everything that an index derives from, with sizes and times of the files instead of what is in them."""
+    """Cache key of an index: versions, sources, and sizes and times of the files instead of their contents."""
     parts: list[Any] = [VERSION, [msgspec.structs.replace(one, weight=None) for one in sources], duplicates]
     for shard in (one for some in shards for one in some):
         found = Path(shard.path).stat()
@@ -461,7 +458,7 @@ def _key(sources: Sequence[SourceSpec], shards: Sequence[Sequence[Shard]], dupli
 
 
 def _prune(current: Path) -> None:
-    """Remove the indices that were not used for longest. Who has one open goes on with it."""
+    """Remove the least recently used indices. A process that has one open can still read it."""
     others = [path for path in current.parent.glob(f"{PREFIX}*") if path.is_dir() and path != current]
     for path in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True)[KEPT_INDICES - 1 :]:
         shutil.rmtree(path, ignore_errors=True)

@@ -9,7 +9,7 @@ import msgspec
 
 Message = dict[str, Any]
 EXACT = 2**53
-"""Below this a float without a fraction is an integer that was stored as a float."""
+"""Floats without a fraction below this are treated as integers that were stored as floats."""
 
 
 class RawItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +60,9 @@ class PromptItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer_text(answer: Any) -> str:
-    """An answer where text is needed: text as it is, other JSON values as JSON, none as empty text.
+    """Convert an answer to text: strings unchanged, other JSON values as JSON, None as the empty string.
 
-    Parquet stores a column of integers with gaps as floats: a float without a fraction is written as the integer.
+    Parquet stores integer columns with nulls as floats, so a float without a fraction is written as an integer.
     """
     if isinstance(answer, str):
         return answer

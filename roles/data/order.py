@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 CHUNK = 65_536
 BLOCK = 64
-"""Places of the order among which sources are dealt out by their weights."""
+"""Positions per block of the mixture."""
 
 
 def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]:
@@ -25,8 +25,8 @@ def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]
     Args:
         items: item ids. Where two are equal (duplicates that were kept), they stay in their order.
     """
-    # Hashing is 1 µs an item. It goes chunk by chunk, because a Python object for each of millions of hashes would be
-    # most of the memory that a role takes.
+    # Hashing takes 1 µs per item. It runs in chunks: a Python object for each of millions of hashes would be most of
+    # the memory of a role.
     hasher = hashlib.blake2b(key=struct.pack("<QQ", seed, epoch), digest_size=8, person=b"relax-order")
     ranks = np.empty(len(items), np.uint64)
     for start in range(0, len(items), CHUNK):
@@ -40,24 +40,24 @@ def epoch_order(seed: int, epoch: int, items: Sequence[str]) -> NDArray[np.intp]
 
 
 class Mixture:
-    """Deals out the places of the run's order to sources by their weights.
+    """Assigns positions of the run's order to sources by weight.
 
-    In each block of BLOCK places a source of weight w gets w · BLOCK of them, rounded down or up by chance, so that the
-    shares are exact in the mean and a batch is never far from them.
+    In each block of BLOCK positions a source of weight w gets w · BLOCK, rounded up or down at random (systematic
+    sampling), so the shares are exact in expectation and within one per block.
 
     Args:
-        weights: of the sources, of any sum.
+        weights: one per source; they need not sum to 1.
     """
 
     def __init__(self, seed: int, weights: Sequence[float]) -> None:
         self._seed = seed
         self._bounds = np.cumsum(np.array(weights, np.float64)) / sum(weights)
         self._block = lru_cache(maxsize=64)(self._deal)
-        # How many places each source got before each block, as far as was asked for.
+        # Cumulative positions per source before each block, computed on demand.
         self._before = np.zeros((1, len(weights)), np.int64)
 
     def place(self, index: int) -> tuple[int, int]:
-        """The source of the place at `index`, and how many places before it the source got."""
+        """The source at position `index`, and how many earlier positions that source has."""
         block, at = divmod(index, BLOCK)
         while len(self._before) <= block:
             known = len(self._before) - 1
@@ -68,7 +68,7 @@ class Mixture:
         return source, int(self._before[block][source] + np.count_nonzero(dealt_here[:at] == source))
 
     def _deal(self, block: int) -> NDArray[np.intp]:
-        """The sources of a block's places: systematic sampling at one random offset, then shuffled."""
+        """The sources of a block's positions: systematic sampling at one random offset, then shuffled."""
         digest = hashlib.blake2b(struct.pack("<Q", block), key=struct.pack("<Q", self._seed), person=b"relax-mixture")
         draws = np.frombuffer(digest.digest(), "<u8")
         offset = float(draws[0] >> np.uint64(11)) / 2.0**53
@@ -79,13 +79,13 @@ class Mixture:
 
 
 def substitute(item: int, attempt: int, count: int) -> int:
-    """A place among `count`, in the stead of an item that cannot be used: blake2b-64(item, attempt)."""
+    """Index below `count` that replaces an unusable item: blake2b-64(item, attempt) modulo `count`."""
     digest = hashlib.blake2b(struct.pack("<QQ", item, attempt), digest_size=8, person=b"relax-instead").digest()
     return int.from_bytes(digest, "little") % count
 
 
 def check_weights(weights: Sequence[float | None]) -> str:
-    """What is wrong with the weights of sources; empty: nothing."""
+    """Describe what is wrong with the weights of sources; empty if they are valid."""
     given = [weight for weight in weights if weight is not None]
     return "some sources have a weight and others have none" if given and len(given) < len(weights) else ""
 

@@ -1,5 +1,4 @@
-"""The prompts of a run: found by their place in the index, rendered when they are wanted, in an order that derives from
-the run's seed."""
+"""The prompts of a run: read through the index, rendered on use, in an order derived from the run's seed."""
 
 from __future__ import annotations
 
@@ -28,23 +27,23 @@ from relax_rt.transport.errors import RelaxError
 
 FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 MEASURED_WHOLE = 50_000
-"""Prompts up to which all of them are rendered at the start, so that overlong ones are known. Rendering is 0.1 ms a
-prompt: beyond that a sample is measured, and who is overlong shows when its turn comes."""
+"""Up to this many prompts are all rendered at the start to find overlong ones; rendering takes 0.1 ms per prompt. Of
+more prompts a sample is measured, and the other overlong ones are found on use."""
 SAMPLE = 2048
 TRIES = 64
 CACHED = 1024
-"""Rendered prompts that are kept."""
+"""Number of rendered prompts kept in memory."""
 RECORD = "data.json"
-"""In the run's folder: what the run's prompts were when it began."""
+"""File in the run directory that records the digest of the rows at the start of the run."""
 
 
 class DataReport(msgspec.Struct, frozen=True):
-    """What became of the rows read: read = train + held_out + duplicates + dropped.
+    """Counts of the rows: read = train + held_out + duplicates + dropped.
 
     Attributes:
-        dropped, truncated: overlong ones, of the `measured` rows. longest_tokens: of a prompt that is used; where not
-            all rows are measured, what data.max_prompt_tokens allows.
-        forms: rows of each form. notes: remarks for people, one a line.
+        dropped, truncated: overlong prompts among the `measured` rows.
+        longest_tokens: of the longest used prompt; if not all rows are measured, data.max_prompt_tokens.
+        forms: rows of each form. notes: remarks for the user, one a line.
     """
 
     read: int
@@ -76,7 +75,7 @@ class DataReport(msgspec.Struct, frozen=True):
 
 
 class ItemIds(Sequence[str]):
-    """Ids of prompts as text, made when they are wanted."""
+    """Ids of prompts as text, formatted on access."""
 
     def __init__(self, values: NDArray[np.uint64]) -> None:
         self.values = values
@@ -96,7 +95,7 @@ class ItemIds(Sequence[str]):
 
 
 class Places(Mapping[str, int]):
-    """From the id of a prompt to its place, by binary search."""
+    """Maps the id of a prompt to its place, by binary search."""
 
     def __init__(self, ids: ItemIds) -> None:
         self._ids, self._order = ids, np.argsort(ids.values, kind="stable")
@@ -120,7 +119,7 @@ class Places(Mapping[str, int]):
 
 
 class Renderer:
-    """Makes prompts of rows of the index."""
+    """Renders rows of the index as prompts."""
 
     def __init__(self, index: RowIndex, data: DataTable, tokenizer: ChatTokenizer) -> None:
         self.index, self._data, self._tokenizer = index, data, tokenizer
@@ -156,7 +155,7 @@ class Renderer:
         return text
 
     def _fit(self, raw: RawItem, messages: list[Message], tokens: list[int]) -> tuple[list[Message], list[int]] | None:
-        """Messages and tokens of a prompt as data.overlong has them; None: it is dropped, or cannot be shortened."""
+        """Apply data.overlong to a prompt; None: it is dropped, or cannot be shortened."""
         most = self._data.max_prompt_tokens
         if len(tokens) <= most:
             return messages, tokens
@@ -171,7 +170,7 @@ class Renderer:
         return truncated(messages, lambda kept: self._tokenizer.render(kept, raw.tools or ()), most)
 
     def lengths(self, rows: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Tokens of each row's prompt before anything is cut; kept beside the index where they are all rows."""
+        """Token counts of the rows' prompts before truncation; cached next to the index if they cover all rows."""
         path = self._lengths_path() if len(rows) == len(self.index) else None
         if path is not None and path.is_file():
             with suppress(OSError, ValueError):
@@ -204,16 +203,16 @@ class Renderer:
         return self.index.folder / f"lengths-{xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))}.npy"
 
     def check(self, row: int, length: int) -> None:
-        """Raise the error that data.overlong asks for, if it does."""
+        """Raise for an overlong prompt if data.overlong = "error"."""
         if self._data.overlong == "error" and length > self._data.max_prompt_tokens:
             self.row(row, "train")
 
 
 class PromptItems(Sequence[PromptItem]):
-    """Prompts by place, rendered when they are wanted.
+    """Prompts by place, rendered on access.
 
     Args:
-        rows: of the index, one a place.
+        rows: row of the index for each place.
 
     Attributes:
         ids: of the prompts.
@@ -242,7 +241,7 @@ class PromptItems(Sequence[PromptItem]):
         place = range(len(self))[at]
         item = int(self.ids.values[place])
         for attempt in range(TRIES):
-            # An overlong prompt of data too large to be measured: another one takes its place, the same in every role.
+            # An overlong prompt of data too large to measure is replaced by another one, the same in every role.
             found = self._renderer.row(int(self._rows[place]), self._split)
             if found is not None:
                 return found
@@ -255,8 +254,10 @@ class PromptItems(Sequence[PromptItem]):
 
 
 class EvaluationItems(Sequence[PromptItem]):
-    """Prompts to evaluate on: ordered by id, so that the first n are the same in every run on the same data. Overlong
-    ones of data too large to be measured are passed over, so that there may be fewer than the length says."""
+    """Evaluation prompts ordered by id, so that the first n are the same in every run on the same data.
+
+    Overlong prompts of data too large to measure are skipped on access: there may be fewer than the length says.
+    """
 
     def __init__(self, renderer: Renderer, rows: NDArray[np.uint32], split: str) -> None:
         order = np.argsort(renderer.index.rows["item"][rows], kind="stable")
@@ -303,11 +304,11 @@ class PromptSource:
     """Training prompts by index of the run's order, and the held-out prompts.
 
     Args:
-        sources: the source of each training prompt, and weights of the sources; None: one order over all of them.
+        sources: the source of each training prompt, and the weights of the sources; None: one order over all prompts.
 
     Attributes:
         train, held_out: the prompts of the splits.
-        report: counts for people. digest: of the rows they come from.
+        report: counts for the user. digest: hash of the rows.
     """
 
     def __init__(
@@ -340,7 +341,7 @@ class PromptSource:
             for number, part in enumerate(self._parts):
                 if not len(part):
                     raise RelaxError(f"data.sources[{number}]", why="none of its rows is a training prompt")
-        # Prompts in flight may straddle the end of an epoch, so that two orders of a source are wanted by turns.
+        # Prompts in flight may straddle the end of an epoch: two orders of a source are then used alternately.
         self._order = lru_cache(maxsize=2 * len(self._parts))(self._epoch_order)
 
     @classmethod
@@ -352,10 +353,10 @@ class PromptSource:
         Args:
             seed: the run's seed; it decides the order, not which items there are.
             config_dir: folder of roles.toml.
-            run_dir: of a run that uses them: its first call notes what the rows are, later ones compare.
+            run_dir: run directory; the first call records the digest of the rows, later calls compare it.
 
         Raises:
-            RelaxError: bad data; with the setting or the file and line. Or the data changed since the run began.
+            RelaxError: bad data, with the setting or the file and line; or the data changed since the run was started.
         """
         index = RowIndex.open(data, config_dir)
         if run_dir is not None:
@@ -418,7 +419,7 @@ class PromptSource:
 
 
 def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], DataReport]:
-    """The rows that can be prompts, and what is known of their lengths; train and held_out are not counted yet."""
+    """Return the usable rows, and a report on their lengths without the counts of train and held_out."""
     index, most = renderer.index, data.max_prompt_tokens
     rows = np.arange(len(index), dtype=np.uint32)
     whole = len(rows) <= MEASURED_WHOLE
@@ -427,7 +428,7 @@ def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], D
     overlong = lengths > most
     for row in looked[overlong][:1]:
         renderer.check(int(row), most + 1)
-    # Without a part that may be shortened an overlong prompt is dropped also where overlong ones are truncated.
+    # With truncation, an overlong prompt without a part that may be shortened is still dropped.
     fits = data.overlong != "drop"
     pairs = zip(looked, overlong, strict=True)
     dropped = np.array([one and not (fits and renderer.row(int(row), "train")) for row, one in pairs], bool)
@@ -450,10 +451,10 @@ def measured(renderer: Renderer, data: DataTable) -> tuple[NDArray[np.uint32], D
 
 
 def check_unchanged(run_dir: Path, index: RowIndex) -> None:
-    """Note in the run's folder what its rows are; or see that they are what was noted.
+    """Record the digest of the rows in the run directory, or compare it with the recorded one.
 
     Raises:
-        RelaxError: they are others: the prompts that the run goes on with would not be those that it left.
+        RelaxError: the rows changed, so the resumed run would train on other prompts.
     """
     path, contents = run_dir / RECORD, index.contents
     now = {"digest": contents.digest, "rows": len(index), "files": [shard.path for shard in contents.shards]}
@@ -468,15 +469,15 @@ def check_unchanged(run_dir: Path, index: RowIndex) -> None:
     if known.get("digest") != contents.digest:
         raise RelaxError(
             "data",
-            why=f"its rows are not those that the run began with: {known.get('rows')} then, {len(index)} now",
-            hint=f"put the files back or begin a new run; to go on with the new rows, remove {path}",
+            why=f"its rows are not those that the run was started with: {known.get('rows')} then, {len(index)} now",
+            hint=f"put the files back or start a new run; to resume with the new rows, remove {path}",
         )
 
 
 def read_prompts(
     data: DataTable, tokenizer: ChatTokenizer, config_dir: Path, *, split: str, without: NDArray[np.uint64]
 ) -> tuple[EvaluationItems, int]:
-    """Prompts of a further set, ordered by id, and how many were left out.
+    """Return the prompts of a further evaluation set, ordered by id, and how many were left out.
 
     Args:
         without: hashes of canonical questions whose prompts are left out.

@@ -1,5 +1,8 @@
-"""Shortens an overlong prompt by its oldest content. Beginning of sequence, system message and the marks of every turn
-stay: a model has never seen a prompt that begins in the middle of a turn."""
+"""Truncate an overlong prompt by its oldest content.
+
+The beginning of sequence, the system message and the marks of every turn stay, because models are not trained on
+prompts that begin in the middle of a turn.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ HEAD = ("system", "developer")
 def truncated(
     messages: Sequence[Message], render: Callable[[list[Message]], list[int]], most: int
 ) -> tuple[list[Message], list[int]] | None:
-    """The conversation without its oldest exchanges, and if need be without the beginning of what is asked in the last
-    one, so that it has `most` tokens at most.
+    """Shorten a conversation to at most `most` tokens.
 
-    An exchange is a message of the user with everything up to the next one. System messages at the beginning stay.
+    Drops the oldest exchanges, then if necessary the beginning of the last user message. An exchange is a user message
+    with everything up to the next one. System messages at the beginning stay.
 
     Args:
         render: token ids of a conversation, the opening of the assistant's turn included.
@@ -51,8 +54,8 @@ def _shortened(
         kept = [*head, {**last[0], "content": text[count:]}, *last[1:]]
         return kept, render(kept)
 
-    # The fewest characters whose removal suffices. A cut within a token may make one more of the rest, so that the
-    # number of tokens does not fall strictly: what the search ends with is known to fit all the same.
+    # Binary search for the fewest characters to remove. A cut inside a token may add one token, so the count is not
+    # strictly monotonic; the result is only taken from cuts that were rendered and fit.
     low, high, found = 1, len(text) - 1, None
     while low <= high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The cache folder of converted models: made once, seen complete or not at all."""
+"""The cache folder of converted models and indices: each entry is built once and visible only when complete."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ TELL_EVERY_S = 15.0
 SHOWN_COMMAND = 80
 
 
+class CacheUnavailable(RelaxError):
+    """The cache folder cannot be created or written."""
+
+
 def cache_dir() -> Path:
     """`$RELAX_CACHE`, else `$XDG_CACHE_HOME/relax-rt`, else `~/.cache/relax-rt`."""
     if named := os.environ.get("RELAX_CACHE"):
@@ -38,7 +42,7 @@ def say(line: str) -> None:
 def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the kernel releases it when the holder dies. The file says who holds it."""
     began = time.monotonic()
-    # Not truncated by those who wait: it holds the holder's name.
+    # Opened without truncation: the file names the holder.
     with path.open("a+") as file:
         tell_at = 0.0
         while True:
@@ -65,10 +69,10 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, and since when, in words. The file may still name the holder before, or nobody."""
+    """Describe the holder of a lock and since when. The file may still name the previous holder, or none."""
     try:
-        told = json.loads(path.read_text())
-        pid, host, since = int(told["pid"]), str(told["host"]), float(told["since"])
+        holder = json.loads(path.read_text())
+        pid, host, since = int(holder["pid"]), str(holder["host"]), float(holder["since"])
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
     if host != socket.gethostname():
@@ -91,7 +95,7 @@ def build_once(name: str, build: Callable[[Path], None], *, timeout_s: float = B
     Two processes that ask at the same time build once; a build that dies leaves nothing that is taken for a model.
 
     Raises:
-        RelaxError: the cache folder cannot be written.
+        CacheUnavailable: the cache folder cannot be written.
         DeadlineExceeded: another process builds it for longer than timeout_s.
     """
     target = cache_dir() / name
@@ -102,7 +106,7 @@ def build_once(name: str, build: Callable[[Path], None], *, timeout_s: float = B
         lock = target.parent / f"{name}.lock"
         lock.touch()
     except OSError as error:
-        raise RelaxError(
+        raise CacheUnavailable(
             f"the cache folder {target.parent}", why=str(error), hint="set RELAX_CACHE to a folder you can write"
         ) from error
     with _locked(lock, timeout_s):

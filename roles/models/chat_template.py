@@ -1,7 +1,7 @@
-"""What a model's chat template takes, found by rendering short conversations, and messages put into that form.
+"""Probe which message forms a chat template accepts by rendering short conversations, and convert messages to them.
 
 Templates differ in ways that their text does not show reliably: some want the arguments of a tool call as a mapping and
-some as JSON text, some write calls only beside a null content, some refuse or drop a role. A wrong form raises in the
+some as JSON text, some write calls only with a null content, some refuse or drop a role. A wrong form raises in the
 middle of a run, or writes a prompt that the model was never trained on. `probe_template` therefore tries each form once
 when a template is loaded; `ChatTokenizer` (prompts) and `ChatTemplate` (episodes) prepare their messages by the result.
 """
@@ -57,11 +57,11 @@ class TemplateCapabilities(msgspec.Struct, frozen=True):
     """What a chat template takes, and how.
 
     Attributes:
-        arguments_as_text: the arguments of tool calls are wanted as JSON text, else as a mapping.
-        null_content: calls are written only where the content beside them is null, or absent: newer versions of
-            transformers leave out what is null before a template sees it.
-        text_as_parts: texts are shown only as lists of parts.
-        developer: it knows the role `developer`, which is rendered as `system` otherwise.
+        arguments_as_text: the template expects arguments of tool calls as JSON text, else as a mapping.
+        null_content: calls are written only if the content of their message is null or absent (newer versions of
+            transformers remove null keys before rendering).
+        text_as_parts: content is rendered only as a list of parts.
+        developer: the template renders the role `developer`; else it is converted to `system`.
         missing: what it cannot render (SYSTEM, CALLS, ...) -> why.
     """
 
@@ -88,7 +88,7 @@ def probe_template(apply: Apply, source: str) -> TemplateCapabilities:
     """Find out what a template takes.
 
     Args:
-        source: its Jinja text, which shows whether the role `developer` is meant to be there.
+        source: its Jinja text, which shows whether it handles the role `developer`.
     """
     missing: dict[str, Fault] = {}
     asked: Message = {"role": "user", "content": WORD}
@@ -131,7 +131,7 @@ def probe_template(apply: Apply, source: str) -> TemplateCapabilities:
 
 
 def _fault(apply: Apply, messages: list[Message], *wanted: str, tools: Sequence[Tool] = ()) -> Fault | None:
-    """What is wrong with the rendering of a conversation in which these words must stand."""
+    """Describe what is wrong with the rendering of a conversation that must contain these words."""
     try:
         text = apply(messages, list(tools))
     except template_errors() as error:
@@ -206,7 +206,7 @@ def calls_of(message: Message) -> list[Any]:
 
 
 def words(content: Any) -> Any:
-    """Content as one text; parts that are no text (images, audio) leave it a list."""
+    """Join content to one text; it stays a list if it has parts other than text (images, audio)."""
     if content is None:
         return ""
     if isinstance(content, list) and all("text" in part for part in content):
@@ -230,7 +230,7 @@ STRICT_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a tool call as an object; null and empty text are none; text that is no JSON object stays text."""
+    """Parse arguments of a tool call to an object; null and empty text become {}; text that is not JSON stays text."""
     if arguments is None:
         return {}
     if not isinstance(arguments, str):
@@ -238,7 +238,7 @@ def parsed_arguments(arguments: Any) -> Any:
     if not arguments.strip():
         return {}
     try:
-        # A text that says null comes from clients that serialise what they got.
+        # The text `null` comes from clients that serialise the arguments they received.
         parsed = STRICT_JSON.decode(arguments)
     except (ValueError, RecursionError):
         return arguments
@@ -256,7 +256,7 @@ def written_arguments(arguments: Any) -> str:
     """Arguments of a call as JSON text.
 
     Raises:
-        ValueError: a number is not finite, which JSON cannot say.
+        ValueError: a number is not finite, which JSON cannot represent.
     """
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair, which JSON can escape, is in no encoding.

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration: the largest slope at zero (https://kellerjordan.github.io/posts/muon)."""
+"""Coefficients of the quintic Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon)."""
 ITERATIONS = 5
 MOMENTUM = 0.95
 
 
 class Muon:
-    """Momentum (Nesterov) whose matrices are made orthogonal before they are applied (arXiv 2502.16982).
+    """Muon: Nesterov momentum with orthogonalised update matrices (arXiv 2502.16982).
 
-    `torch.optim.Muon` makes them orthogonal in bfloat16, whatever the weights are. Where a CPU has no instructions for
-    that, the warm start took 489 s in place of 30. Matrices of one shape are computed together.
+    `torch.optim.Muon` orthogonalises in bfloat16, whatever the dtype of the weights: on a CPU without bfloat16
+    instructions the warm start took 489 s instead of 30 s. Matrices of one shape are batched.
     """
 
     def __init__(self, matrices: Iterable[torch.nn.Parameter], *, weight_decay: float) -> None:

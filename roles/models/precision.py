@@ -1,4 +1,4 @@
-"""`dtype = "auto"` of a CPU or a GPU: bfloat16 where the device computes it fast, else float32.
+"""Resolve `dtype = "auto"` for a CPU or a GPU: bfloat16 where the device computes it fast, else float32.
 
 `roles/dtypes.py` asks this for the roles of a run, once, before anything starts; programs without a run ask
 `cpu_dtype`.
@@ -33,8 +33,8 @@ HOPELESS = 4.0
 ROUNDS, LEAST_ROUNDS = 5, 3
 TOKENS, WIDTH = 128, 256
 NARROW = 256
-"""Models with smaller hidden states gain nothing from bfloat16 on a CPU: products of 128 x 128 matrices take 1.1 times
-as long as in float32 where there are instructions for them, and all values are converted besides."""
+"""Hidden sizes below this do not benefit from bfloat16 on a CPU: products of 128 x 128 matrices take 1.1 times as long
+as in float32 even with bfloat16 instructions, and all values have to be converted."""
 GPU_TIMEOUT_S = 20.0
 FAST_GPU = 8.0
 """Compute capability from which on tensor cores take bfloat16 (Ampere)."""
@@ -43,7 +43,7 @@ HIDING = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_
 
 
 class Choice(NamedTuple):
-    """A dtype, and why it was chosen, in words for people."""
+    """A dtype, and the reason for the choice as text for the user."""
 
     dtype: Named
     why: str
@@ -66,10 +66,10 @@ def choose_for_cpu(
 ) -> Choice:
     """The dtype that a CPU computes fast.
 
-    Flags alone do not tell: a library may be kept from using the instructions, and a virtual machine may emulate them.
+    Flags alone are not sufficient: a library may be configured not to use the instructions, and a VM may emulate them.
 
     Args:
-        instructions: whether there are any for products of bfloat16 matrices; None: the system does not say.
+        instructions: whether the CPU has instructions for bfloat16 matrix products; None: unknown.
         measure: times both dtypes; None: it cannot.
     """
     if instructions is False:
@@ -112,7 +112,7 @@ def time_products(clock: Callable[[], float] = time.thread_time) -> Timing:
         for number in range(1, ROUNDS + 1):
             for dtype, (x, w) in operands.items():
                 began = clock()
-                # Libraries have kernels of their own for each of the three, and may have a fast one for the first only.
+                # Libraries have a kernel for each of the three layouts, and may have a fast one for the first only.
                 torch.nn.functional.linear(x, w), torch.mm(x, w), torch.mm(x.t(), x)
                 best[dtype] = min(best[dtype], clock() - began)
             found = Timing(best[torch.float32], best[torch.bfloat16])

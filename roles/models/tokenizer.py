@@ -84,23 +84,12 @@ class ChatTokenizer:
         """Token ids of a prompt, the opening of the assistant's turn included."""
         return self.encode(self.text(messages, tools))
 
-    def render_many(
-        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Tool]] | None = None
-    ) -> list[list[int]]:
-        """`render` of many prompts, several times faster than one by one.
-
-        Args:
-            tools: of each conversation.
-        """
-        offered = tools if tools is not None else [()] * len(conversations)
-        return self.encode_many([self.text(*one) for one in zip(conversations, offered, strict=True)])
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it stands: no special tokens are added."""
         return list(self.raw(text, add_special_tokens=False)["input_ids"])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, several times faster than one by one."""
+        """Token ids of many texts, several times faster than `encode` one by one."""
         return [list(ids) for ids in self.raw(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ FORMAT, RIGHT = 0.3, 0.7
 def _gold(answer: Any) -> int:
     value = bare_integer(answer_text(answer))
     if value is None:
-        raise UnreadGold(answer, "it is no integer")
+        raise UnreadGold(answer, "it is not an integer")
     return value
 
 

@@ -36,15 +36,17 @@ def box_commands(config: RLConfig) -> list[list[str]]:
     return [one for number, one in enumerate(commands) if one not in commands[:number]]
 
 
-async def told_of_boxes(config: RLConfig) -> str:
-    """How the programs of rewards are closed in on this machine; empty where none are run. Whether that is enough is
-    for the dry run to say."""
+async def describe_boxes(config: RLConfig) -> str:
+    """Describe how the programs of rewards are isolated on this machine; empty if there are none.
+
+    The dry run checks whether that is sufficient.
+    """
     from relax_rt.roles.rewards.box.run import BoxFailed, mode_here
 
-    told = []
+    modes = []
     for command in box_commands(config):
         try:
-            told.append(str(await mode_here(command)))
+            modes.append(str(await mode_here(command)))
         except BoxFailed as error:
-            told.append(f"no program can be run here: {error.why}")
-    return "; ".join(dict.fromkeys(told))
+            modes.append(f"no program can be run here: {error.why}")
+    return "; ".join(dict.fromkeys(modes))

@@ -320,20 +320,20 @@ class Awaited:
 def combine(components: Sequence[Component], results: Sequence[Score | Failed]) -> Score | Failed:
     """The weighted sum of one completion's scores. Pure.
 
-    An answer of the data that cannot be read makes its component 0 for the whole group, which then teaches nothing; to
-    fail the sample would have it made again for ever.
+    An unreadable answer of the data makes its component 0 for the whole group, which gives zero advantage. Failing the
+    sample instead would regenerate it indefinitely.
 
     Its components are their totals by label, unweighted, and those of a function that returned several as label.name.
     """
     if len(components) == 1 and components[0].weight == 1 and isinstance(results[0], Score):
         return results[0]
-    total, parts, forgiven, unread = 0.0, {}, [], ""
+    total, parts, forgiven, unreadable = 0.0, {}, [], ""
     turns: list[float] = []
     for one, result in zip(components, results, strict=True):
         if isinstance(result, Failed):
             why = f"{one.label}: {result.reason}" if len(components) > 1 else result.reason
-            if result.unread:
-                unread = unread or why
+            if result.unreadable:
+                unreadable = unreadable or why
             elif not (one.forgive or (result.excess and one.forgive_excess)):
                 return Failed(why, stuck=result.stuck, excess=result.excess)
             forgiven.append(why)
@@ -347,7 +347,7 @@ def combine(components: Sequence[Component], results: Sequence[Score | Failed]) 
             if turns and len(turns) != len(result.turns):
                 return Failed(f"{one.label} has {len(result.turns)} turn_rewards, and others have {len(turns)}")
             turns = [a + one.weight * b for a, b in zip(turns or [0.0] * len(result.turns), result.turns, strict=True)]
-    return Score(total, parts, tuple(turns), tuple(forgiven), unread)
+    return Score(total, parts, tuple(turns), tuple(forgiven), unreadable)
 
 
 def _fail_together(requests: Sequence[Request], results: list[Score | Failed]) -> None:

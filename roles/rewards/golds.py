@@ -1,7 +1,7 @@
-"""Score right answers against themselves: what does not get 1 is read otherwise than it is meant.
+"""Score right answers against themselves: one that does not get 1 is misread by the reward.
 
-`validate` and the start of a run do it for some rows, `validate --all` for every one. A user's own function may score
-as it likes, so that only rewards that say how a right completion looks (`Reward.gold`) are asked.
+`validate` and the start of a run check some rows, `validate --all` all of them. A user's function may score in any way,
+so only rewards that define what a right completion looks like (`Reward.gold`) are checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_WRONG = 0.5
 
 
 def golds_of(config: RLConfig, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
-    """As check_golds, with the rewards of a config, those beside an environment's own too, and its data.
+    """Run check_golds with the data and rewards of a config, including those of [roles.env].
 
     Raises:
         RelaxError: a reward cannot be started, or the data not be read.
@@ -72,7 +72,7 @@ def check_golds(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: 
 
 
 def problems_of(reports: Iterable[GoldReport]) -> list[Problem]:
-    """The reports that say that a reward does not fit the data."""
+    """Turn reports of rewards that misread the data into problems."""
     return [
         Problem(
             ("reward",),
@@ -85,7 +85,7 @@ def problems_of(reports: Iterable[GoldReport]) -> list[Problem]:
 
 
 def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[str], str]]]:
-    """The named rewards that say how a right completion looks, with that."""
+    """The named rewards that define a right completion, each with its `Reward.gold`."""
     named = table.components or ([ComponentTable(name=table.function)] if table.function in rewards() else [])
     found = []
     for one in named:
@@ -153,7 +153,7 @@ def _request(answer: Any, right: Callable[[str], str], group: int) -> Request:
 
 def _why(result: Any) -> str:
     """Why a right answer did not get 1; empty if it did."""
-    if isinstance(result, Score) and not result.unread:
+    if isinstance(result, Score) and not result.unreadable:
         return "" if result.total == 1.0 else f"it gets {result.total:g}"
-    reason = result.unread if isinstance(result, Score) else result.reason
+    reason = result.unreadable if isinstance(result, Score) else result.reason
     return str(reason).rpartition("cannot be read: ")[2] or str(reason)

@@ -45,26 +45,26 @@ class Request(msgspec.Struct, frozen=True):
 class Score(msgspec.Struct, frozen=True):
     """A reward: its total, its components by name, and one for each turn of the assistant, where a function gives them.
 
-    `forgiven`: why components count 0 instead of failing the sample. `unread`: why the right answer of its item cannot
-    be read, by a component that counts 0 therefore; empty where it can.
+    `forgiven`: why components count 0 instead of failing the sample. `unreadable`: why a component could not read the
+    right answer of the item, and counts 0; empty if all could.
     """
 
     total: float
     components: dict[str, float]
     turns: tuple[float, ...] = ()
     forgiven: tuple[str, ...] = ()
-    unread: str = ""
+    unreadable: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True):
     """Why a completion has no reward. `stuck`: the call did not return and still holds its thread. `excess`: it took
-    more time or memory than it may. `unread`: the right answer of its item cannot be read, so that another
-    completion would fare no better."""
+    more time or memory than it may. `unreadable`: the right answer of its item cannot be read, so another completion
+    would fail in the same way."""
 
     reason: str
     stuck: bool = False
     excess: bool = False
-    unread: bool = False
+    unreadable: bool = False
 
 
 def read_score(value: Any) -> Score:
@@ -187,7 +187,7 @@ class Caller:
         if isinstance(error, RelaxError):
             return Failed(str(error))
         if isinstance(error, UnreadGold):
-            return Failed(f"{self.function.target}: {error}", unread=True)
+            return Failed(f"{self.function.target}: {error}", unreadable=True)
         return Failed(f"{self.function.target} raised {type(error).__name__}: {error} at {user_line(error)}")
 
     def _call(self, request: Request) -> Any:

@@ -221,8 +221,8 @@ class AdapterBackend(Protocol):
 
     @property
     def changes_kept(self) -> float | None:
-        """Of the elements that adapters change, the part that is not rounded away in the published dtype, 0 to 1, at
-        the last export; None: nothing is changed yet, or there are no adapters."""
+        """Fraction (0 to 1) of the elements changed by adapters that differ from the base weights in the published
+        dtype at the last export; None: no change yet, or no adapters."""
 
     def adapters(self) -> Lora:
         """A copy of the adapters as they are, whole; its base is ROOT, without a digest."""

@@ -271,7 +271,7 @@ class Leader(Member):
 
     @property
     def changes_kept(self) -> float | None:
-        """See `AdapterBackend.changes_kept`; of rank 0's rows."""
+        """Return `AdapterBackend.changes_kept` of rank 0's rows."""
         found: float | None = getattr(self.backend, "changes_kept", None)
         return found
 

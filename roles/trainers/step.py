@@ -115,7 +115,7 @@ class Collector:
         self._parts, self.sieve = parts or sieve is not None, sieve
         self._batch: Batch | None = None
         self.waiting_on = ""
-        """What the last call waited for in vain."""
+        """What the last call waited for when it timed out."""
 
     async def collect(self, step: int) -> Batch | None:
         """Take what is ready of a step's groups; None if nothing is. Waits for a second at most.

@@ -96,6 +96,6 @@ def test_two_weighted_sources_are_trained_on_and_a_resume_holds_to_them(tmp_path
         (tmp_path / "b" / "1.jsonl.gz").unlink()
         run.overrides["algorithm.steps"] = 4
         assert run.start().wait() != 0
-        assert "not those that the run began with: 500 then, 400 now" in run.output.read_text()
+        assert "not those that the run was started with: 500 then, 400 now" in run.output.read_text()
     finally:
         run.end()

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.job import Job
+from relax_rt.config.schema import RoleSettings
 from relax_rt.role import Role
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.ledger.policy import LedgerPolicy
@@ -172,29 +173,10 @@ class Eater(Toy):
         fresh.replace(mark)
 
 
-class ToysJob:
+class ToysJob(Job):
     """The job `toys`."""
-
-    Config = RunConfig
-    Roles: ClassVar[dict[str, type[RoleSettings]]] = {}
-    headline: tuple[()] = ()
-
-    def check(self, config: Any, config_dir: Path) -> list[Any]:
-        return []
-
-    def preflight(self, config: Any, config_dir: Path) -> list[Any]:
-        return []
-
-    def plan(self, config: Any) -> list[Any]:
-        return []
-
-    def shm_bytes(self, config: Any) -> int:
-        return 0
 
     def ledger_policy(self, config: Any) -> LedgerPolicy:
         return LedgerPolicy(
             group_size=GROUP, prompts_per_step=GROUPS_A_STEP, max_staleness=1, tasks={"train": ("tokens",)}
         )
-
-    def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
-        return {}

@@ -171,14 +171,14 @@ class QueueClient(StepCalls):
         )
 
     async def skip(self, groups: Sequence[int]) -> None:
-        """Make nothing of these groups, whose items are in `retired`; others come in their place."""
+        """End these groups, whose items are in `retired`; other groups replace them."""
         given = [*groups]
         for group in given:
             self.groups.pop(group, None)
         await self._finish(self._call(lambda seq: self.api.skip(seq, given)))
 
     async def progress(self) -> ProgressReport:
-        """What was lost since the run was started, and whether anything comes of it."""
+        """Return the losses since the start of the run, and whether failed groups end it."""
         return await self._call(lambda _: self.api.progress())
 
     # --- consumers

@@ -92,7 +92,7 @@ class Session:
         """Tickets held: members not yet put, by group."""
         self.leases: set[int] = set()
         self.retired: set[str] = set()
-        """Items of which nothing is to be made, as of the newest admission."""
+        """Retired items, as of the newest admission."""
         self._retired_revision = 0
         self._fields = parse_fields(fields or {})
         self._on_lost = on_lost

@@ -79,19 +79,18 @@ def validate(
 
 
 def _golds(config: RunConfig) -> list[GoldReport]:
-    """What becomes of every right answer of the data, as far as the job can say."""
+    """Score every right answer of the data against itself."""
     from relax_rt.config.job import load_job
     from relax_rt.config.problems import BadInput
 
-    check = getattr(load_job(config.run.job), "check_golds", None)
-    if check is None:
-        raise BadInput("validate --all", why=f"job '{config.run.job}' has no right answers to check")
     try:
-        reports: list[GoldReport] = check(config)
+        reports = load_job(config.run.job).check_golds(config)
     except BadInput:
         raise
     except RelaxError as error:
         raise BadInput(error.what, why=error.why, hint=error.hint) from error
+    if reports is None:
+        raise BadInput("validate --all", why=f"job '{config.run.job}' has no right answers to check")
     return reports
 
 

@@ -96,7 +96,7 @@ def why(
 
 @app.command(group=LOOK)
 def retired(run: Run = None, *, json: Json = False) -> int:
-    """Items of the data that a run retired because whole groups of them only timed out. `reinstate` takes them back."""
+    """List the data items that a run retired because whole groups of them timed out. `reinstate` takes them back."""
     from relax_rt.cli.display import console_for_output, say, show_json
     from relax_rt.cli.losses import show_retired
     from relax_rt.cli.retirement import retired_items

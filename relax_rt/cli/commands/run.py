@@ -32,10 +32,10 @@ def up(
     json: Annotated[bool, Parameter(name="--json", help="With --detach: print JSON.")] = False,
     joining: Joining = ALONE,
 ) -> int:
-    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice ends it at once.
+    """Bring a run up, or resume it, and stay with it to its end. Ctrl-C drains it, twice kills it.
 
-    Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong, and
-    nothing was begun, or a role found its settings wrong; 130 Ctrl-C.
+    Exit code: 0 it has finished, or was ended by `down`; 1 it failed; 2 the config or the run directory is wrong and
+    nothing was started, or a role refused its settings; 130 Ctrl-C.
     """
     from relax_rt.config.loader import load_config, preflight_config
     from relax_rt.config.problems import BadInput
@@ -111,7 +111,7 @@ def down(
         Parameter(
             name=["--now", "--kill"],
             help="End every role at once instead of letting it finish its work, also of a run"
-            " that is ending already. It goes on from its last checkpoint then.",
+            " that is ending already. `up` then resumes it from its last checkpoint.",
         ),
     ] = False,
     wait: Annotated[
@@ -126,8 +126,8 @@ def down(
 ) -> int:
     """End a run in order: every role finishes the work in hand. `up` resumes it later.
 
-    It says whom it waits for and for how long at most. Ctrl-C leaves the run ending. Exit code: 0 the run is over, 1 it
-    was not within --wait, 2 there is no such run.
+    Prints which slots it waits for and for how long at most. After Ctrl-C the run keeps ending. Exit code: 0 the run
+    has ended, 1 it has not within --wait, 2 there is no such run.
     """
     from relax_rt.cli.detach import wait_until_ended, who_ends
     from relax_rt.cli.display import say, show_json

@@ -77,7 +77,7 @@ def reinstate(
     run: Run = None,
     json: Json = False,
 ) -> int:
-    """Try retired items again in a run that goes on. To keep an item for good, name it in progress.kept_items."""
+    """Sample retired items again in a live run. progress.kept_items names items that are never retired."""
     from relax_rt.cli.retirement import reinstate
     from relax_rt.cli.runs import find_run_dir
 

@@ -68,9 +68,9 @@ def check_boxes(config: object = None) -> list[Finding]:
     """What rewards that run programs can have those closed in by here, by trying with what runs them.
 
     Args:
-        config: of a run; one whose rewards run programs names their commands. Else this interpreter is tried.
+        config: of a run whose rewards run programs: their commands are tried. None: this interpreter is tried.
     """
-    # By their names: the command line knows nothing of rewards.
+    # Imported by name: the command line does not depend on roles.
     boxes = importlib.import_module(BOXES)
     named = importlib.import_module(REWARDS).box_commands(config) if hasattr(config, "reward") else []
     return [asyncio.run(_check_box(boxes, command)) for command in named or [[]]]

@@ -299,7 +299,7 @@ class TokenLedger:
                 # Nine letters and digits: Mistral's templates take no other ids.
                 name = f"call{self._tool_calls % 100_000:05d}"
                 if one.id and one.id not in [call["id"] for call in calls]:
-                    # Templates name it again beside the result.
+                    # Templates repeat the id with the result.
                     name = one.id
                 calls.append({"id": name, "type": "function", "function": function})
         return message

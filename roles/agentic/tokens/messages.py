@@ -1,4 +1,4 @@
-"""Chat messages: what makes two of them the same, and what is no message."""
+"""Chat messages: when two are equal, and which are invalid."""
 
 from __future__ import annotations
 

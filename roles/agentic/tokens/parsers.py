@@ -1,12 +1,12 @@
-"""What a model wrote, taken apart: thoughts, words and tool calls, by the family of its chat template.
+"""Parse a completion into reasoning, text and tool calls, by the family of the chat template.
 
-transformers' `parse_response` serves where a tokenizer brings its `response_template`; few do, and it fails as a whole
-where one of several calls is malformed. For the others these readers go over the text once. A call that cannot be read
-is counted and stays text: training needs to see it, where a server may drop it (docs/decisions/0017-tool-parsers.md
-compares them with SGLang's detectors).
+transformers' `parse_response` is used where a tokenizer has a `response_template`; few have one, and it fails as a
+whole if one of several calls is malformed. The parsers here read the text once. A malformed call is counted and stays
+text, because training has to see it; a server may drop it (docs/decisions/0017-tool-parsers.md compares them with
+SGLang's detectors).
 
-A call in a family's marks is a call whatever its name: the environment answers that there is no such tool. A text
-without marks (llama3_json, pythonic) is one only if it names tools that are offered: an answer may be JSON, too.
+A call between a family's marks is a call whatever its name: the environment answers that the tool does not exist.
+Text without marks (llama3_json, pythonic) is a call only if it names an offered tool: an answer may be JSON too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from relax_rt.transport.errors import Refused
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A tool call; arguments are a JSON object as text, and id is the one that the model wrote, if its family has
-    them."""
+    """A tool call. `arguments` is a JSON object as text; `id` is the one that the model wrote, in families with ids."""
 
     name: str
     arguments: str
@@ -40,8 +39,8 @@ class Parsed(msgspec.Struct, frozen=True):
     """What a completion says.
 
     Attributes:
-        content: words, malformed calls among them. reasoning: thoughts, without marks.
-        malformed: tool calls that could not be read, or stand in a thought that does not end.
+        content: text, malformed calls included. reasoning: without its marks.
+        malformed: number of tool calls that cannot be parsed, or that stand in unterminated reasoning.
     """
 
     content: str
@@ -88,10 +87,10 @@ CALL_BEGUN = re.compile(
     r'{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)"\s*(?:,\s*"(?P<next>\w+))?'
 )
 MOST_REFERENCES = 16
-"""Steps that are followed in a schema's references and alternatives."""
+"""Maximum number of references and alternatives followed in a schema."""
 
 _literals = threading.Lock()
-"""Python's own warning filters are the process's, and texts are parsed in threads."""
+"""Held while warning filters are changed: they are global to the process, and texts are parsed in threads."""
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int] | None:
@@ -109,7 +108,7 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _call(name: Any, arguments: Any, id: str = "") -> Call | None:
-    """A call, if it has a name and its arguments are an object, or none at all (null, empty text)."""
+    """Build a call if it has a name and its arguments are an object or absent (null, empty text)."""
     arguments = parsed_arguments(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
@@ -129,12 +128,12 @@ def _call_object(value: Any) -> Call | None:
 
 
 def call_of(value: Any) -> Call | None:
-    """The call of a message in OpenAI's form; None if it is none."""
+    """Read a call of a message in OpenAI's form; None if it is malformed."""
     return _call_object(value.get("function", value)) if isinstance(value, dict) else None
 
 
 def _arguments_at(text: str, at: int, *ends: str) -> tuple[Any, int] | None:
-    """The arguments that begin at a place; none at all where one of `ends` follows at once."""
+    """Read the JSON arguments at a position; {} where one of `ends` follows immediately."""
     begin = _after(SPACE, text, at)
     return ({}, begin) if text.startswith(ends, begin) else _json_at(text, begin)
 
@@ -163,7 +162,7 @@ def _regions(text: str, opening: str, closing: str, read: Reader) -> Found:
 
 
 def _section(found: Found, marks: tuple[str, str]) -> Found:
-    """Calls in a section of their own: its marks are no words. One that was begun and holds no call is malformed."""
+    """Remove the marks of a section of calls from the text. A section that was opened and has no call is malformed."""
     said, calls, malformed = found
     if calls and not malformed:
         for mark in marks:
@@ -187,10 +186,10 @@ def hermes(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def _pairs(text: str, at: int, key: re.Pattern[str], end: str, again: str) -> tuple[list[tuple[str, str]], int] | None:
-    """Keys and values in marks. A value that holds the beginning of another (`again`) lacks its end.
+    """Read keys and values between marks. A value that contains the start of another (`again`) is unterminated.
 
     Returns:
-        None: a value does not end.
+        None: a value is unterminated.
     """
     found: list[tuple[str, str]] = []
     while (head := key.match(text, at)) is not None:
@@ -229,7 +228,7 @@ def qwen3_coder(text: str, tools: Sequence[Tool]) -> Found:
 def glm45(text: str, tools: Sequence[Tool]) -> Found:
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>` (GLM 4.5 to 4.7).
 
-    Values are JSON, but for those that the tool's schema says are texts; what is no JSON is a text.
+    Values are JSON, except those that the tool's schema declares as strings; a value that is not JSON is a string.
     """
 
     def read(text: str, at: int) -> tuple[list[Call], int] | None:
@@ -251,7 +250,7 @@ def glm45(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def _whole_json(text: str) -> tuple[Any] | None:
-    """The value of a text that is JSON and nothing else, in a tuple since it may be null."""
+    """The value of a text that is valid JSON as a whole, in a tuple because it may be null."""
     try:
         return (STRICT_JSON.decode(text),)
     except (ValueError, RecursionError):
@@ -316,9 +315,9 @@ def _referenced(schema: dict[str, Any], reference: str) -> Any:
 
 
 def _typed(value: str, kinds: Sequence[str]) -> Any:
-    """A value that was written as text, as the type that its schema asks for; as text if it is none of them.
+    """Convert a value written as text to a type of its schema; leave it text if it fits none.
 
-    Templates write true and null as Python does where they have nothing but `| string`, so both forms are read.
+    Templates that use only `| string` write True and None, so both spellings are accepted.
     """
     text = value.strip()
     if "null" in kinds and (
@@ -346,7 +345,7 @@ def _fitting(value: Any, kind: str) -> Any:
 
 
 def _literal(text: str) -> tuple[Any] | None:
-    """The value of a Python literal that JSON can say; in a tuple, since it may be None."""
+    """The value of a Python literal that JSON can represent, in a tuple because it may be None."""
     tree = _expression(text)
     try:
         return (_evaluated(tree),) if tree is not None else None
@@ -372,7 +371,7 @@ def _evaluated(node: ast.expr) -> Any:
     """The value of a literal.
 
     Raises:
-        ValueError: it is none, or JSON has no such value.
+        ValueError: it is not a literal, or JSON cannot represent it.
     """
     if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, str | int | float)):
         return node.value
@@ -388,11 +387,11 @@ def _evaluated(node: ast.expr) -> Any:
         value = _evaluated(node.operand)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return -value
-    raise ValueError(f"{type(node).__name__} is no literal")
+    raise ValueError(f"{type(node).__name__} is not a literal")
 
 
 def _is_call(keys: Set[str]) -> bool:
-    """Whether an object with these keys is a call although nothing marks it as one."""
+    """Whether an object with these keys is a call, for families without marks."""
     return bool(keys & {"arguments", "parameters"}) or keys <= CALL_KEYS
 
 
@@ -402,8 +401,10 @@ def _offered(tools: Sequence[Tool]) -> set[str]:
 
 
 def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
-    """`{"name": ..., "parameters": {...}}`, several with `;` between them (Llama 3): nothing but calls of tools that
-    are offered, or behind `<|python_tag|>`."""
+    """`{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
+
+    The whole text consists of calls of offered tools, or the calls follow `<|python_tag|>`.
+    """
     words, tag, body = text.partition(PYTHON_TAG)
     if not tag:
         words, body = "", text.strip()
@@ -421,7 +422,7 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
         at = _after(BETWEEN, body, found[1])
     if at == len(body) and calls:
         return words, calls, 0
-    # What stands alone is meant as a call if it begins as one of an offered tool.
+    # A text without a mark counts as an attempted call if it begins like a call of an offered tool.
     begun = CALL_BEGUN.match(body)
     meant = (
         begun is not None
@@ -435,8 +436,10 @@ def llama3_json(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def pythonic(text: str, tools: Sequence[Tool]) -> Found:
-    """`[name(key=value), ...]` with Python's literals (Llama 3.2 and 4): nothing but calls of tools that are offered,
-    or behind `<|python_start|>` or `<|python_tag|>`."""
+    """`[name(key=value), ...]` with Python's literals (Llama 3.2 and 4).
+
+    The whole text consists of calls of offered tools, or the calls follow `<|python_start|>` or `<|python_tag|>`.
+    """
     body, words = text.strip(), ""
     starts = [(at, mark) for mark in PYTHON_STARTS if (at := text.find(mark)) >= 0]
     if starts:
@@ -457,7 +460,7 @@ def pythonic(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def _called(node: ast.expr) -> str:
-    """The name of what is called; empty if nothing is."""
+    """The name of the called function; empty if the node is not a call."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) and _is_name(node.func) else ""
 
 
@@ -519,8 +522,10 @@ def kimi_k2(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
-    """`<|channel|>commentary to=functions.name<|message|>{...}<|call|>` (harmony, gpt-oss); the words of other
-    messages are its content."""
+    """`<|channel|>commentary to=functions.name<|message|>{...}<|call|>` (harmony, gpt-oss).
+
+    The text of other messages is the content.
+    """
     said: list[str] = []
     calls: list[Call] = []
     malformed = 0
@@ -539,7 +544,7 @@ def gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
 
 
 def _harmony(text: str) -> list[tuple[str, str | None, str, str]]:
-    """The messages of a harmony text: channel (empty: words outside of any), recipient, body, and all of it."""
+    """Split a harmony text into messages: channel (empty: text outside any), recipient, body, and the full text."""
     found: list[tuple[str, str | None, str, str]] = []
 
     def words(some: str) -> None:
@@ -644,7 +649,7 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
 
 
 def split_harmony(text: str) -> tuple[str, str]:
-    """The analysis of a harmony text, and the rest: words without marks, messages to tools as they stand."""
+    """Split a harmony text into analysis and the rest: text without marks, messages to tools unchanged."""
     thoughts, said = [], []
     for channel, to, body, whole in _harmony(text):
         if channel == "analysis" and to is None:
@@ -655,10 +660,10 @@ def split_harmony(text: str) -> tuple[str, str]:
 
 
 def parse(text: str, tools: Sequence[Tool], *, tool_parser: str, reasoning_parser: str, opened: bool) -> Parsed:
-    """Take a completion apart; without tools no calls are looked for.
+    """Parse a completion; without tools no calls are parsed.
 
-    Calls in a thought that does not end are no calls, since a thought is none; they are malformed, so that a policy
-    that forgets to end its thoughts shows in the counts.
+    Calls in unterminated reasoning are counted as malformed, not executed, so that the counts show a policy that does
+    not end its reasoning.
     """
     reasoning, said = "", text
     if reasoning_parser == "think":

@@ -102,7 +102,7 @@ class ChatTemplate:
         if not why:
             try:
                 return self._apply([prepared(one, self.capabilities) for one in messages], tools, generation=generation)
-            # What a template stumbles over in a client's messages is the client's error, whatever its class.
+            # An exception of the template about a client's messages is the client's error, whatever its class.
             except template_errors() as error:
                 why = f"the model's chat template does not take it: {error}"
         roles = ", ".join(message["role"] for message in messages[-8:])
@@ -166,7 +166,7 @@ class ChatTemplate:
         return [*found, *ids[begun:]], tuple(shown)
 
     def shortcomings(self, *, tools: bool, turns: bool) -> list[Fault]:
-        """What episodes need and the template cannot render. Of those that raise, an episode would end there.
+        """Return what episodes need and the template cannot render; those that raise would end an episode.
 
         Args:
             tools: tools are offered. turns: the environment may speak again after a reply.
@@ -180,10 +180,10 @@ class ChatTemplate:
         for key, (what, is_needed) in needed.items():
             fault = self.capabilities.missing.get(key)
             if key == RESULTS and any(one.raises for one in found):
-                # A result is tried behind its call: nothing can be told of it.
+                # A result is rendered after its call, which already failed, so it cannot be probed.
                 continue
             if is_needed and fault is not None:
-                # Calls that are left out still stand in the tokens that were sampled; other messages are refused.
+                # Omitted calls are still in the sampled tokens; other omitted messages are refused.
                 found.append(Fault(f"{what}: {fault.why}", raises=fault.raises or key != CALLS))
         return found
 

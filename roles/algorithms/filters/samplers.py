@@ -112,7 +112,7 @@ class PromptSampler:
     Args:
         rule: a sampler; None: the run's order.
         items: ids of the training prompts, without duplicates. usual: the run's order, from index to place.
-        seed: the run's. places: from an id to its place in `items`; None: made from them.
+        seed: run.seed. places: map from an id to its place in `items`; None: built from `items`.
     """
 
     def __init__(

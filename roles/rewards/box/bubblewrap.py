@@ -36,7 +36,7 @@ def why_not() -> str:
 def argv(shown: layout.Shown, disk_mib: int, inside: Sequence[str]) -> list[str]:
     """The command line that runs `inside` as process 1 of a box.
 
-    For root there is no user namespace: the guard makes the program nobody's, and mounts /proc itself, because that of
+    Root gets no user namespace: the guard runs the program as user nobody and mounts /proc itself, because the /proc of
     bubblewrap has a read-only /proc/sys, where the guard forbids further user namespaces.
     """
     words = [PROGRAM, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]

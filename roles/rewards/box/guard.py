@@ -3,9 +3,9 @@
 It is told what to do in one line of JSON on its standard input. That this input ends means that whoever asked is gone:
 then everything in the box is killed. What became of the program is one line of JSON on its standard output.
 
-Two levels. `namespaces`: the box has process ids of its own, of which the guard's child is number 1, so that its end is
-the end of all of them at once, and code has no network and a root of its own; bubblewrap may have made all that, with
-the guard as number 1. `limits`: resource limits, a folder of its own, and a guard that as a subreaper finds every
+Two levels. `namespaces`: the box has its own pid namespace, in which the guard's child is pid 1, so that all processes
+end with it; code has no network and a private root. Bubblewrap may have made all that, with the guard as pid 1.
+`limits`: resource limits, a folder of its own, and a guard that as a subreaper finds every
 descendant and kills until none is left.
 
 Standard library only: it starts in some 30 ms, and nothing of what it guards against is loaded into it.
@@ -302,7 +302,7 @@ class Watch:
         os._exit(127)
 
     def _refuse_closed(self, *, sure: bool) -> None:
-        """Raise if the program's user may not read what it needs. `sure`: nothing else is found on the PATH."""
+        """Raise if the program's user may not read what it needs. `sure`: the PATH has no other candidate."""
         if sure and (closed := layout.first_closed(self.order.get("needed", ()))):
             raise _Closed(f"{closed} is closed to {_user()}, as whom programs run in a box")
 

@@ -1,4 +1,4 @@
-"""What a box shows of the machine's file system: system folders and what the program's interpreter needs, read-only.
+"""File system of a box: system folders and what the program's interpreter needs, read-only.
 
 Used by both ways of making a box's root (`prepare.own_root` and `bubblewrap.argv`). Standard library only: the guard
 imports it.
@@ -23,16 +23,16 @@ HOME = "/tmp"
 WRITABLE = (HOME, "/dev/shm")
 """File systems of the box's own, in memory."""
 INODES = 4096
-"""Files in each of them."""
+"""Maximum number of files in each of them."""
 MOST_LINKS = 40
 
 
 class Shown(NamedTuple):
-    """Paths of the machine that a program needs besides the system's; JSON makes plain lists of them.
+    """Paths that a program needs in addition to the system folders; JSON turns them into plain lists.
 
     Attributes:
         folders: folders and files that are bound read-only to the same place.
-        links: symbolic links and their targets, made anew; what lies beside them stays hidden.
+        links: symbolic links and their targets, recreated in the box; files next to them stay hidden.
     """
 
     folders: list[str]
@@ -47,8 +47,8 @@ def command_path() -> str:
 def shown(programs: Iterable[str]) -> Shown:
     """What these executables need, and this interpreter, which the guard runs with.
 
-    A virtual environment's python is a symbolic link, often by way of further links, to the interpreter that it was
-    made with: each step has to be there.
+    The python of a virtual environment is a symbolic link to the base interpreter, often through further links: the box
+    needs each of them.
     """
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, sysconfig.get_path("stdlib")}
     links: dict[str, str] = {}
@@ -98,7 +98,7 @@ def _below(path: str, folders: Iterable[str]) -> bool:
 
 
 def is_late(path: str) -> bool:
-    """Whether a path lies in a file system that the box has of its own, and is bound when that is there."""
+    """Whether a path lies in a writable file system of the box, and so is bound after that is mounted."""
     return _below(path, WRITABLE)
 
 
@@ -111,14 +111,14 @@ def needed(argv: Sequence[str]) -> list[str]:
 
 
 def first_closed(paths: Iterable[str], links: int = 0) -> str:
-    """The first folder or file on the way to these that this process may not enter or read; empty if there is none."""
+    """The first folder or file on these paths that this process may not enter or read; empty if there is none."""
     for path in paths:
         for part in (*reversed(Path(path).parents), Path(path)):
             try:
                 mode = part.lstat().st_mode
                 target = part.readlink() if stat.S_ISLNK(mode) else None
             except OSError:
-                break  # it is not there, which the program's start tells
+                break  # missing: the start of the program reports it
             if target is not None:
                 further = os.path.normpath(part.parent / target)
                 if links < MOST_LINKS and (closed := first_closed([further], links + 1)):

@@ -278,7 +278,7 @@ async def mode_here(command: Sequence[str] = ()) -> Mode:
 
 
 async def closed_in(least: Level, command: Sequence[str] = ()) -> Mode:
-    """How well boxes are closed here for a command, where that is no less than asked for.
+    """Return how boxes isolate a command on this machine, if that is at least `least`.
 
     Raises:
         BoxFailed: it is less, or it cannot be run at all.
@@ -346,10 +346,10 @@ SYSTEM_PYTHONS = (Path("/usr/bin/python3"), Path("/usr/local/bin/python3"))
 
 
 async def _try(mode: Mode, command: Sequence[str]) -> None:
-    """Run a command on an empty program; Python on one that says a word.
+    """Run a command on an empty program; Python on one that prints a word.
 
     Raises:
-        BoxFailed: it did not start, or Python did not say it.
+        BoxFailed: it did not start, or Python did not print the word.
     """
     argv = list(command) or [sys.executable, "-I", "-S"]
     python = Path(argv[0]).name.startswith("python")

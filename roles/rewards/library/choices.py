@@ -21,12 +21,12 @@ LONGEST = 100_000
 
 
 class ChoiceOptions(Table):
-    """The letter that the completion commits to is the answer's; of several letters, all of them."""
+    """1 if the completion commits to the letter of the answer; to all letters if the answer has several."""
 
     letters: Annotated[str, Field(min_length=2, max_length=26)] = "ABCDEFGHIJ"
-    """Of the choices."""
+    """Letters of the choices."""
     bare: bool = False
-    """Only a completion that is the letter and nothing else, as "B", "(B)" or "B.". Otherwise the last commitment
+    """Accept only a completion that is just the letter: "B", "(B)" or "B.". False: the last commitment
     counts: a box, "the answer is (B)", "I choose B", "so B", "B is correct", a last line that is the letter; without
     any, the letter that the last clause with a letter names. Letters that are ruled out ("not A", "A is wrong") and
     alternatives ("A or B") are no commitment."""
@@ -150,7 +150,7 @@ class ChoiceReader:
         raise NotRead(f"it names no choice among {self.letters} (the option `letters`)")
 
     def whole(self, text: str) -> frozenset[str]:
-        """The choice of a text that is nothing else; empty if it is something else."""
+        """The choice of a text that is just a choice; empty for any other text."""
         plain = _plain(text[:200]).strip()
         group = self._group(plain, 0, self._announced) if len(text) <= 200 else None
         return group[0] if group is not None and not group[2] and not plain[group[1] :].strip(" .)]:") else frozenset()
@@ -244,7 +244,7 @@ def _letters(match: re.Match[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text without LaTeX around words, emphasis, quotes and full-width letters."""
+    """Remove LaTeX text commands, emphasis, quotes and full-width letters."""
     text = unicodedata.normalize("NFKC", text).replace("’", "'")
     for _ in range(3):
         text, times = WRAPPED.subn(r"\1", text)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 SHORT = 200
 """Characters of a completion that may be an answer as a whole."""
 BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
-"""A box that opens, an escaped character (`\\{` is no brace), or a brace."""
+"""Start of a box, an escaped character (`\\{` is not a brace), or a brace."""
 JOINED = re.compile(r"(?:[\s$,;.:]|\\[()\[\],;! ]|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*")
 """What may stand between boxes that give one answer together, as in "\\boxed{3} and \\boxed{5}"."""
 MATH = re.compile(
@@ -29,7 +29,7 @@ END = re.compile(
     r"\n|</answer>|[.;?](?=\s|\*|$)|\s(?=(?:because|since|so|as|which|where|when|but|whereas)\b)", re.IGNORECASE
 )
 BESIDE = re.compile(r"[ \t]*(?:\\?%|[a-zA-Z]+\.?(?:[²³]|\^\d|/[a-zA-Z]+)?(?:[ \t]+[a-zA-Z]+)?)[.\s*]*$")
-"""A unit behind a formula: one or two words."""
+"""A unit after a formula: one or two words."""
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
@@ -47,7 +47,7 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """Where the brace that opens at `opening` is closed; None if it is not. `\\{` and `\\}` are no braces."""
+    """Position of the brace that closes the one at `opening`; None if unclosed. `\\{` and `\\}` are not braces."""
     depth = 0
     for mark in BRACE.finditer(text, opening):
         if mark[0] == "}":
@@ -144,7 +144,7 @@ FORMULA = re.compile(r".*[\d\\].*|[-+*/^=<>±×÷·(){}\[\],|:]+|[b-zB-HJ-Z][,;]
 
 
 def _last_run(line: str) -> str | None:
-    """The last run of words in a line that look like a formula and hold a digit or a command."""
+    """The last run of words in a line that look like a formula and contain a digit or a command."""
     words = TOKEN.findall(line)
     run: list[str] = []
     for word in reversed(words):

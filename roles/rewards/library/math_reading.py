@@ -1,7 +1,7 @@
-"""Read a mathematical answer whole, or not at all: LaTeX or plain, with its unit.
+"""Parse a mathematical answer as a whole, LaTeX or plain, with its unit; partial parses are refused.
 
-The grammar is latex2sympy's, which math-verify reads with. It refuses what it does not understand, but some writings it
-understands otherwise than people do, or drops a part of: those are rewritten here, or refused.
+The grammar is latex2sympy's, which math-verify uses. It refuses what it cannot parse, but misreads some notations or
+drops a part of them: those are rewritten or refused here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_LITERAL_DIGITS = 1000
 
 
 class NotRead(ValueError):
-    """An answer, or a part of it, is not understood; the text says which."""
+    """An answer, or the part of it that the message names, cannot be parsed."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Reading:
         value: as math-verify compares it; None: a text, or a number that is too large to compute: the writing decides.
         parts: of a ratio or a time of day, as 3:15; empty for anything else.
         unit: canonical; "%" and "degree" have a meaning, others are compared. Empty: none.
-        count: of the members of a list; 1 for anything else.
-        text: whether it is words. timelike: whether its parts may be hours and minutes.
+        count: number of members of a list; 1 for anything else.
+        text: whether it is text. timelike: whether its parts may be hours and minutes.
         decimal: whether it has decimals, so that it may be rounded.
     """
 
@@ -82,13 +82,13 @@ FUNCTIONS = frozenset(
 ) | {"sqrt", "max", "min", "gcd", "lcm", "det"}
 JOINING = frozenset({"or", "and", "in"})
 PRODUCTS = re.compile(r"(?=[abcdkmnpqrstuvwxyz]{3,4}$)a?b?c?d?k?m?n?p?q?r?s?t?u?v?w?x?y?z?")
-"""Letters that stand for variables side by side, as abc or xyz, and not for a word."""
+"""Letters that are a product of variables, as abc or xyz, not a word."""
 WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
 TEXT = re.compile(r"\(?[^\W\d_](?:[^\W\d_]|[\s,.'’/&()-])*[.!]?")
 UNREAD = re.compile(
     r"\\[lc]?dots|\.\.\.|!!|\\mid|\\colon|\\begin\{(?!.?matrix|array)|\\(?:sum|prod|int|lim)\b.*\\[lc]?dots"
 )
-"""Writings whose end is left to the reader, or that the grammar takes for something else."""
+"""Notations with an open end (dots), or that the grammar misreads."""
 
 
 def gold_text(answer: Any) -> str:
@@ -166,7 +166,7 @@ def _opened(text: str) -> str:
             text = MATH.sub(lambda m: next(group for group in m.groups() if group is not None), text)
         if (inside := boxed(text)) is not None and re.fullmatch(r"\\(?:boxed|fbox)\s*\{.*\}", text, re.DOTALL):
             text = inside
-        # Braces around it all, and \text{} around what is no words.
+        # Outer braces, and \text{} around something other than text.
         if text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
             text = text[1:-1]
         if (wrap := WRAPPED.match(text)) is not None and closing_brace(text, wrap.end() - 1) == len(text) - 1:
@@ -203,7 +203,7 @@ def word_key(text: str) -> str:
 
 
 def _words(text: str) -> str | None:
-    """The key of an answer that is nothing but words; None if it is none."""
+    """Comparison key of an answer that is only text; None if it is not."""
     inside = re.sub(WRAPPED.pattern + r"([^{}]*)\}", r"\1", SPACES.sub(" ", text)).strip()
     if TEXT.fullmatch(inside) is None:
         return None
@@ -235,7 +235,7 @@ ATTACHED = re.compile(
     r"(?:mm|cm|dm|km|mg|kg|lb|lbs|oz|ft|yd|mi|in|min|hr|hrs|ml|mL|mph|kmh|km/h|m/s|cm/s|g/mol|kWh|Hz|kHz|MHz|GHz|kPa|Pa|eV|"
     r"rpm|[ap]\.?m\.?|nm|kJ|kW|kN|kV|mA|mV|ms|ns|cc|sq|deg|rad|usd|USD)(?:\^\{?-?\d\}?|/[a-zA-Z]{1,3}(?:\^\{?-?\d\}?)?)?"
 )
-"""Units that are known beside a number without a space."""
+"""Units recognised directly after a number, without a space."""
 WRAPPED_UNIT = re.compile(
     WRAPPED.pattern + r"([^{}]*)\}\s*((?:\^\s*(?:\{-?\d\}|-?\d)|/|\\cdot|\\text\{[^{}]*\}|\\mathrm\{[^{}]*\})*)\s*$"
 )
@@ -247,7 +247,7 @@ CURRENCY = re.compile(r"^\s*([+-]?)\s*(?:\\\$|\$|\\text\{\s*\\?\$\s*\}|([£€¥
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """The value and the canonical unit of an answer; without a unit, the answer and nothing."""
+    """Split an answer into value and canonical unit; the unit is empty if there is none."""
     if (money := CURRENCY.match(text)) is not None:
         return money[1] + text[money.end() :], money[2] or "$"
     if (percent := PERCENT.search(text)) is not None:
@@ -260,7 +260,7 @@ def _split_unit(text: str) -> tuple[str, str]:
         return text[: degree.start()], "degree" + (degree[1] or degree[2] or "").lower()
     if (wrapped := WRAPPED_UNIT.search(text)) is not None and wrapped.start() > 0:
         value = text[: wrapped.start()]
-        # A word between two parts of an answer is no unit.
+        # A word between two parts of an answer is not a unit.
         if word_key(wrapped[1]) not in JOINING and re.search(r"[\w})\]]\s*$", SPACES.sub("", value)):
             return value, unit_key(wrapped[1] + wrapped[2])
     plain = re.fullmatch(r"(.*?[\d})\]])(\s*)([a-zA-Z][a-zA-Z.\s/^0-9{}-]*)", text, re.DOTALL)
@@ -322,10 +322,10 @@ def _ratio(text: str) -> Reading | None:
 
 
 def _refuse(text: str) -> None:
-    """What the grammar would read otherwise than it is meant, or only after a very long time.
+    """Refuse what the grammar would misread, or parse only after a very long time.
 
     Raises:
-        NotRead: there is such a thing.
+        NotRead: the text contains such a notation.
     """
     depth = most = parentheses = most_parentheses = 0
     for mark in re.findall(r"\\.|[{}()\[\]]", text):

@@ -69,15 +69,15 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def _in_a_box(text: str) -> str:
-    """A completion whose answer is the right one."""
+    """A completion with the right answer."""
     try:
         return f"\\boxed{{{gold_text(text)}}}"
     except NotRead:
         return text
 
 
-# sympy may take for ever. Numbers that are too large are refused before they are computed, the deadline ends what takes
-# long in Python, and the worker's end is for what takes long in C.
+# sympy may not terminate. Too large numbers are refused before they are computed, a deadline ends long computations in
+# Python, and killing the worker ends long computations in C.
 @reward("math", options=MathOptions, place="worker", check=_installed, gold=_in_a_box)
 def _math(options: MathOptions) -> Callable[..., Any]:
     import logging
@@ -111,7 +111,7 @@ def _gold(answer: Any) -> tuple[str, Reading]:
 
 
 def final_answer(completion: str, *, only_boxed: bool = False) -> tuple[str, Reading | None] | None:
-    """The final answer of a completion, and how it is read if it can be; None if there is none."""
+    """The final answer of a completion with its parsed form (None if unparsable); None if it has no answer."""
     if (inside := boxed(completion)) is not None:
         return inside, _try(inside)
     if only_boxed:
@@ -218,8 +218,10 @@ def _equal(right: Any, found: Any, options: MathOptions, *, rounded: bool = Fals
 
 
 def _close(right: Any, found: Any, digits: int) -> bool | None:
-    """Whether two numbers are equal to `digits` decimal places; one that those would round to nothing, to a thousandth
-    of it. None if one is no real number."""
+    """Whether two numbers are equal to `digits` decimal places, or to 0.1% if those would round the number to 0.
+
+    None if one is not a real number.
+    """
     import sympy
 
     if not all(isinstance(one, sympy.Expr) and not one.free_symbols and one.is_number for one in (right, found)):

@@ -78,11 +78,15 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     score: Score | None = None
     failed: str = ""
     excess: bool = False
-    unread: bool = False
+    unreadable: bool = False
 
     def outcome(self) -> Score | Failed:
         """As one thing."""
-        return self.score if self.score is not None else Failed(self.failed, excess=self.excess, unread=self.unread)
+        return (
+            self.score
+            if self.score is not None
+            else Failed(self.failed, excess=self.excess, unreadable=self.unreadable)
+        )
 
 
 Reply = Loaded | NotLoaded | Done

@@ -112,7 +112,7 @@ def _answer(ours: socket.socket, calls: Calls, caller: Caller, *, group: bool, p
         if os.getpid() != process:
             os._exit(0)  # a child that user code forked, and that came back from it beside its parent
         done = (
-            Done(calls.number, index, failed=result.reason[:2000], excess=result.excess, unread=result.unread)
+            Done(calls.number, index, failed=result.reason[:2000], excess=result.excess, unreadable=result.unreadable)
             if isinstance(result, Failed)
             else Done(calls.number, index, result)
         )

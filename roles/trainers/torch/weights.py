@@ -49,8 +49,8 @@ class Weights:
     Attributes:
         published: the model's own tensors, in its own order. adapters: by the name of the weight that each changes.
         trained: what the optimizer updates.
-        changes_kept: of the elements that adapters change, the part that differs from the model's own in the dtype of
-            the last export or, with `low_rank`, of the base; the rest is rounded away. None: nothing is changed yet.
+        changes_kept: fraction of the elements changed by adapters that differ from the base weights in the dtype of the
+            last export or, with `low_rank`, of the base; the rest is lost to rounding. None: no change yet.
     """
 
     def __init__(self, model: Any, ranks: TorchRanks | None) -> None:

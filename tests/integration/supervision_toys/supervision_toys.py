@@ -8,10 +8,11 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from relax_rt.config.job import Job
 from relax_rt.config.problems import BadInput
-from relax_rt.config.schema import RoleSettings, RunConfig
+from relax_rt.config.schema import RoleSettings
 from relax_rt.gang import Gang
 from relax_rt.role import Role
 from relax_rt.transport.ledger.policy import LedgerPolicy
@@ -204,27 +205,8 @@ class Finisher(Toy):
         await self.wait()
 
 
-class ToyJob:
+class ToyJob(Job):
     """The job `toy`."""
-
-    Config = RunConfig
-    Roles: ClassVar[dict[str, type[RoleSettings]]] = {}
-    headline: tuple[()] = ()
-
-    def check(self, config: Any, config_dir: Path) -> list[Any]:
-        return []
-
-    def preflight(self, config: Any, config_dir: Path) -> list[Any]:
-        return []
-
-    def plan(self, config: Any) -> list[Any]:
-        return []
-
-    def shm_bytes(self, config: Any) -> int:
-        return 0
-
-    def steps(self, config: Any) -> int | None:
-        return None
 
     def closing(self, summary: dict[str, Any]) -> list[str]:
         return [f"toys: {', '.join(summary['toys'])}"]

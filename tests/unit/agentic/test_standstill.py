@@ -167,7 +167,7 @@ async def test_one_that_waits_for_tokens_is_lost_and_the_queue_is_told_how_often
     await slot.play()
     # What many of them wait for is told to whoever asks what the role does.
     told = f"{2 * LOSSES} in a row came to nothing, the last one: 7.0+2 was lost"
-    assert slot.role._standstill.told().startswith(told)
+    assert slot.role._standstill.summary().startswith(told)
 
 
 async def test_a_function_that_gave_up_a_reply_by_itself_and_dawdles_has_failed() -> None:
@@ -196,7 +196,7 @@ def test_a_slot_that_never_played_an_episode_is_not_started_anew() -> None:
     one = Standstill("game.py:Game", 10)
     for n in range(10 * LOSSES * FAILURES_IN_A_ROW):
         one.failed(n, "KeyError")
-    assert "in a row came to nothing, the last one: KeyError" in one.told()
+    assert "in a row came to nothing, the last one: KeyError" in one.summary()
 
 
 def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
@@ -205,10 +205,10 @@ def test_a_slot_ends_when_nothing_comes_of_its_episodes() -> None:
     for n in range(most - 1):
         one.lost(n, "the gateway was started again")
     one.played()
-    assert one.told() == ""
+    assert one.summary() == ""
     for n in range(most - 1):
         one.lost(n, "no engine")
-    assert f"{most - 1} in a row came to nothing, the last one: no engine" in one.told()
+    assert f"{most - 1} in a row came to nothing, the last one: no engine" in one.summary()
     with pytest.raises(Fruitless, match=r"192 times in a row an episode was begun.*the last one: no engine"):
         one.lost(7, "no engine")
     # What takes all of many along takes each as often as one may be lost.

@@ -122,7 +122,7 @@ def test_what_passes_the_quick_checks_is_looked_into_and_it_says_so(folder: Path
     seen = Seen(folder, "validate")
     assert seen.code == 2 and "transformers" in seen.imported
     assert any(name.startswith("model/") for name in seen.opened) and "data.jsonl" in seen.opened
-    assert "loading what reads model and data…" in seen.err and "reading the model model…" in seen.err
+    assert "importing torch and transformers…" in seen.err and "reading the model model…" in seen.err
 
 
 def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(folder: Path) -> None:

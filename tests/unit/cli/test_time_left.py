@@ -51,7 +51,7 @@ def ran(
 
 def test_without_an_earlier_run_nothing_is_promised() -> None:
     told = expected(config("new"))
-    assert told == "200 steps; how long they take is told after the first, and corrected as it goes on"
+    assert told == "200 steps; the time left is estimated after the first and updated with each step"
     assert f"  time    {told}" in brief(config("new"))
 
 
@@ -81,14 +81,14 @@ def test_a_run_beside_it_with_the_same_settings_says_how_long_a_step_takes(other
 )
 def test_a_run_whose_steps_take_another_time_says_nothing(otherwise: Sequence[str]) -> None:
     ran("earlier", *otherwise)
-    assert "told after the first" in expected(config("new"))
+    assert "estimated after the first" in expected(config("new"))
 
 
 def test_a_run_of_another_machine_or_of_too_few_steps_says_nothing() -> None:
     ran("far", where="another, 64 x CPU")
     ran("short", steps=1)
-    assert "told after the first" in expected(config("new"))
-    assert "told after the first" in expected(config("far"))
+    assert "estimated after the first" in expected(config("new"))
+    assert "estimated after the first" in expected(config("far"))
 
 
 def status(name: str, state: str = "running") -> RunStatus:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from relax_rt.config import loader
-from relax_rt.config.job import Column, PlanLine, load_job
+from relax_rt.config.job import Job, load_job
 from relax_rt.config.loader import config_digest, load_config, read_resolved, role_settings, write_resolved
 from relax_rt.config.problems import ConfigErrors, Problem
 from relax_rt.config.schema import RoleSettings, RunConfig
@@ -36,7 +36,7 @@ function = "reward.py:score"
 """
 
 
-class FakeJob:
+class FakeJob(Job):
     """The tables of the RL job without its roles' code."""
 
     Config: ClassVar[type[RunConfig]] = RLConfig
@@ -45,7 +45,6 @@ class FakeJob:
         "reward": RewardSettings,
         "trainer": TrainerSettings,
     }
-    headline: ClassVar[Sequence[Column]] = ()
     found: ClassVar[list[Problem]] = []
     found_early: ClassVar[list[Problem]] = []
 
@@ -56,20 +55,8 @@ class FakeJob:
     def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
         return list(self.found_early)
 
-    def plan(self, config: Any) -> list[PlanLine]:
-        return []
-
     def ledger_policy(self, config: Any) -> Any:
         raise NotImplementedError
-
-    def shm_bytes(self, config: Any) -> int:
-        return 0
-
-    def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
-        return {}
-
-    def sample(self, run_dir: Path, config: Any, prompts: Sequence[str], items: int) -> list[dict[str, Any]]:
-        return []
 
 
 @pytest.fixture(autouse=True)

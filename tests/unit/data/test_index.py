@@ -243,7 +243,7 @@ def test_a_resumed_run_notices_other_rows(tmp_path: Path, tokenizer: ChatTokeniz
         [{**rows[0], "answer": 7}, *rows[1:]],
     ):
         write(path, changed)
-        with pytest.raises(RelaxError, match=r"not those that the run began with: 40 then, .*data\.json"):
+        with pytest.raises(RelaxError, match=r"not those that the run was started with: 40 then, .*data\.json"):
             load(tokenizer, run, path=str(path), held_out=0.3)
     (run / RECORD).unlink()
     load(tokenizer, run, path=str(path), held_out=0.3)
@@ -380,3 +380,20 @@ def test_a_row_costs_bytes_and_not_objects(tmp_path: Path) -> None:
     rows, kib = map(int, done.stdout.split())
     assert rows == 120_000
     assert kib < 80 << 10, f"{kib >> 10} MiB more for 120,000 rows"
+
+
+def test_error_of_the_build_is_not_taken_for_an_unwritable_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds = 0
+
+    def build(self: Any, *_: Any) -> None:
+        nonlocal builds
+        builds += 1
+        raise RelaxError("the cache folder.jsonl", why="a row in it is wrong")
+
+    monkeypatch.setattr(index_module.Builder, "build", build)
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}])
+    with pytest.raises(RelaxError, match="a row in it is wrong"):
+        RowIndex.open(DataTable(path=path), tmp_path)
+    assert builds == 1

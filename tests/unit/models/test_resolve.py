@@ -14,7 +14,7 @@ import pytest
 from fresh_model import save_fresh
 
 from relax_rt.roles.models import cache as models_cache
-from relax_rt.roles.models.cache import build_once, cache_dir
+from relax_rt.roles.models.cache import CacheUnavailable, build_once, cache_dir
 from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.roles.models.tiny import character_tokenizer
 from relax_rt.roles.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -85,6 +85,13 @@ def test_a_build_that_dies_leaves_nothing(cache: Path) -> None:
     assert not (cache / "m").exists()
     assert build_once("m", lambda folder: (folder / "whole").write_text("whole") and None) == cache_dir() / "m"
     assert [p.name for p in (cache / "m").iterdir()] == ["whole"]
+
+
+def test_unwritable_cache_folder_has_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RELAX_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(CacheUnavailable, match="file/below"):
+        build_once("m", lambda folder: None)
 
 
 def test_two_processes_build_once(cache: Path) -> None:
@@ -186,9 +193,9 @@ def test_the_tiny_tokenizer_renders_and_reads_back(tiny_folder: Path) -> None:
     assert tokenizer.text([{"role": "user", "content": "1 + 2 ="}]) == "<|user|>1 + 2 =<|end|><|assistant|>"
     (end,) = tokenizer.stop_ids
     assert tokenizer.decode([*tokenizer.encode("46"), end]) == "46"
-    assert tokenizer.render_many([[{"role": "user", "content": "a"}], []][:1]) == [
-        tokenizer.render([{"role": "user", "content": "a"}])
-    ]
+    texts = ["1 + 2 =", "", "<|user|>46<|end|>"]
+    assert tokenizer.encode_many(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_many([]) == []
 
 
 def test_digests_follow_content_not_use(tiny_folder: Path) -> None:

@@ -141,8 +141,10 @@ def test_a_failure_fails_the_sample_or_counts_nothing() -> None:
     assert found == Score(1.0, {"a": 1.0, "b": 0.0}, forgiven=("b: no",))
     # What takes too long in a reward that is known is the completion's doing.
     late = Failed("late", excess=True)
-    unread = combine([component("a"), component("b")], [Failed("no gold", unread=True), Score(1.0, {"reward": 1.0})])
-    assert unread == Score(1.0, {"a": 0.0, "b": 1.0}, forgiven=("a: no gold",), unread="a: no gold")
+    unreadable = combine(
+        [component("a"), component("b")], [Failed("no gold", unreadable=True), Score(1.0, {"reward": 1.0})]
+    )
+    assert unreadable == Score(1.0, {"a": 0.0, "b": 1.0}, forgiven=("a: no gold",), unreadable="a: no gold")
     assert combine([component("a", excess=True)], [late]) == Score(0.0, {"a": 0.0}, forgiven=("late",))
     assert combine([component("a", excess=True)], [wrong]) == wrong
     assert combine([component("a")], [late]) == late

@@ -97,7 +97,13 @@ def test_validate_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 
 def test_why_tells_of_the_first_answer_that_a_run_cannot_read() -> None:
     story = Story()
-    event = {"kind": "gold_unread", "t": 1.0, "slot": "reward/0", "item": "ab", "reason": "math: the answer '5!!' …"}
+    event = {
+        "kind": "gold_unreadable",
+        "t": 1.0,
+        "slot": "reward/0",
+        "item": "ab",
+        "reason": "math: the answer '5!!' …",
+    }
     note = story.note(event)
     assert note is not None and note.tone == "warning" and "item ab" in note.text and "5!!" in note.text
     assert story.note(event) is None

@@ -70,7 +70,7 @@ def test_the_last_number_is_read_whole(completion: str, answer: Any, right: int)
 @pytest.mark.parametrize("name", ["integer", "lenient_integer"])
 @pytest.mark.parametrize("answer", ["4.5", "1/2", "12 apples", "", "x", "1,23", None, True])
 def test_an_answer_that_is_no_integer_is_reported(name: str, answer: Any) -> None:
-    with pytest.raises(UnreadGold, match="it is no integer"):
+    with pytest.raises(UnreadGold, match="it is not an integer"):
         made(name, {}).call("4", answer, {})
 
 

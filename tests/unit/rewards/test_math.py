@@ -85,13 +85,13 @@ async def test_no_worker_is_lost_to_a_tower() -> None:
     try:
         await scorer.start()
         results = await scorer.score(requests)
-        unread = await scorer.score_one(Request("\\boxed{1}", "5!!", {}))
+        unreadable = await scorer.score_one(Request("\\boxed{1}", "5!!", {}))
     finally:
         await scorer.close()
     assert [result.total for result in results if isinstance(result, Score)] == [0.0] * len(TOWERS)
     assert not any(result.forgiven for result in results if isinstance(result, Score))
     assert lost == []
-    assert isinstance(unread, Score) and unread.total == 0 and "'5!!' cannot be read" in unread.unread
+    assert isinstance(unreadable, Score) and unreadable.total == 0 and "'5!!' cannot be read" in unreadable.unreadable
 
 
 def test_what_takes_too_long_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_builtins() -> None:
     assert builtin.integer("46", "46", finish_reason="length") == {"format": 0.0, "right": 0.0}
     assert builtin.integer("it is 46", "46") == {"format": 0.0, "right": 0.0}
     assert [builtin.lenient_integer(t, "46") for t in ("it is 46", "none", "46 or 45")] == [1.0, 0.0, 0.0]
-    with pytest.raises(UnreadGold, match=r"no number.*it is no integer"):
+    with pytest.raises(UnreadGold, match=r"no number.*it is not an integer"):
         builtin.lenient_integer("nothing", "no number")
     assert [builtin.exact(t, "a b") for t in (" a  b", "A b")] == [1.0, 0.0]
 
@@ -487,10 +487,10 @@ async def test_an_answer_that_cannot_be_read_counts_0_and_is_told_of_once(tokeni
     queue = await run_role(role, tokenizer, batches)
     assert [failures for _, failures in queue.completed] == [[], []]
     assert all(column["reward"] == 0 for columns, _ in queue.completed for column in columns.values())
-    (fields,) = [fields for kind, fields in told.events if kind == "gold_unread"]
+    (fields,) = [fields for kind, fields in told.events if kind == "gold_unreadable"]
     assert (fields["item"], fields["items"]) == ("i", 1) and "'2' cannot be read: it is no number" in fields["reason"]
     assert not any(kind in ("reward_failed", "reward_forgiven") for kind, _ in told.events)
-    assert sum(record["unread"] for record in told.metrics) == 3 and told.metrics[0]["forgiven"] == 0
+    assert sum(record["unreadable"] for record in told.metrics) == 3 and told.metrics[0]["forgiven"] == 0
 
 
 async def test_the_role_scores_what_the_policy_said(tokenizer: ChatTokenizer) -> None:
