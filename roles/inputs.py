@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ DATA = ("data", "cold_start", "evaluation")
 """Tables whose keys named `path` are files or folders of rows."""
 MODELS: tuple[KeyPath, ...] = (("model", "path"), ("roles", "reference", "model"), ("roles", "genrm", "model"))
 PATTERN = frozenset("*?[")
+CODE = re.compile(r"\S+\.py:(?!\d)\w+")
+"""`file.py:name`, and no text in which such a thing stands, as a prompt."""
+CODE_KEYS = ("function", "environment", "target")
+"""Keys that name code only, so that the path of the file may have spaces."""
 
 
 def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
@@ -31,7 +36,7 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             yield from _model(path, text, config_dir)
         elif path[0] in DATA and path[-1] == "path" and "options" not in path:
             yield from _data(path, text, config_dir)
-        elif text.count(":") == 1 and text.partition(":")[0].endswith(".py"):
+        elif CODE.fullmatch(text) or (path[-1] in CODE_KEYS and text.rpartition(":")[0].endswith(".py")):
             yield from _code(path, text, config_dir)
 
 
@@ -72,7 +77,7 @@ def _data(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
 
 def _code(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
     """The file, and that it gives something this name. It is parsed, not imported: importing may take long."""
-    name, _, wanted = text.partition(":")
+    name, _, wanted = text.rpartition(":")
     file = (config_dir / Path(name).expanduser()).resolve()
     what = f"{dotted(path)} = {text!r}"
     if not file.is_file():

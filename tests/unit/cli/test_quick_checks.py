@@ -79,6 +79,7 @@ MISTAKES = {
     "no such data": (['data.path="dta.jsonl"'], "did you mean 'data.jsonl'?"),
     "no such source file": (['reward.function="rewrd.py:score"'], "did you mean 'reward.py'?"),
     "no such function": (['reward.function="reward.py:scroe"'], "did you mean 'score'?"),
+    "no such file in a folder with a space": (['reward.function="my code/reward.py:score"'], "there is no file"),
     "no such data of the cold start": (['cold_start.path="sft.jsonl"'], "there is no file"),
     "a model without a tokenizer": (['model.path="bare"'], "lacks a tokenizer"),
 }
@@ -152,6 +153,22 @@ def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(f
 def test_a_name_that_the_source_may_give_is_not_refused(folder: Path, text: str) -> None:
     (folder / "reward.py").write_text(text)
     assert Seen(folder, "validate", "--quick").code == 0
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "Fix the bug in app.py: {question}",
+        "main.py:{question}",
+        "app.py: 3 lines {question}",
+        "Read {question} of util.py:7",
+        "{question} see a.py:main",
+        "run.py:1{question}",
+    ],
+)
+def test_a_prompt_that_names_a_source_file_is_no_code(folder: Path, template: str) -> None:
+    seen = Seen(folder, "validate", "--quick", "--set", f"data.template={json.dumps(template)}")
+    assert seen.code == 0, seen.err
 
 
 @pytest.mark.parametrize(
