@@ -7,7 +7,6 @@ without keeping it; parquet and Arrow come as rows.
 from __future__ import annotations
 
 import codecs
-import difflib
 import gzip
 import io
 import json
@@ -20,6 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.targets import did_you_mean
 
 PLAIN, PACKED, TABLES = (".jsonl",), (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")
 KINDS = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow or a folder of them"
@@ -55,7 +55,7 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
         RelaxError: there is no such file, or none of a known kind.
     """
     what = f"{key} = {setting!r}"
-    if "*" in path.name:
+    if is_pattern(path):
         found = sorted(p for p in path.parent.glob(path.name) if p.is_file() and not p.name.startswith("."))
         shards = _shards(found)
         if not shards:
@@ -64,16 +64,26 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
     if path.is_dir():
         return _of_folder(path, what, split)
     if not path.is_file():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, near, n=1)
-        hint = f"did you mean {str(path.parent / close[0])!r}?" if close else "paths are relative to the config file"
-        raise RelaxError(what, why=f"there is no file {path}", hint=hint)
+        raise RelaxError(what, why=f"there is no file {path}", hint=missing_hint(path, setting))
     if not (shards := _shards([path])):
         hint = f"use {KINDS}"
         if path.suffix == ".json":
             hint = "one object a line: rename it to .jsonl; an array: jq -c '.[]' FILE.json > FILE.jsonl"
         raise RelaxError(what, why=f"files of rows do not end in {path.suffix or 'no suffix'!r}", hint=hint)
     return shards, []
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path names several files of a folder by `*`; the quick check and `find_shards` both go by it."""
+    return "*" in path.name and path.parent.is_dir()
+
+
+def missing_hint(path: Path, setting: str) -> str:
+    """What to do about a path of rows that is not there, as the user wrote it."""
+    if set("*?[") & set(setting):
+        return "only the name of the file may have a wildcard, and only `*`: shards/*.jsonl; or name a folder"
+    near = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    return did_you_mean(path.name, near) or "paths are relative to the config file"
 
 
 def _of_folder(folder: Path, what: str, split: str | None) -> tuple[list[Shard], list[str]]:

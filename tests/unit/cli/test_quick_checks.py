@@ -77,6 +77,12 @@ MISTAKES = {
     "no such model folder": (['model.path="modle"'], "there is no folder"),
     "no such package": (['model.path="package:tyni"'], "did you mean 'package:tiny'?"),
     "no such data": (['data.path="dta.jsonl"'], "did you mean 'data.jsonl'?"),
+    "a pattern of folders": (['data.path="rows/*/x.jsonl"'], "only the name of the file may have a wildcard"),
+    "a pattern in both": (['data.path="rows*/x*.jsonl"'], "only the name of the file may have a wildcard"),
+    "a pattern with ?": (['data.path="dat?.jsonl"'], "and only `*`"),
+    "a pattern with []": (['data.path="[cd]ata.jsonl"'], "and only `*`"),
+    "a pattern of the cold start": (['cold_start.path="**/sft.jsonl"'], "only the name of the file may have"),
+    "a pattern in no folder": (['data.path="shards/*.jsonl"'], "there is no file"),
     "no such source file": (['reward.function="rewrd.py:score"'], "did you mean 'reward.py'?"),
     "no such function": (['reward.function="reward.py:scroe"'], "did you mean 'score'?"),
     "no such file in a folder with a space": (['reward.function="my code/reward.py:score"'], "there is no file"),
@@ -153,6 +159,10 @@ def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(f
 def test_a_name_that_the_source_may_give_is_not_refused(folder: Path, text: str) -> None:
     (folder / "reward.py").write_text(text)
     assert Seen(folder, "validate", "--quick").code == 0
+
+
+def test_a_pattern_of_files_passes_the_quick_checks(folder: Path) -> None:
+    assert Seen(folder, "validate", "--quick", "--set", 'data.path="dat*.jsonl"').code == 0
 
 
 @pytest.mark.parametrize(

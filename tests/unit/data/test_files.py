@@ -255,6 +255,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[by
         ("missing.jsonl", "there is no file .*did you mean .*misssing.jsonl"),
         ("empty", "no file of rows is in the folder"),
         ("outer", "it has the folders inner: name one of them"),
+        ("*/a.jsonl", "there is no file .*only the name of the file may have a wildcard"),
+        ("a.jso?", "there is no file .*and only `[*]`"),
         ("*.parquet", r"no file of .* matches '\*.parquet'"),
     ],
 )
