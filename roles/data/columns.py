@@ -101,7 +101,7 @@ class ColumnReader:
             if "answer" not in found and answer is _LAST_TURN:
                 last = messages.pop()
                 answer = last["content"] or last.get("tool_calls")
-            _check_open(where, messages)
+            _check_open(where, messages, self._leaving_out(found, other))
             question = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
         self._metadata(where, row, found, form, other, metadata)
         tools = parse_tools(where, found["tools"]) if found.get("tools") not in (None, "", []) else None
@@ -185,6 +185,19 @@ class ColumnReader:
         if messages is not None and len(messages) > 1 and messages[-1]["role"] == "assistant":
             return _LAST_TURN, ""
         raise self._nothing(where, row, "answer", "answer")
+
+    def _leaving_out(self, found: Mapping[str, Any], other: str) -> str:
+        """How to leave out what the answer of a row is taken from; empty: it cannot be.
+
+        Args:
+            other: a column that is the answer under another name.
+        """
+        if "answer" in self._columns:
+            return "leave data.columns.answer out"
+        if "answer" in found or other:
+            column = other or "answer"
+            return f'leave `{column}` out (data.ignore = ["{column}"])'
+        return ""
 
     def _nothing(self, where: str, row: dict[str, Any], target: str, *names: str) -> RelaxError:
         """The error of a row without a target: a misspelt column, or the setting that names one."""
@@ -304,9 +317,15 @@ def _content_of(where: str, name: str, value: Any) -> Any:
     return value
 
 
-def _check_open(where: str, messages: list[Message]) -> None:
+def _check_open(where: str, messages: list[Message], leaving_out: str) -> None:
+    """Refuse messages that leave nothing to generate.
+
+    Args:
+        leaving_out: how to leave the answer out, so that the last message is it; empty: it cannot be.
+    """
     if messages[-1]["role"] == "assistant":
-        hint = "leave `answer` out to take that message as the answer, or leave the message out"
+        hint = f"{leaving_out} to take that message as the answer, or " if leaving_out else ""
+        hint += "leave the message out"
         raise RelaxError(where, why="the last message is the assistant's, so there is nothing to generate", hint=hint)
 
 
