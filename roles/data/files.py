@@ -12,6 +12,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -344,24 +345,36 @@ def _keys(value: Any) -> int:
 
 
 def _may_repeat(line: bytes, row: dict[str, Any]) -> bool:
-    """Whether a key of the row, or of an object in it, stands more than once in the line as a key would."""
-    for key, value in row.items():
-        if line.count(b'"%b"' % key.encode()) > 1:
-            return True
-        if isinstance(value, dict) and _may_repeat(line, value):
-            return True
-    return False
+    """Whether a key stands in the line, as a key would, more or fewer times than in the row and all objects in it."""
+    counts: Counter[str] = Counter()
+    _count_keys(row, counts)
+    return any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items())
+
+
+def _count_keys(value: Any, counts: Counter[str]) -> None:
+    if isinstance(value, dict):
+        counts.update(value.keys())
+        value = value.values()
+    for one in value:
+        if isinstance(one, dict | list):
+            _count_keys(one, counts)
+
+
+_TOKEN = re.compile(rb'("[^"\\]*(?:\\.[^"\\]*)*")(\s*:)?|[{}\[\]]')
+"""A string with the colon that makes it a key, or a bracket."""
 
 
 def _check_keys(where: str, line: bytes) -> None:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            at = line.rfind(b'"%b"' % twice.encode())
-            why = f"the key {twice!r} stands {names.count(twice)} times in one object (byte {at + 1})"
-            raise RelaxError(where, why=why, hint="JSON readers differ in which one they take: keep one")
-        return found
-
-    json.loads(line, object_pairs_hook=once)
+    """Refuse an object, however deep, that has a key twice. The line is valid JSON."""
+    keys: list[set[str]] = []
+    for token in _TOKEN.finditer(line):
+        if token[0] in b"{[":
+            keys.append(set())
+        elif token[0] in b"}]":
+            keys.pop()
+        elif token[2]:
+            key = decode_json(token[1])
+            if key in keys[-1]:
+                why = f"the key {key!r} stands twice in one object (byte {token.start() + 1})"
+                raise RelaxError(where, why=why, hint="JSON readers differ in which one they take: keep one")
+            keys[-1].add(key)
