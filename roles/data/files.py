@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -228,8 +228,11 @@ def _pyarrow(path: str) -> Any:
     return pyarrow
 
 
-def table_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
+def table_rows(shard: Shard, nullable: Collection[str] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a parquet or Arrow file with their numbers from 1, as JSON-like values without null columns.
+
+    Args:
+        nullable: columns in which null is a value, and stays.
 
     Raises:
         RelaxError: it cannot be read as such.
@@ -242,7 +245,7 @@ def table_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
                 for row in batch.slice(start, BATCH).to_pylist():
                     number += 1
                     # A column absent from a row reads as null; to the checks it is absent.
-                    kept = {key: value for key, value in row.items() if value is not None}
+                    kept = {key: value for key, value in row.items() if value is not None or key in nullable}
                     yield number, msgspec.to_builtins(kept, str_keys=True, enc_hook=str)
     except (pyarrow.ArrowException, OSError) as error:
         kind = shard.kind.removeprefix(".")

@@ -247,6 +247,23 @@ def test_answers_keep_their_type(answer: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "columns", "answer"),
+    [
+        ({"prompt": "q", "solution": "s"}, {}, "s"),
+        ({"prompt": [user("q")], "completion": "c"}, {}, "c"),
+        ({"messages": SAID}, {}, "a"),
+        ({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}, {}, "2"),
+        (VERL, {}, "2"),
+        ({"prompt": "q", "solution": "s"}, {"answer": "answer"}, None),
+        ({"prompt": "q"}, {}, None),
+        ({"messages": [user("q")]}, {}, None),
+    ],
+)
+def test_a_null_answer_gives_way_to_another_one(row: Any, columns: dict[str, str], answer: Any) -> None:
+    assert read(row | {"answer": None}, columns).answer == answer
+
+
+@pytest.mark.parametrize(
     ("answer", "text"),
     [
         ("042", "042"),

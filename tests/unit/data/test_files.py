@@ -150,6 +150,44 @@ def test_a_column_of_parquet_keeps_its_types(tmp_path: Path) -> None:
     assert type(items(tmp_path / "b.parquet")[0].answer) is int
 
 
+ANSWERLESS: list[tuple[list[dict[str, Any]], dict[str, str]]] = [
+    ([{"prompt": "q", "answer": None}, {"prompt": "r", "answer": "a"}], {}),
+    ([{"prompt": "q", "answer": None}], {}),
+    ([{"prompt": "q", "answer": None, "level": 3}], {}),
+    ([{"prompt": [{"role": "user", "content": "q"}], "answer": None}], {}),
+    ([{"prompt": "q", "label": None}, {"prompt": "r", "label": 2}], {"answer": "label"}),
+    ([{"prompt": "q", "answer": 1, "extra": None}, {"prompt": "r", "answer": 2, "extra": 5}], {"level": "extra"}),
+    ([{"prompt": "q", "answer": 1, "rules": None}, {"prompt": "r", "answer": 2, "rules": "s"}], {"system": "rules"}),
+    ([{"prompt": "q", "answer": None, "solution": "s"}, {"prompt": "r", "answer": "a", "solution": "t"}], {}),
+    (
+        [
+            {
+                "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+                "answer": None,
+            }
+        ],
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "columns"), ANSWERLESS)
+@pytest.mark.parametrize(("name", "write"), WRITERS[3:])
+def test_null_is_read_in_tables_as_in_lines(
+    tmp_path: Path, name: str, write: Writer, found: list[dict[str, Any]], columns: dict[str, str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", found)
+    write(tmp_path / name, found)
+    lines, table = (items(tmp_path / one, columns=columns) for one in ("a.jsonl", name))
+    contents = RowIndex.open(DataTable(path=str(tmp_path / name), columns=columns), Path()).contents
+    nulls = [one.where for one in table if one.answer is None]
+    told = f"{len(nulls)} rows have a null answer, the first {nulls[0]}" if nulls else ""
+    assert [note for note in contents.notes if "null answer" in note] == ([told] if told else [])
+    for one, other in zip(lines, table, strict=True):
+        assert (one.question, one.answer, one.system) == (other.question, other.answer, other.system)
+        assert other.metadata == {key: one.metadata[key] for key in other.metadata}
+
+
 GOOD = b'{"prompt": "x", "answer": 1}\n'
 
 
