@@ -34,7 +34,7 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
     for path, text in _texts(config, ()):
         if path in MODELS and not _own_role(config, path):
             yield from _model(path, text, config_dir)
-        elif path[0] in DATA and path[-1] == "path" and "options" not in path:
+        elif path[0] in DATA and path[-1] == "path" and not {"options", "columns"} & set(path):
             yield from _data(path, text, config_dir)
         elif CODE.fullmatch(text) or (path[-1] in CODE_KEYS and text.rpartition(":")[0].endswith(".py")):
             yield from _code(path, text, config_dir)

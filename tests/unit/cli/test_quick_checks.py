@@ -179,6 +179,10 @@ def test_a_name_that_the_source_may_give_is_not_refused(folder: Path, text: str)
     assert Seen(folder, "validate", "--quick").code == 0
 
 
+def test_a_column_that_is_called_path_is_no_file(folder: Path) -> None:
+    assert Seen(folder, "validate", "--quick", "--set", 'data.columns={ path = "file" }').code == 0
+
+
 def test_a_pattern_of_files_passes_the_quick_checks(folder: Path) -> None:
     assert Seen(folder, "validate", "--quick", "--set", 'data.path="dat*.jsonl"').code == 0
 
