@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean, dotted
+from relax_rt.roles.data.files import is_pattern, missing_hint
 from relax_rt.roles.models.resolve import check_model
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
@@ -17,7 +19,10 @@ from relax_rt.transport.errors import RelaxError
 DATA = ("data", "cold_start", "evaluation")
 """Tables whose keys named `path` are files or folders of rows."""
 MODELS: tuple[KeyPath, ...] = (("model", "path"), ("roles", "reference", "model"), ("roles", "genrm", "model"))
-PATTERN = frozenset("*?[")
+CODE = re.compile(r"\S+\.py:(?!\d)\w+")
+"""`file.py:name`, and no text in which such a thing stands, as a prompt."""
+CODE_KEYS = ("function", "environment", "target")
+"""Keys that name code only, so that the path of the file may have spaces."""
 
 
 def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
@@ -29,9 +34,9 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
     for path, text in _texts(config, ()):
         if path in MODELS and not _own_role(config, path):
             yield from _model(path, text, config_dir)
-        elif path[0] in DATA and path[-1] == "path" and "options" not in path:
+        elif path[0] in DATA and path[-1] == "path" and not {"options", "columns"} & set(path):
             yield from _data(path, text, config_dir)
-        elif text.count(":") == 1 and text.partition(":")[0].endswith(".py"):
+        elif CODE.fullmatch(text) or (path[-1] in CODE_KEYS and text.rpartition(":")[0].endswith(".py")):
             yield from _code(path, text, config_dir)
 
 
@@ -64,19 +69,17 @@ def _model(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
 
 def _data(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
     file = config_dir / Path(text).expanduser()
-    if PATTERN & set(text) or file.exists():
-        return
-    hint = _near(file) or "paths are relative to the config file"
-    yield Problem(path, f"{dotted(path)} = {text!r}: there is no file {file}", hint)
+    if not is_pattern(file) and not file.exists():
+        yield Problem(path, f"{dotted(path)} = {text!r}: there is no file {file}", missing_hint(file, text))
 
 
 def _code(path: KeyPath, text: str, config_dir: Path) -> Iterator[Problem]:
     """The file, and that it gives something this name. It is parsed, not imported: importing may take long."""
-    name, _, wanted = text.partition(":")
+    name, _, wanted = text.rpartition(":")
     file = (config_dir / Path(name).expanduser()).resolve()
     what = f"{dotted(path)} = {text!r}"
     if not file.is_file():
-        yield Problem(path, f"{what}: there is no file {file}", _near(file, ".py"))
+        yield Problem(path, f"{what}: there is no file {file}", _near(file))
         return
     try:
         tree = ast.parse(file.read_bytes(), str(file))
@@ -119,7 +122,7 @@ def _own(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _own(node)
 
 
-def _near(file: Path, suffix: str = "") -> str:
+def _near(file: Path) -> str:
     folder = file.parent
-    beside = [p.name for p in folder.iterdir() if p.name.endswith(suffix)] if folder.is_dir() else []
+    beside = [p.name for p in folder.iterdir() if p.name.endswith(".py")] if folder.is_dir() else []
     return did_you_mean(file.name, beside)

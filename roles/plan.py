@@ -12,11 +12,13 @@ from typing import Any
 
 from relax_rt.config.job import PlanLine
 from relax_rt.config.schema import MIB
+from relax_rt.observe.text import duration
 from relax_rt.roles.agentic.settings import longest_tokens
 from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches, sample_bytes, settings
 from relax_rt.roles.dtypes import setting
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.planning.models import own_model
+from relax_rt.roles.progress import SLACK, pausing, stall_after_s
 from relax_rt.roles.publication_checks import communicator_of, wire_of
 from relax_rt.roles.sections import (
     EngineSettings,
@@ -189,7 +191,20 @@ def _steps(config: RLConfig) -> list[PlanLine]:
         ),
         PlanLine(section, "checkpoints", f"{-(-table.steps // config.checkpoint.every_steps)}", _checkpoints(config)),
         PlanLine(section, "evaluated", evaluated, f"{config.evaluation.items} held-out items before and after"),
+        _standstill(config),
     ]
+
+
+def _standstill(config: RLConfig) -> PlanLine:
+    """After how long without any progress the run ends by itself."""
+    limit, name = stall_after_s(config), "ends at a standstill"
+    if config.progress.stall_after_s is not None:
+        how = "progress.stall_after_s"
+    elif limit is None:
+        how = f"{', '.join(pausing(config))} may pause the run; progress.stall_after_s sets a limit"
+    else:
+        how = f"{SLACK:g} x the slowest deadline of its roles; progress.stall_after_s sets another limit"
+    return PlanLine("steps", name, "never" if limit is None else f"after {duration(limit)}", how)
 
 
 def _checkpoints(config: RLConfig) -> str:

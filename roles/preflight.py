@@ -37,7 +37,7 @@ from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import describe_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
 from relax_rt.roles.rewards.golds import SHOWN, golds_of, problems_of
-from relax_rt.roles.sections import EngineSettings, RLConfig, ShardedSettings, TrainerSettings
+from relax_rt.roles.sections import DataTable, EngineSettings, RLConfig, ShardedSettings, TrainerSettings
 from relax_rt.roles.stages import stage
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
@@ -45,6 +45,8 @@ from relax_rt.transport.errors import RelaxError
 SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
 BUSY = ("rollout", "trainer", "reference", "genrm")
 """Roles that hold a core for each of their threads. Rewards and evaluations are short."""
+SOURCES = 4
+"""At most so many sources of prompts are named by a stage."""
 NEEDED = ("torch", "transformers", "safetensors")
 
 Stage = tuple[str, Callable[[], Iterable[Problem]]]
@@ -70,7 +72,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         return [*problems, *_episodes(config, config_dir, folder, tokenizer)]
     source = None
     if tokenizer is not None:
-        with stage(f"reading the prompts of {config.data.path or config.data.task}"):
+        with stage(f"reading the prompts of {_named(config.data)}"):
             source = _prompts(config, config_dir, tokenizer, problems)
     if tokenizer is None or source is None:
         # The rest of the data and the reward function rest on neither.
@@ -161,6 +163,14 @@ def _prompts(
     except RelaxError as error:
         problems.append(as_problem(error, ("data",)))
         return None
+
+
+def _named(data: DataTable) -> str:
+    """Where the prompts come from, in a few words."""
+    if not data.sources:
+        return str(data.path or data.task)
+    more = len(data.sources) - SOURCES
+    return ", ".join(one.path for one in data.sources[:SOURCES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[Problem]:

@@ -110,8 +110,12 @@ def stall_after_s(config: RLConfig) -> float | None:
     """After how long without any movement the run ends; None: never."""
     if config.progress.stall_after_s is not None:
         return config.progress.stall_after_s
-    paused = any(kind == "gateway" or _is_own(table) for kind, table in config.roles.items())
-    return None if paused else SLACK * slowest_s(config)
+    return None if pausing(config) else SLACK * slowest_s(config)
+
+
+def pausing(config: RLConfig) -> list[str]:
+    """Roles through which callers from outside may pause the run: a gateway, and roles of the user's own."""
+    return [f"roles.{kind}" for kind, table in config.roles.items() if kind == "gateway" or _is_own(table)]
 
 
 def _is_own(table: Any) -> bool:

@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from relax_rt.config.job import pacing_of
 from relax_rt.config.problems import BadInput
 from relax_rt.config.schema import RoleSettings
-from relax_rt.observe.estimate import Estimator
 from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
@@ -96,7 +94,6 @@ class TrainerRole(Role):
         self.collector: Collector
         self._sieve: Sieve | None = None
         self._choices: PromptChoices | None = None
-        self._pace = Estimator(self.config.algorithm.steps, pacing_of(self.config))
         self.stage: WeightStage
         self.publisher: Publisher
         self.store: CheckpointStore
@@ -529,8 +526,7 @@ class TrainerRole(Role):
         epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
-        self._pace.take({**record, "t": time.time(), "m": time.monotonic()})
-        self.ctx.metrics({**record, "left_s": self._pace.estimate(time.time()).left_s})
+        self.ctx.metrics(record)
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"step {self.step}")

@@ -22,8 +22,9 @@ from relax_rt.transport.errors import RelaxError
 
 HEAD_BYTES, LOOK_BACK_BYTES = 1 << 20, 2 << 20
 MOST_RUNS = 50
-OTHERWISE = ("config_dir", "run.name", "run.dir", "run.seed", "algorithm.steps", "supervision", "events")
-"""Keys that may differ between two runs whose steps take the same time."""
+OTHERWISE = ("config_dir", "chosen", "run.name", "run.dir", "run.seed", "algorithm.steps", "supervision", "events")
+"""Keys that may differ between two runs whose steps take the same time. `chosen` says why the settings are what they
+are, which a resumed run says otherwise; the settings themselves stand in their own tables."""
 ENOUGH = 3
 """Minimum number of measured steps of an earlier run to estimate from."""
 

@@ -45,6 +45,7 @@ def load_config(
     *,
     inputs: bool = False,
     preflight: bool = False,
+    measured: bool = True,
     inventory: Inventory | None = None,
 ) -> RunConfig:
     """Read a config, apply `--set` overrides, check everything.
@@ -58,6 +59,8 @@ def load_config(
         overrides: ``a.b=value`` each; the value is read as TOML, else as a string.
         inputs: also look whether the models, data and user code that it names are there.
         preflight: with `inputs`, and then the slow stage, see `preflight_config`.
+        measured: the job may time this machine for the settings that it chooses, which imports torch; otherwise it
+            answers from what is known, perhaps with other settings than a run would have.
         inventory: the run is planned for these machines, not started here: it must fit on them, and what this
             machine and this version lack is no problem.
 
@@ -70,7 +73,7 @@ def load_config(
         RelaxError: the file cannot be read.
     """
     source, problems = read_source(path, overrides)
-    config = _quick(path, source, problems, inventory, inputs=inputs or preflight)
+    config = _quick(path, source, problems, inventory, inputs=inputs or preflight, measured=measured)
     if preflight:
         _slow(path, source, config)
     return config
@@ -95,13 +98,19 @@ def _slow(path: Path, source: Source, config: RunConfig) -> None:
 
 
 def _quick(
-    path: Path, source: Source, problems: list[Problem], inventory: Inventory | None, *, inputs: bool
+    path: Path,
+    source: Source,
+    problems: list[Problem],
+    inventory: Inventory | None,
+    *,
+    inputs: bool,
+    measured: bool,
 ) -> RunConfig:
     """The config, if the quick checks find nothing wrong with it.
 
     Args:
         problems: those found while the source was read.
-        inventory, inputs: see load_config.
+        inventory, inputs, measured: see load_config.
     """
     config_dir = path.absolute().parent
     for key in FILLED_IN:
@@ -128,7 +137,7 @@ def _quick(
             if inputs:
                 told = {problem.path for problem in [*problems, *across]}
                 across += [one for one in job.missing_inputs(runtime, config_dir) if one.path not in told]
-            if problems or across:
+            if problems or across or not measured:
                 # Nothing is measured for a config that is refused anyway: it takes the time of importing torch.
                 runtime = guessed
             else:

@@ -64,7 +64,7 @@ class Estimator:
 
     def __init__(self, steps: int, pacing: Pacing, kind: str = "step", key: str = "step") -> None:
         self._steps, self._pacing, self._kind, self._key = steps, pacing, kind, key
-        self._by = ""
+        self._by: str | None = None
         self._step = 0
         self._t, self._m = 0.0, 0.0
         self._first_s: float | None = None
@@ -85,7 +85,7 @@ class Estimator:
         m = _seconds(record, "m") if "m" in record else t
         if by != self._by or step <= self._step or m < self._m:
             # Another incarnation: the time between is that of a restart, and its first step warms up.
-            self._before_s = self._step_s() if self._by else None
+            self._before_s = self._step_s() if self._by is not None else None
             self._first_s = self._of_first(record)
             self._spans.clear()
         else:

@@ -55,6 +55,7 @@ class ColumnReader:
         name: put into the metadata as `source`, where the row has none.
 
     Attributes:
+        nullable: columns of a table in which null is a value; in others it means that the row has no such column.
         forms: how many rows of each form were read. unknown: columns that went to the metadata without being asked
             for, with the number of rows and the first one.
     """
@@ -68,6 +69,7 @@ class ColumnReader:
     ) -> None:
         self._columns, self._form, self._ignore, self._name = dict(columns or {}), form, frozenset(ignore), name
         self._mapped = set(self._columns.values())
+        self.nullable = frozenset({"answer", *self._mapped})
         self._as_is = not (columns or ignore or name) and form in ("auto", "prompt")
         self.forms: dict[str, int] = {}
         self.unknown: dict[str, list[Any]] = {}
@@ -98,10 +100,10 @@ class ColumnReader:
             raise RelaxError(where, why=f"`prompt` is text or a list of messages, not {prompt!r:.80}")
         answer, other = self._answer(where, row, found, form, messages)
         if messages is not None:
-            if "answer" not in found and answer is _LAST_TURN:
+            if answer is _LAST_TURN:
                 last = messages.pop()
                 answer = last["content"] or last.get("tool_calls")
-            _check_open(where, messages)
+            _check_open(where, messages, self._leaving_out(found, other))
             question = "\n".join(f"{m['role']}: {m['content']}" for m in messages)
         self._metadata(where, row, found, form, other, metadata)
         tools = parse_tools(where, found["tools"]) if found.get("tools") not in (None, "", []) else None
@@ -160,7 +162,7 @@ class ColumnReader:
             reward_model = row.get("reward_model")
             if isinstance(reward_model, dict) and "ground_truth" in reward_model:
                 form = "verl"
-            elif isinstance(prompt, list) or ("answer" not in found and any(name in row for name in ANSWERS)):
+            elif isinstance(prompt, list) or (found.get("answer") is None and any(name in row for name in ANSWERS)):
                 form = "trl"
             else:
                 form = "prompt"
@@ -171,8 +173,11 @@ class ColumnReader:
     def _answer(
         self, where: str, row: dict[str, Any], found: dict[str, Any], form: str, messages: list[Message] | None
     ) -> tuple[Any, str]:
-        """The answer as it stands (_LAST_TURN: it is the assistant's last message), and which of ANSWERS it is."""
-        if "answer" in found:
+        """The answer as it stands (_LAST_TURN: it is the assistant's last message), and which of ANSWERS it is.
+
+        A null `answer` is the answer only of a row that has no other: tables fill in null where a row has none.
+        """
+        if found.get("answer") is not None or "answer" in self._columns:
             return found["answer"], ""
         if form == "verl":
             return row["reward_model"]["ground_truth"], ""
@@ -184,7 +189,22 @@ class ColumnReader:
             return _content_of(where, others[0], row[others[0]]), others[0]
         if messages is not None and len(messages) > 1 and messages[-1]["role"] == "assistant":
             return _LAST_TURN, ""
+        if "answer" in found:
+            return None, ""
         raise self._nothing(where, row, "answer", "answer")
+
+    def _leaving_out(self, found: Mapping[str, Any], other: str) -> str:
+        """How to leave out what the answer of a row is taken from; empty: it cannot be.
+
+        Args:
+            other: a column that is the answer under another name.
+        """
+        if "answer" in self._columns:
+            return "leave data.columns.answer out"
+        if found.get("answer") is not None or other:
+            column = other or "answer"
+            return f'leave `{column}` out (data.ignore = ["{column}"])'
+        return ""
 
     def _nothing(self, where: str, row: dict[str, Any], target: str, *names: str) -> RelaxError:
         """The error of a row without a target: a misspelt column, or the setting that names one."""
@@ -304,9 +324,15 @@ def _content_of(where: str, name: str, value: Any) -> Any:
     return value
 
 
-def _check_open(where: str, messages: list[Message]) -> None:
+def _check_open(where: str, messages: list[Message], leaving_out: str) -> None:
+    """Refuse messages that leave nothing to generate.
+
+    Args:
+        leaving_out: how to leave the answer out, so that the last message is it; empty: it cannot be.
+    """
     if messages[-1]["role"] == "assistant":
-        hint = "leave `answer` out to take that message as the answer, or leave the message out"
+        hint = f"{leaving_out} to take that message as the answer, or " if leaving_out else ""
+        hint += "leave the message out"
         raise RelaxError(where, why="the last message is the assistant's, so there is nothing to generate", hint=hint)
 
 

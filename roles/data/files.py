@@ -7,19 +7,20 @@ without keeping it; parquet and Arrow come as rows.
 from __future__ import annotations
 
 import codecs
-import difflib
 import gzip
 import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from relax_rt.transport.errors import RelaxError
+from relax_rt.transport.targets import did_you_mean
 
 PLAIN, PACKED, TABLES = (".jsonl",), (".jsonl.gz", ".jsonl.zst"), (".parquet", ".arrow")
 TASK = "task"
@@ -57,7 +58,7 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
         RelaxError: the file does not exist, or no file has a known suffix.
     """
     what = f"{key} = {setting!r}"
-    if "*" in path.name:
+    if is_pattern(path):
         found = sorted(p for p in path.parent.glob(path.name) if p.is_file() and not p.name.startswith("."))
         shards = _shards(found)
         if not shards:
@@ -66,16 +67,26 @@ def find_shards(path: Path, setting: str, key: str, split: str | None = None) ->
     if path.is_dir():
         return _of_folder(path, what, split)
     if not path.is_file():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, near, n=1)
-        hint = f"did you mean {str(path.parent / close[0])!r}?" if close else "paths are relative to the config file"
-        raise RelaxError(what, why=f"there is no file {path}", hint=hint)
+        raise RelaxError(what, why=f"there is no file {path}", hint=missing_hint(path, setting))
     if not (shards := _shards([path])):
         hint = f"use {KINDS}"
         if path.suffix == ".json":
             hint = "one object a line: rename it to .jsonl; an array: jq -c '.[]' FILE.json > FILE.jsonl"
         raise RelaxError(what, why=f"files of rows do not end in {path.suffix or 'no suffix'!r}", hint=hint)
     return shards, []
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path names several files of a folder by `*`; the quick check and `find_shards` both go by it."""
+    return "*" in path.name and path.parent.is_dir()
+
+
+def missing_hint(path: Path, setting: str) -> str:
+    """What to do about a path of rows that is not there, as the user wrote it."""
+    if set("*?[") & set(setting):
+        return "only the name of the file may have a wildcard, and only `*`: shards/*.jsonl; or name a folder"
+    near = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    return did_you_mean(path.name, near) or "paths are relative to the config file"
 
 
 def _of_folder(folder: Path, what: str, split: str | None) -> tuple[list[Shard], list[str]]:
@@ -219,8 +230,11 @@ def _pyarrow(path: str) -> Any:
     return pyarrow
 
 
-def table_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
+def table_rows(shard: Shard, nullable: Collection[str] = ()) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a parquet or Arrow file with their numbers from 1, as JSON-like values without null columns.
+
+    Args:
+        nullable: columns in which null is a value, and stays.
 
     Raises:
         RelaxError: it cannot be read as such.
@@ -233,7 +247,7 @@ def table_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
                 for row in batch.slice(start, BATCH).to_pylist():
                     number += 1
                     # A column absent from a row reads as null; to the checks it is absent.
-                    kept = {key: value for key, value in row.items() if value is not None}
+                    kept = {key: value for key, value in row.items() if value is not None or key in nullable}
                     yield number, msgspec.to_builtins(kept, str_keys=True, enc_hook=str)
     except (pyarrow.ArrowException, OSError) as error:
         kind = shard.kind.removeprefix(".")
@@ -336,24 +350,36 @@ def _keys(value: Any) -> int:
 
 
 def _may_repeat(line: bytes, row: dict[str, Any]) -> bool:
-    """Whether a key of the row, or of an object in it, stands more than once in the line as a key would."""
-    for key, value in row.items():
-        if line.count(b'"%b"' % key.encode()) > 1:
-            return True
-        if isinstance(value, dict) and _may_repeat(line, value):
-            return True
-    return False
+    """Whether a key stands in the line, as a key would, more or fewer times than in the row and all objects in it."""
+    counts: Counter[str] = Counter()
+    _count_keys(row, counts)
+    return any(line.count(b'"%b"' % key.encode()) != count for key, count in counts.items())
+
+
+def _count_keys(value: Any, counts: Counter[str]) -> None:
+    if isinstance(value, dict):
+        counts.update(value.keys())
+        value = value.values()
+    for one in value:
+        if isinstance(one, dict | list):
+            _count_keys(one, counts)
+
+
+_TOKEN = re.compile(rb'("[^"\\]*(?:\\.[^"\\]*)*")(\s*:)?|[{}\[\]]')
+"""A string with the colon that makes it a key, or a bracket."""
 
 
 def _check_keys(where: str, line: bytes) -> None:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            at = line.rfind(b'"%b"' % twice.encode())
-            why = f"the key {twice!r} stands {names.count(twice)} times in one object (byte {at + 1})"
-            raise RelaxError(where, why=why, hint="JSON readers differ in which one they take: keep one")
-        return found
-
-    json.loads(line, object_pairs_hook=once)
+    """Refuse an object, however deep, that has a key twice. The line is valid JSON."""
+    keys: list[set[str]] = []
+    for token in _TOKEN.finditer(line):
+        if token[0] in b"{[":
+            keys.append(set())
+        elif token[0] in b"}]":
+            keys.pop()
+        elif token[2]:
+            key = decode_json(token[1])
+            if key in keys[-1]:
+                why = f"the key {key!r} stands twice in one object (byte {token.start() + 1})"
+                raise RelaxError(where, why=why, hint="JSON readers differ in which one they take: keep one")
+            keys[-1].add(key)

@@ -298,7 +298,7 @@ def _raw_items(
         return
     for at, shard in enumerate(shards):
         if shard.kind in TABLES:
-            for number, row in table_rows(shard):
+            for number, row in table_rows(shard, reader.nullable):
                 yield at, number, 0, 0, reader.read(where(shard, number), row)
         else:
             for number, offset, line in lines(shard):
@@ -331,12 +331,16 @@ class Builder:
         shards = [shard for some in found for shard in some]
         forms: dict[str, int] = {}
         notes, read, base = list(notes), 0, 0
+        nulls, first_null = 0, ""
         with (self._folder / "copies").open("wb") as copies:
             for number, (source, own) in enumerate(zip(sources, found, strict=True)):
                 reader, before = source.reader(), read
                 empty = set(range(len(own)))
                 for at, line, offset, size, raw in _raw_items(source, own, reader):
                     empty.discard(at)
+                    if raw.answer is None and own[at].kind in TABLES:
+                        # Tables cannot tell a row without an answer from one whose answer is null.
+                        nulls, first_null = nulls + 1, first_null or raw.where
                     # Metadata of a task records how the item was drawn and differs between equal items.
                     own_hashes = _hashes(msgspec.structs.replace(raw, metadata={}) if source.task else raw)
                     if not own[at].plain:
@@ -360,6 +364,8 @@ class Builder:
                 for form, count in reader.forms.items():
                     forms[form] = forms.get(form, 0) + count
                 notes += unknown_notes(reader.unknown)
+        if nulls:
+            notes.append(f"{nulls} rows have a null answer, the first {first_null}")
         self._flush()
         rows, hashes = np.concatenate(self._chunks), np.concatenate(self._hashes)
         duplicates = 0

@@ -110,7 +110,9 @@ async def _check(
 ) -> GoldReport:
     report = GoldReport(str(one.label or one.name), len(rows))
     workers = max(1, min(4, len(os.sched_getaffinity(0)))) if table.workers else 0
-    alone = table.model_copy(update={"function": None, "components": [one], "judge": None, "workers": workers})
+    # With weight 1, so that the total of a right answer is 1 whatever the component counts in the run.
+    component = one.model_copy(update={"weight": 1.0})
+    alone = table.model_copy(update={"function": None, "components": [component], "judge": None, "workers": workers})
     scorer = Rewards(alone, config_dir)
     # Most data sets have few different answers.
     known: dict[str, str] = {}

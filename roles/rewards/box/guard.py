@@ -20,6 +20,7 @@ import platform
 import select
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -167,7 +168,16 @@ def _kill_below() -> None:
 
 
 class _Closed(Exception):
-    """A program's user may not read its interpreter."""
+    """A program's user may not read its interpreter.
+
+    Attributes:
+        path: the folder or file that is closed.
+    """
+
+    def __init__(self, path: str) -> None:
+        mode = stat.S_IMODE(os.lstat(path).st_mode)
+        super().__init__(f"{path} (mode {mode:04o}) is closed to {_user()}, as whom programs run in a box")
+        self.path = path
 
 
 class Watch:
@@ -249,12 +259,13 @@ class Watch:
         for fd in (out_end, error_end, failed_end, source, *self.order.get("fds", ())):
             os.close(fd)
         # Closed by the program's start.
-        why = os.read(failed, 4096).decode(errors="replace")
+        text = os.read(failed, 4096).decode(errors="replace")
         os.close(failed)
-        if why:
+        if text:
             os.waitpid(pid, 0)
             self.kill()
-            _report({"refused": why})
+            closed, _, why = text.partition("\0")
+            _report({"refused": why, "closed": closed})
             return None
         for fd, name in ((out, "stdout"), (error, "stderr")):
             os.set_blocking(fd, False)
@@ -296,15 +307,15 @@ class Watch:
                 self._refuse_closed(sure=True)
                 raise
         except _Closed as problem:
-            os.write(failed, str(problem)[:1000].encode())
+            os.write(failed, f"{problem.path}\0{problem}".encode(errors="replace")[:4096])
         except BaseException as problem:  # noqa: BLE001 - whatever it is, the parent must hear of it
-            os.write(failed, f"{type(problem).__name__}: {problem}"[:1000].encode())
+            os.write(failed, f"\0{type(problem).__name__}: {problem}"[:1000].encode())
         os._exit(127)
 
     def _refuse_closed(self, *, sure: bool) -> None:
         """Raise if the program's user may not read what it needs. `sure`: the PATH has no other candidate."""
         if sure and (closed := layout.first_closed(self.order.get("needed", ()))):
-            raise _Closed(f"{closed} is closed to {_user()}, as whom programs run in a box")
+            raise _Closed(closed)
 
     def _process_limit(self) -> int | None:
         """RLIMIT_NPROC counts the user's processes: of this box alone in a user namespace of its own, else of all, so

@@ -126,5 +126,5 @@ def first_closed(paths: Iterable[str], links: int = 0) -> str:
                 continue
             wanted = os.R_OK | os.X_OK if str(part) == path and stat.S_ISDIR(mode) else os.X_OK
             if not os.access(part, wanted):
-                return f"{part} (mode {stat.S_IMODE(mode):04o})"
+                return str(part)
     return ""

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,13 @@ class Ran(msgspec.Struct, frozen=True):
 
 
 class BoxFailed(RelaxError):
-    """The box itself could not be made, or was lost: nothing is known of the code."""
+    """The box itself could not be made, or was lost: nothing is known of the code.
+
+    Attributes:
+        closed: the folder or file that the program's user may not enter or read, if that is the cause.
+    """
+
+    closed: str = ""
 
 
 def guard_argv() -> list[str]:
@@ -206,7 +213,9 @@ class Box:
                 raise BoxFailed("running code in a box", why="its guard did not answer") from None
             if "ended" not in said:
                 why = str(said.get("refused") or await _last_words(process) or "its guard was killed")
-                raise BoxFailed("running code in a box", why=why)
+                failed = BoxFailed("running code in a box", why=why)
+                failed.closed = str(said.get("closed", ""))
+                raise failed
         why = ENDED.get(said["ended"], "").format(**msgspec.to_builtins(limits))
         stdout, stderr = (base64.b64decode(said[name]) for name in ("stdout", "stderr"))
         return Ran(why, None if why else said["code"], stdout, stderr, float(said["seconds"]))
@@ -258,7 +267,7 @@ async def probe(command: Sequence[str] = ()) -> Mode:
     try:
         await _try(Mode("limits"), command)
     except BoxFailed as error:
-        raise BoxFailed(error.what, why=f"{error.why} (no namespaces: {why})", hint=_advice(error.why)) from error
+        raise BoxFailed(error.what, why=f"{error.why} (no namespaces: {why})", hint=_advice(error.closed)) from error
     return Mode("limits", why)
 
 
@@ -326,17 +335,20 @@ def _setting(machine: Path, name: str) -> str:
         return ""
 
 
-def _advice(why: str) -> str:
-    """What to do where a command cannot even be run with limits alone."""
-    if "is closed to" not in why:
+def _advice(closed: str) -> str:
+    """What to do where a command cannot even be run with limits alone.
+
+    Args:
+        closed: as in `BoxFailed`.
+    """
+    if not closed:
         return advice()
-    closed = why.partition(" ")[0]
     # A folder on the way need only be entered.
     opened = "o+x" if Path(closed).is_dir() and closed != sysconfig.get_path("stdlib") else "o+rx"
     python = next((str(path) for path in SYSTEM_PYTHONS if path.exists()), "/usr/bin/python3")
     return (
-        f"open that path to everybody (chmod {opened} {closed}), or install the interpreter with all its folders below "
-        "one that is open, as /opt, or run programs with another in the options of the reward: command = "
+        f"open that path to everybody (chmod {opened} {shlex.quote(closed)}), or install the interpreter with all its "
+        "folders below one that is open, as /opt, or run programs with another in the options of the reward: command = "
         f'["{python}", "-I", "-B"], or start relax-rt as the user that it belongs to, or permit namespaces, where '
         "closed parent folders do not matter"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,12 +29,18 @@ print("SEEN " + json.dumps([code, seen]))
 """
 
 
+PRECISION = "from relax_rt.roles.models import precision; precision.computes_bfloat16"
+
+
 class Seen:
     """What a command did: its exit code, what it said, the packages it imported and the files it opened."""
 
-    def __init__(self, folder: Path, *argv: str) -> None:
-        words = [sys.executable, "-c", WATCH, str(folder), *argv]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    def __init__(self, folder: Path, *argv: str, before: str = "") -> None:
+        """Run the command in a process of its own, with an empty cache, after the code `before`."""
+        words = [sys.executable, "-c", WATCH.replace("from relax_rt.cli.main", f"{before}\nfrom relax_rt.cli.main")]
+        words += [str(folder), *argv]
+        env = {**os.environ, "RELAX_CACHE": str(folder / "cache")}
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=env)
         *lines, last = done.stdout.rstrip("\n").split("\n")
         self.code, seen = json.loads(last.removeprefix("SEEN "))
         self.out, self.err = "\n".join(lines), done.stderr
@@ -77,8 +84,15 @@ MISTAKES = {
     "no such model folder": (['model.path="modle"'], "there is no folder"),
     "no such package": (['model.path="package:tyni"'], "did you mean 'package:tiny'?"),
     "no such data": (['data.path="dta.jsonl"'], "did you mean 'data.jsonl'?"),
+    "a pattern of folders": (['data.path="rows/*/x.jsonl"'], "only the name of the file may have a wildcard"),
+    "a pattern in both": (['data.path="rows*/x*.jsonl"'], "only the name of the file may have a wildcard"),
+    "a pattern with ?": (['data.path="dat?.jsonl"'], "and only `*`"),
+    "a pattern with []": (['data.path="[cd]ata.jsonl"'], "and only `*`"),
+    "a pattern of the cold start": (['cold_start.path="**/sft.jsonl"'], "only the name of the file may have"),
+    "a pattern in no folder": (['data.path="shards/*.jsonl"'], "there is no file"),
     "no such source file": (['reward.function="rewrd.py:score"'], "did you mean 'reward.py'?"),
     "no such function": (['reward.function="reward.py:scroe"'], "did you mean 'score'?"),
+    "no such file in a folder with a space": (['reward.function="my code/reward.py:score"'], "there is no file"),
     "no such data of the cold start": (['cold_start.path="sft.jsonl"'], "there is no file"),
     "a model without a tokenizer": (['model.path="bare"'], "lacks a tokenizer"),
 }
@@ -117,6 +131,17 @@ def test_every_command_that_takes_a_config_tells_all_of_them_at_once(folder: Pat
     assert seen.touched <= WIDTH
 
 
+@pytest.mark.parametrize("command", [["validate", "--quick"], ["validate", "--quick", "--json"]], ids=" ".join)
+def test_the_quick_check_of_a_right_config_times_nothing(folder: Path, command: Sequence[str]) -> None:
+    """Also on a CPU that may be fast in bfloat16, of which nothing is known yet."""
+    (folder / "model" / "config.json").write_text('{"hidden_size": 1024}')
+    code = f"{PRECISION} = lambda: True"
+    seen = Seen(folder, *command, before=code)
+    assert seen.code == 0, seen.err
+    assert seen.touched <= WIDTH
+    assert "torch" in Seen(folder, "plan", before=code).imported, "which has to be sure"
+
+
 def test_what_passes_the_quick_checks_is_looked_into_and_it_says_so(folder: Path) -> None:
     """The test above would pass if nothing were ever read."""
     seen = Seen(folder, "validate")
@@ -129,7 +154,7 @@ def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(f
     run_dir = folder / "runs" / "mine"
     run_dir.mkdir(parents=True)
     (run_dir / "run.json").write_text(json.dumps({"run_id": "0" * 8, "status": "finished", "config_digest": "0" * 16}))
-    seen = Seen(folder, "up", "--set", "run.name=mine")
+    seen = Seen(folder, "up", "--set", "run.name=mine", before=f"{PRECISION} = lambda: False")
     assert seen.code == 2 and "belongs to a run with another config" in seen.err
     assert seen.touched <= WIDTH
 
@@ -152,6 +177,30 @@ def test_the_run_directory_of_another_config_is_refused_before_the_slow_checks(f
 def test_a_name_that_the_source_may_give_is_not_refused(folder: Path, text: str) -> None:
     (folder / "reward.py").write_text(text)
     assert Seen(folder, "validate", "--quick").code == 0
+
+
+def test_a_column_that_is_called_path_is_no_file(folder: Path) -> None:
+    assert Seen(folder, "validate", "--quick", "--set", 'data.columns={ path = "file" }').code == 0
+
+
+def test_a_pattern_of_files_passes_the_quick_checks(folder: Path) -> None:
+    assert Seen(folder, "validate", "--quick", "--set", 'data.path="dat*.jsonl"').code == 0
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "Fix the bug in app.py: {question}",
+        "main.py:{question}",
+        "app.py: 3 lines {question}",
+        "Read {question} of util.py:7",
+        "{question} see a.py:main",
+        "run.py:1{question}",
+    ],
+)
+def test_a_prompt_that_names_a_source_file_is_no_code(folder: Path, template: str) -> None:
+    seen = Seen(folder, "validate", "--quick", "--set", f"data.template={json.dumps(template)}")
+    assert seen.code == 0, seen.err
 
 
 @pytest.mark.parametrize(

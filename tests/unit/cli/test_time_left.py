@@ -68,6 +68,15 @@ def test_a_run_beside_it_with_the_same_settings_says_how_long_a_step_takes(other
     assert told.startswith("about 10m 00s for 200 steps, at the 3.0 s a step that earlier took on this machine")
 
 
+def test_a_resumed_run_beside_it_says_how_long_a_step_takes_too() -> None:
+    """The reason of its dtypes is another: it began with them."""
+    ran("earlier")
+    resumed = config("earlier")
+    assert {one.why for one in resumed.chosen.values()} != {one.why for one in config("new").chosen.values()}
+    write_resolved(resumed, Path(resumed.run.dir) / "config.json")
+    assert "at the 3.0 s a step that earlier took on this machine" in expected(config("new"))
+
+
 @pytest.mark.parametrize(
     "otherwise",
     [

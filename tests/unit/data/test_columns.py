@@ -169,6 +169,36 @@ def test_what_cannot_be_used_is_named(row: Any, columns: dict[str, str], words: 
         read(row, columns)
 
 
+SAID = [user("q"), {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "words"),
+    [
+        ({"messages": SAID, "answer": "a"}, {}, r'leave `answer` out (data.ignore = ["answer"]) to take that message'),
+        ({"messages": SAID, "solution": "a"}, {}, r'leave `solution` out (data.ignore = ["solution"]) to take'),
+        ({"messages": SAID, "reference_answer": "a"}, {}, "leave `reference_answer` out"),
+        ({"prompt": SAID, "ground_truth": 7}, {}, "leave `ground_truth` out"),
+        ({"prompt": SAID, "completion": "c"}, {}, "leave `completion` out"),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "solution": "a"},
+            {},
+            "leave `solution` out",
+        ),
+        ({"messages": SAID, "label": 1}, {"answer": "label"}, "leave data.columns.answer out to take that message"),
+        ({"messages": SAID}, {"answer": ""}, "leave data.columns.answer out to take that message"),
+        (VERL | {"prompt": SAID}, {}, "(leave the message out)"),
+    ],
+)
+def test_an_answer_beside_a_last_turn_is_named_by_its_column(row: Any, columns: dict[str, str], words: str) -> None:
+    with pytest.raises(RelaxError, match="f:1: the last message is the assistant's") as refused:
+        read(row, columns)
+    assert words in str(refused.value)
+    if "data.ignore" in words:
+        (name,) = row.keys() - {"messages"}
+        assert read(row, ignore=[name]).answer == "a", "what the message says helps"
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -214,6 +244,23 @@ def test_a_system_and_a_developer_message_become_one() -> None:
 def test_answers_keep_their_type(answer: Any) -> None:
     found = read({"prompt": "q", "answer": answer}).answer
     assert found == answer and type(found) is type(answer)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "answer"),
+    [
+        ({"prompt": "q", "solution": "s"}, {}, "s"),
+        ({"prompt": [user("q")], "completion": "c"}, {}, "c"),
+        ({"messages": SAID}, {}, "a"),
+        ({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}, {}, "2"),
+        (VERL, {}, "2"),
+        ({"prompt": "q", "solution": "s"}, {"answer": "answer"}, None),
+        ({"prompt": "q"}, {}, None),
+        ({"messages": [user("q")]}, {}, None),
+    ],
+)
+def test_a_null_answer_gives_way_to_another_one(row: Any, columns: dict[str, str], answer: Any) -> None:
+    assert read(row | {"answer": None}, columns).answer == answer
 
 
 @pytest.mark.parametrize(

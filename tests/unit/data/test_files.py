@@ -150,6 +150,44 @@ def test_a_column_of_parquet_keeps_its_types(tmp_path: Path) -> None:
     assert type(items(tmp_path / "b.parquet")[0].answer) is int
 
 
+ANSWERLESS: list[tuple[list[dict[str, Any]], dict[str, str]]] = [
+    ([{"prompt": "q", "answer": None}, {"prompt": "r", "answer": "a"}], {}),
+    ([{"prompt": "q", "answer": None}], {}),
+    ([{"prompt": "q", "answer": None, "level": 3}], {}),
+    ([{"prompt": [{"role": "user", "content": "q"}], "answer": None}], {}),
+    ([{"prompt": "q", "label": None}, {"prompt": "r", "label": 2}], {"answer": "label"}),
+    ([{"prompt": "q", "answer": 1, "extra": None}, {"prompt": "r", "answer": 2, "extra": 5}], {"level": "extra"}),
+    ([{"prompt": "q", "answer": 1, "rules": None}, {"prompt": "r", "answer": 2, "rules": "s"}], {"system": "rules"}),
+    ([{"prompt": "q", "answer": None, "solution": "s"}, {"prompt": "r", "answer": "a", "solution": "t"}], {}),
+    (
+        [
+            {
+                "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+                "answer": None,
+            }
+        ],
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("found", "columns"), ANSWERLESS)
+@pytest.mark.parametrize(("name", "write"), WRITERS[3:])
+def test_null_is_read_in_tables_as_in_lines(
+    tmp_path: Path, name: str, write: Writer, found: list[dict[str, Any]], columns: dict[str, str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", found)
+    write(tmp_path / name, found)
+    lines, table = (items(tmp_path / one, columns=columns) for one in ("a.jsonl", name))
+    contents = RowIndex.open(DataTable(path=str(tmp_path / name), columns=columns), Path()).contents
+    nulls = [one.where for one in table if one.answer is None]
+    told = f"{len(nulls)} rows have a null answer, the first {nulls[0]}" if nulls else ""
+    assert [note for note in contents.notes if "null answer" in note] == ([told] if told else [])
+    for one, other in zip(lines, table, strict=True):
+        assert (one.question, one.answer, one.system) == (other.question, other.answer, other.system)
+        assert other.metadata == {key: one.metadata[key] for key in other.metadata}
+
+
 GOOD = b'{"prompt": "x", "answer": 1}\n'
 
 
@@ -175,11 +213,21 @@ GOOD = b'{"prompt": "x", "answer": 1}\n'
         (b'{"prompt": "x", "answer": 1},\n', ":1: not a JSON object: byte 29:"),
         (b'{"prompt": "x", "answer": NaN}\n', ":1: not a JSON object"),
         (b"prompt,answer\nx,1\n", ":1: not a JSON object"),
-        (b'{"prompt": "x", "answer": 1, "answer": 2}\n', ":1: the key 'answer' stands 2 times in one object .byte 30"),
-        (b'{"prompt": "x", "prompt": "x", "answer": 1}\n', "the key 'prompt' stands 2 times"),
-        (b'{"prompt": "x", "answer": 1, "metadata": {"k": 1, "k": 1}}\n', "the key 'k' stands 2 times"),
-        (b'{"prompt":"x","answer":{"a":{"b":1,"b":2}}}\n', "the key 'b' stands 2 times"),
-        (b'{"prompt":"x","metadata":{"k":1},"answer":3,"metadata":{}}\n', "the key 'metadata' stands 2 times"),
+        (b'{"prompt": "x", "answer": 1, "answer": 2}\n', ":1: the key 'answer' stands twice in one object .byte 30"),
+        (b'{"prompt": "x", "prompt": "x", "answer": 1}\n', "the key 'prompt' stands twice"),
+        (b'{"prompt": "x", "answer": 1, "metadata": {"k": 1, "k": 1}}\n', "the key 'k' stands twice"),
+        (b'{"prompt":"x","answer":{"a":{"b":1,"b":2}}}\n', "the key 'b' stands twice"),
+        (b'{"answer":1,"messages":[{"role":"user","content":"q","content":"r"}]}\n', "the key 'content' .*byte 54"),
+        (b'{"answer":1,"messages":[{"role":"user","role":"user","content":"q"}]}\n', "the key 'role' stands twice"),
+        (
+            b'{"answer":1,"messages":[{"role":"user","content":"q"},{"role":"user","content":"q","role":"tool"}]}\n',
+            "the key 'role' .*byte 84",
+        ),
+        (b'{"prompt":"x","answer":[[{"a":1,"b":2,"a":1}]]}\n', "the key 'a' .*byte 39"),
+        (b'{"prompt":"x","answer":1,"tools":[{"name":"f","parameters":{},"name":"g"}]}\n', "the key 'name' .*byte 63"),
+        (b'{"prompt":"x","answer":1,"tools":[{"name":"f","parameters":{"p":[{"k":1,"k":2}]}}]}\n', "the key 'k'"),
+        (b'{"prompt":"a \\"b\\": [","answer":[{"c":"{","c":"]"}]}\n', "the key 'c'"),
+        (b'{"prompt":"x","metadata":{"k":1},"answer":3,"metadata":{}}\n', "the key 'metadata' stands twice"),
         (b'{"prompt": "x", "answer": 123456789012345678901234567890}\n', ":1: .*64 bits"),
         ("\ufeff{}".encode("utf-16-le"), ":1: the file is UTF-16.*iconv -f UTF-16"),
         ('\ufeff{"prompt": "x", "answer": 1}\n'.encode("utf-16-be"), "UTF-16"),
@@ -201,6 +249,8 @@ def test_a_damaged_line_is_named_with_its_bytes(tmp_path: Path, data: bytes, wor
         b'{"prompt": "answer", "answer": "prompt"}',
         b'{"prompt" : "x", "answer" : 1}',
         b'{"prompt": "x", "answer": [{"a": 1}, {"a": 2}]}',
+        b'{"prompt" : "x", "answer" : [{"a" : 1}, {"a" : 2, "b" : {"a" : "\\"a\\": 1"}}]}',
+        b'{"prompt": "say \\"role\\": x", "answer": [{"role": "role", "x": ["role"]}, {"role": "}"}]}',
         b'{"prompt": "x", "answer": {"answer": 1, "prompt": {"answer": 2}}}',
         b'{"prompt": "\\u0000 \\ud83d\\ude00 \\\\ud800", "answer": 1}',
     ],
@@ -255,6 +305,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[by
         ("missing.jsonl", "there is no file .*did you mean .*misssing.jsonl"),
         ("empty", "no file of rows is in the folder"),
         ("outer", "it has the folders inner: name one of them"),
+        ("*/a.jsonl", "there is no file .*only the name of the file may have a wildcard"),
+        ("a.jso?", "there is no file .*and only `[*]`"),
         ("*.parquet", r"no file of .* matches '\*.parquet'"),
     ],
 )

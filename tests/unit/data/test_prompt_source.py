@@ -198,8 +198,8 @@ def test_parquet_reads_like_jsonl(tmp_path: Path, tokenizer: ChatTokenizer) -> N
         for name in ("d.parquet", "d.jsonl")
     ]
     assert list(load[0].train) == list(load[1].train)
-    parquet.write_table(pyarrow.Table.from_pylist([*rows, {"prompt": "x"}]), tmp_path / "bad.parquet")
-    with pytest.raises(RelaxError, match=r"bad.parquet:row 41: there is no `answer`"):
+    parquet.write_table(pyarrow.Table.from_pylist([*rows, {"answer": "1"}]), tmp_path / "bad.parquet")
+    with pytest.raises(RelaxError, match=r"bad.parquet:row 41: there is neither"):
         PromptSource.load(DataTable(path="bad.parquet"), tokenizer, seed=0, config_dir=tmp_path)
 
 

@@ -84,6 +84,19 @@ def test_the_limit_of_a_standstill_is_beyond_every_deadline(toml: Path) -> None:
     assert stall_after_s(own) is None
 
 
+def test_the_plan_says_when_a_run_ends_at_a_standstill(toml: Path) -> None:
+    def line(*sets: str) -> tuple[str, str]:
+        (one,) = [one for one in RLJob().plan(config(toml, *sets)) if one.name == "ends at a standstill"]
+        return one.value, one.how
+
+    value, how = line()
+    assert value == "after 20m 00s" and "2 x the slowest deadline" in how
+    assert line("progress.stall_after_s=700") == ("after 11m 40s", "progress.stall_after_s")
+    value, how = line("roles.gateway.count=1")
+    assert value == "never" and "roles.gateway may pause the run; progress.stall_after_s sets a limit" in how
+    assert line("roles.gateway.count=1", "progress.stall_after_s=700")[0] == "after 11m 40s"
+
+
 def test_the_setting_that_helps_is_named(toml: Path) -> None:
     plain = config(toml)
 

@@ -144,6 +144,22 @@ def test_preflight_finds_what_only_shows_when_loaded(toml: Path, override: str, 
     assert found[key].place is not None
 
 
+@pytest.mark.parametrize(
+    ("count", "named"), [(1, "p0.jsonl…"), (2, "p0.jsonl, p1.jsonl…"), (6, "p3.jsonl and 2 more…")]
+)
+def test_stage_names_the_sources_of_the_prompts(
+    toml: Path, capsys: pytest.CaptureFixture[str], count: int, named: str
+) -> None:
+    for number in range(count):
+        lines = [json.dumps({"prompt": f"{number} + {other}?", "answer": number + other}) for other in range(60)]
+        (toml.parent / f"p{number}.jsonl").write_text("\n".join(lines))
+    sources = ", ".join(f'{{ path = "p{number}.jsonl" }}' for number in range(count))
+    task = toml.read_text().index("task ="), toml.read_text().index("[reward]")
+    toml.write_text(f"{toml.read_text()[: task[0]]}sources = [{sources}]\n{toml.read_text()[task[1] :]}")
+    assert problems(toml, preflight=True) == {}
+    assert f"{named}\n" in capsys.readouterr().err
+
+
 def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(toml.parent / "mixed")

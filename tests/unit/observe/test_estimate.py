@@ -73,6 +73,13 @@ def test_before_the_first_step_nothing_is_made_up() -> None:
     assert (found.step_s, found.left_s) == (None, None) and "measured on the first step" in str(found)
 
 
+def test_records_that_do_not_name_their_writer_begin_with_a_first_step_too() -> None:
+    """The monotonic clock counts from the start of the machine, which says nothing of the first step."""
+    records = [{key: value for key, value in step(n, 5e4 + 2.0 * n).items() if key != "by"} for n in (1, 2, 3)]
+    assert at(fed(records[:1], 10, Pacing()), 5e4 + 2.0).step_s is None
+    assert at(fed(records, 10, Pacing()), 5e4 + 6.0).step_s == pytest.approx(2.0)
+
+
 def test_a_first_step_that_warms_up_counts_no_more_than_the_slowest_other() -> None:
     """As with a compiler: 100 s, then 5 s each."""
     records = [step(n, 100.0 + 5.0 * (n - 1), work=100.0 if n == 1 else 5.0) for n in range(1, 7)]

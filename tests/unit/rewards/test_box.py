@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -396,17 +397,18 @@ def probe_like_a_container(*command: str) -> list[str]:
 @as_root
 @system_python
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
-def test_without_namespaces_a_closed_interpreter_is_named_with_ways_that_help(place: Path) -> None:
-    program = place / "home" / "bin" / "python3"
+@pytest.mark.parametrize("name", ["home", "my home", "it's (mode 0700) is closed to user me", "a  b", " c", "é f"])
+def test_without_namespaces_a_closed_interpreter_is_named_with_ways_that_help(place: Path, name: str) -> None:
+    program = place / name / "bin" / "python3"
     program.parent.mkdir(parents=True)
     program.symlink_to(PYTHON)
-    (place / "home").chmod(0o700)
+    (place / name).chmod(0o700)
     level, why, advice = probe_like_a_container(str(program), "-I")
-    assert level == "" and f"{place}/home (mode 0700) is closed to user nobody" in why and "not permitted" in why
-    assert f"chmod o+x {place}/home" in advice and f'command = ["{PYTHON}"' in advice
+    assert level == "" and f"{place}/{name} (mode 0700) is closed to user nobody" in why and "not permitted" in why
+    assert f"chmod o+x {shlex.quote(f'{place}/{name}')})" in advice and f'command = ["{PYTHON}"' in advice
     # Each of them helps.
     assert probe_like_a_container(str(PYTHON), "-I", "-B")[0] == "limits"
-    (place / "home").chmod(0o701)
+    (place / name).chmod(0o701)
     assert probe_like_a_container(str(program), "-I")[0] == "limits"
 
 

@@ -66,6 +66,13 @@ def test_each_reward_that_compares_is_asked_and_no_other(tmp_path: Path) -> None
     assert check(tmp_path, answers, function="mine.py:score") == []
 
 
+@pytest.mark.parametrize("weight", [0.5, -1.0, 2.0, 0.001, -0.25])
+def test_weight_of_a_component_does_not_count(tmp_path: Path, weight: float) -> None:
+    parts = [{"name": "math", "weight": weight}, {"name": "length", "free": 50, "most": 100}]
+    (report,) = check(tmp_path, ["42", "\\frac{1}{2}", "5!!"], components=parts)
+    assert (report.checked, report.wrong) == (3, 1) and "'!!' is not understood" in report.examples[0].why
+
+
 def test_some_rows_are_drawn_and_all_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(golds, "FIRST", 4)
     monkeypatch.setattr(golds, "DRAWN", 3)

@@ -217,6 +217,16 @@ def test_an_item_that_is_late_while_others_are_scored_is_retired_for_good() -> N
     q.d.check_replay()
 
 
+def test_every_admission_says_the_revision_of_the_retired_items() -> None:
+    q = Queue(failures_per_prompt=100)
+    late_twice(q)
+    unknown = q.d.admit(ENGINE, 999)
+    assert "engine version 999 is not known" in unknown.waiting_on and unknown.retired == 1
+    q.d.reopen("run-2")
+    early = q.d.admit(ENGINE, q.version)
+    assert "has not announced its weights" in early.waiting_on and early.retired == 1
+
+
 def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -> None:
     q = Queue(failures_per_prompt=100)
     first, other, second = (make(q.d, q.version)[0] for _ in range(3))
