@@ -92,12 +92,12 @@ def admit(core: Core, who: Incarnation, event: Admit) -> Admission:
         raise Refused(what, why="at least one must be asked for")
     if not core.policy.group_size:
         raise Refused(what, why="this queue has no prompts", hint="offer samples instead")
-    if core.state.trainer_version is None:
-        return Admission([], "the trainer has not announced its weights yet")
-    if event.engine_version not in core.tree:
-        return Admission([], f"engine version {event.engine_version} is not known to the queue yet")
-    tickets: list[Ticket] = []
     retired = core.state.progress.revision
+    if core.state.trainer_version is None:
+        return Admission([], "the trainer has not announced its weights yet", retired)
+    if event.engine_version not in core.tree:
+        return Admission([], f"engine version {event.engine_version} is not known to the queue yet", retired)
+    tickets: list[Ticket] = []
     wanted = min(event.groups, MAX_SAMPLES // core.policy.group_size or 1)
     for id_ in list(core.state.reopened):
         if len(tickets) < wanted and core.lag(event.engine_version) <= core.policy.max_staleness:

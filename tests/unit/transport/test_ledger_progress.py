@@ -10,6 +10,7 @@ import pytest
 from ledger_driver import ENGINE, JUDGE, TASKS, TRAINER, make, policy, started, step
 
 from relax_rt.transport.errors import Refused
+from relax_rt.transport.ledger import admission
 from relax_rt.transport.ledger import events as ev
 from relax_rt.transport.ledger.policy import LedgerPolicy
 from relax_rt.transport.ledger.progress import MAX_CAUSES, report
@@ -215,6 +216,16 @@ def test_an_item_that_is_late_while_others_are_scored_is_retired_for_good() -> N
     q.d.own(ev.Reinstate(["a", "unknown"]))
     assert not q.report.retired and q.report.revision == 2
     q.d.check_replay()
+
+
+def test_each_answer_to_an_admission_names_the_revision_of_the_retired_items() -> None:
+    q = Queue(failures_per_prompt=100)
+    late_twice(q)
+    unknown = q.d.admit(ENGINE, q.version + 100)
+    assert "is not known to the queue yet" in unknown.waiting_on and unknown.retired == 1
+    q.d.ledger.state.trainer_version = None
+    unannounced = admission.admit(q.d.ledger.core, ENGINE, ev.Admit(q.version, 1))
+    assert "has not announced its weights" in unannounced.waiting_on and unannounced.retired == 1
 
 
 def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -> None:
