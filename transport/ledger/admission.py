@@ -235,8 +235,8 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
             group.making.remove(row.key.member)
             marks.got_on(core, group)
             touched[group.id] = group
+            progress.got_through(core, group, "")
     for group in touched.values():
-        progress.got_through(core, group, "")
         _after_put(core, group)
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)

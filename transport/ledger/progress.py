@@ -80,14 +80,14 @@ def failed_group(core: Core, group: Group) -> None:
         core.touched.add(policy.step_task)
 
 
-def got_through(core: Core, group: Group, task: str, members: int = 1) -> None:
-    """Members of the group succeeded at the task."""
+def got_through(core: Core, group: Group, task: str) -> None:
+    """A member of the group succeeded at the task."""
     if not core.policy.group_size:
         return
     if group.failed_task == task and group.failed:
         group.failed, group.late = [], True
     passed = core.state.progress.passed
-    passed[task] = passed.get(task, 0) + members
+    passed[task] = passed.get(task, 0) + 1
 
 
 def whole(core: Core) -> None:

@@ -81,6 +81,13 @@ def test_one_member_that_always_fails_counts_with_the_end_of_its_group() -> None
     assert q.report.losses[0].partial
 
 
+def test_samples_that_get_through_are_counted_by_task() -> None:
+    q = Queue()
+    q.scored([1])
+    assert q.d.ledger.state.progress.passed == {"": 2, "reward": 1}
+    q.d.check_replay()
+
+
 def test_too_few_prompts_end_nothing() -> None:
     q = Queue(failures_per_prompt=100, failed_groups=6)
     for _ in range(50):
