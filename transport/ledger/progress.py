@@ -107,9 +107,12 @@ def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int]
 
 
 def begin(core: Core) -> None:
-    """The run was started (again): counts begin anew, retired items stay."""
+    """The run was started (again): counts begin anew, retired items stay.
+
+    `passed` goes on: groups that outlive the start know it from before.
+    """
     before = core.state.progress
-    core.state.progress = ProgressState(retired=before.retired, revision=before.revision)
+    core.state.progress = ProgressState(passed=before.passed, retired=before.retired, revision=before.revision)
 
 
 def configured(core: Core) -> None:

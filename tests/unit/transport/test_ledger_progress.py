@@ -12,7 +12,7 @@ from ledger_driver import ENGINE, JUDGE, TASKS, TRAINER, make, policy, started, 
 from relax_rt.transport.errors import Refused
 from relax_rt.transport.ledger import admission
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.progress import MAX_CAUSES, report
 from relax_rt.transport.queue.api import Failure, ProgressReport, Ticket
 
@@ -179,6 +179,24 @@ def test_a_run_that_is_started_again_counts_anew_and_keeps_its_retired_items() -
     assert (q.report.failed_groups, q.report.ended, q.report.losses) == (0, False, [])
     assert [one.item for one in q.report.retired] == ["a"]
     q.d.check_replay()
+
+
+def test_an_item_whose_group_outlives_a_start_of_the_run_is_retired_all_the_same() -> None:
+    q = Queue(failures_per_prompt=100)
+    rules = policy(prompts_per_step=2, **{**RULES, "failures_per_prompt": 100})
+    q.d.own(ev.Configure(rules, QueueLimits(durable=True)))
+    q.trains()
+    bad, other = make(q.d, q.version, groups=2)
+    q.d.reopen("run-2")
+    for _ in range(2):
+        batch = q.d.take(JUDGE, "reward", samples=16)
+        keys = [info.key for info in batch.samples if info.key.group == bad.group]
+        puts = q.d.columns(batch, "reward", without=keys)
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, "a") for key in keys]))
+        if bad.group in q.d.ledger.state.reopened:
+            (again,) = q.d.admit(ENGINE, q.version).tickets
+            q.d.generate(ENGINE, again, q.version)
+    assert other.group in q.d.ledger.state.groups and [one.item for one in q.report.retired] == ["a"]
 
 
 def test_a_broker_that_is_killed_goes_on_counting() -> None:
