@@ -13,12 +13,13 @@ from typing import NamedTuple
 import msgspec
 
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState, RetiredItem
+from relax_rt.transport.ledger.state import Group, LossCause, ProgressState, RetiredItem
 from relax_rt.transport.queue.api import Failure, Loss, ProgressReport, Retired, SampleKey
 
 MAX_CAUSES = 32
 """Causes counted apart; the rarest makes room for a new one."""
 MAX_LATE_ITEMS = 4096
+"""For each task."""
 MAX_RETIRED = 65_536
 EXAMPLE = 400
 ABOUT = 80
@@ -47,13 +48,14 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
         return Judged(False, False)
     for failure in failures:
         _count(core, group, task, failure)
+        group.item = failure.item or group.item
     if group.failed_task != task:
         group.failed_task, group.failed, group.late = task, [], True
     group.failed = sorted({*group.failed, *(failure.key.member for failure in failures)})
     group.late = group.late and all(failure.late for failure in failures)
     if len(group.failed) < group.size:
         return Judged(False, False)
-    late, item = group.late, next((failure.item for failure in failures if failure.item), "")
+    late, item = group.late, group.item
     group.failed, group.late = [], True
     failed_group(core, group)
     if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
@@ -86,8 +88,11 @@ def got_through(core: Core, group: Group, task: str) -> None:
         return
     if group.failed_task == task and group.failed:
         group.failed, group.late = [], True
-    passed = core.state.progress.passed
-    passed[task] = passed.get(task, 0) + 1
+    state = core.state.progress
+    state.passed[task] = state.passed.get(task, 0) + 1
+    late = state.late.get(task, {})
+    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.left_out):
+        del late[group.item]
 
 
 def whole(core: Core) -> None:
@@ -126,27 +131,26 @@ def reinstate(core: Core, items: Sequence[str]) -> None:
     found = [item for item in dict.fromkeys(items) if item in state.retired]
     for item in found:
         del state.retired[item]
-        state.late.pop(item, None)
         core.note("item_reinstated", item=item)
     if found:
         state.revision += 1
         core.changed = True
 
 
-def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
-    """Take the failures' item out of the run until the user takes it back."""
-    state, failure = core.state.progress, next(one for one in failures if one.item)
-    if failure.item in state.retired or len(state.retired) >= MAX_RETIRED:
+def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> None:
+    """Take the group's item out of the run until the user takes it back."""
+    state, item, failure = core.state.progress, group.item, failures[0]
+    if item in state.retired or len(state.retired) >= MAX_RETIRED:
         return
-    late = state.late.pop(failure.item)
-    found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], late.times)
-    state.retired[failure.item] = found
+    times = state.late[task][item]
+    for late in state.late.values():
+        late.pop(item, None)
+    found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
+    state.retired[item] = found
     state.revision += 1
     tell(core)
     core.tally("items_retired")
-    core.note(
-        "item_retired", item=failure.item, about=found.about, task=task, reason=found.reason, timeouts=found.timeouts
-    )
+    core.note("item_retired", item=item, about=found.about, task=task, reason=found.reason, timeouts=found.timeouts)
 
 
 def report(core: Core) -> ProgressReport:
@@ -227,9 +231,9 @@ def _late_again(core: Core, group: Group, item: str, task: str) -> bool:
     since the group was given out, and not since its last attempt.
     """
     state, policy = core.state.progress, core.policy
-    before = state.late.pop(item, None)
-    now = LateItem(before.times + 1 if before is not None else 1)
-    state.late[item] = now
-    while len(state.late) > MAX_LATE_ITEMS:
-        del state.late[next(iter(state.late))]
-    return now.times >= policy.item_timeouts and state.passed.get(task, 0) > group.passed.get(task, 0)
+    late = state.late.setdefault(task, {})
+    times = late.pop(item, 0) + 1
+    late[item] = times
+    while len(late) > MAX_LATE_ITEMS:
+        del late[next(iter(late))]
+    return times >= policy.item_timeouts and state.passed.get(task, 0) > group.passed.get(task, 0)

@@ -95,6 +95,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more marked tokens.
         recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
         failed_task: the task at which members failed last. failed: which of them, since one got through it.
+        item: id of its data item; empty until a failure named it.
         late: all of these failures were timeouts.
         passed: samples of the run that had got through each task when the group was given out first.
     """
@@ -115,6 +116,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     failed: list[int] = []
     late: bool = True
     passed: dict[str, int] = {}
+    item: str = ""
 
     @property
     def size(self) -> int:
@@ -221,12 +223,6 @@ class LossCause(msgspec.Struct):
     told_at: float = 0.0
 
 
-class LateItem(msgspec.Struct, frozen=True, array_like=True):
-    """Whole attempts of an item that were late."""
-
-    times: int
-
-
 class RetiredItem(msgspec.Struct, frozen=True):
     """An item that is not tried again: what it is about, the task it was late at, the last reason, how often."""
 
@@ -243,7 +239,8 @@ class ProgressState(msgspec.Struct):
         failed_groups: in a row. prompts: different ones of these, as many as the rule asks for.
         verdict: the row is as long as the policy allows.
         passed: samples that got through each task.
-        late: items by id, the oldest first. retired: items by id. revision: grows with each change of these.
+        late: by task and item, the oldest first, how many whole attempts of the item were late in a row.
+        retired: items by id. revision: grows with each change of these.
     """
 
     failed_groups: int = 0
@@ -251,7 +248,7 @@ class ProgressState(msgspec.Struct):
     verdict: bool = False
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
-    late: dict[str, LateItem] = {}
+    late: dict[str, dict[str, int]] = {}
     retired: dict[str, RetiredItem] = {}
     revision: int = 0
 

@@ -269,6 +269,49 @@ def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -
     assert q.d.ledger.account()["items_retired"] == 1 and q.d.ledger.audit() == []
 
 
+def scored_late(q: Queue, *late: Ticket, item: str = "a") -> None:
+    """Score all that is there; these groups are late as a whole, and made again."""
+    batch, groups = q.d.take(JUDGE, "reward", samples=16), {ticket.group for ticket in late}
+    keys = [info.key for info in batch.samples if info.key.group in groups]
+    puts = q.d.columns(batch, "reward", without=keys)
+    q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
+    made_again(q)
+
+
+def made_again(q: Queue) -> None:
+    if reopened := len(q.d.ledger.state.reopened):
+        for ticket in q.d.admit(ENGINE, q.version, reopened).tickets:
+            q.d.generate(ENGINE, ticket, q.version)
+
+
+def test_timeouts_of_an_item_at_two_tasks_do_not_add_up() -> None:
+    q = Queue(failures_per_prompt=100)
+    (bad,) = q.d.admit(ENGINE, q.version).tickets
+    make(q.d, q.version)
+    q.d.reward_all(JUDGE)
+    q.d.call(ENGINE, ev.GiveBack([bad.group], "the reset took too long", failed=True, late=True, item="a"))
+    made_again(q)
+    scored_late(q, bad)
+    assert not q.report.retired
+    scored_late(q, bad)
+    assert [(one.item, one.task, one.timeouts) for one in q.report.retired] == [("a", "reward", 2)]
+    q.d.check_replay()
+
+
+def test_an_item_that_gets_through_begins_its_timeouts_anew() -> None:
+    q = Queue(failures_per_prompt=100, item_timeouts=3)
+    first, _ = make(q.d, q.version, groups=2)
+    scored_late(q, first)
+    scored_late(q)
+    second, _ = make(q.d, q.version, groups=2)
+    scored_late(q, second)
+    scored_late(q, second)
+    assert not q.report.retired
+    scored_late(q, second)
+    assert [one.timeouts for one in q.report.retired] == [3]
+    q.d.check_replay()
+
+
 def test_a_service_that_is_late_with_everything_retires_nothing() -> None:
     q = Queue(failures_per_prompt=100)
     late_twice(q, others=False)
