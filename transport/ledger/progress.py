@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.state import Group, LossCause, ProgressState, RetiredItem
+from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState, RetiredItem
 from relax_rt.transport.queue.api import Failure, Loss, ProgressReport, Retired, SampleKey
 
 MAX_CAUSES = 32
@@ -142,7 +142,7 @@ def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     state, item, failure = core.state.progress, group.item, failures[0]
     if item in state.retired or len(state.retired) >= MAX_RETIRED:
         return
-    times = state.late[task][item]
+    times = state.late[task][item].times
     for late in state.late.values():
         late.pop(item, None)
     found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
@@ -227,13 +227,18 @@ def _tell(core: Core, cause: LossCause) -> None:
 def _late_again(core: Core, group: Group, item: str, task: str) -> bool:
     """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
 
-    Others may be held up by this very group (on_straggler = "wait"), so that those count that got through the task
-    since the group was given out, and not since its last attempt.
+    The service is at fault if another item was late as well since anything last got through the task: then the item's
+    attempts count from nothing. The item is at fault if others got through since its first group was given out. That
+    count is not taken at its last attempt, because others may be held up by this very group (on_straggler = "wait").
     """
-    state, policy = core.state.progress, core.policy
-    late = state.late.setdefault(task, {})
-    times = late.pop(item, 0) + 1
-    late[item] = times
+    state, late = core.state.progress, core.state.progress.late.setdefault(task, {})
+    passed = state.passed.get(task, 0)
+    found = late.pop(item, LateItem(0, group.passed.get(task, 0), passed))
+    if any(other.passed == passed for other in late.values()):
+        found = LateItem(0, passed, passed)
+    else:
+        found = LateItem(found.times + 1, found.since, passed)
+    late[item] = found
     while len(late) > MAX_LATE_ITEMS:
         del late[next(iter(late))]
-    return times >= policy.item_timeouts and state.passed.get(task, 0) > group.passed.get(task, 0)
+    return found.times >= core.policy.item_timeouts and passed > found.since

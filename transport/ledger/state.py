@@ -223,6 +223,19 @@ class LossCause(msgspec.Struct):
     told_at: float = 0.0
 
 
+class LateItem(msgspec.Struct, frozen=True, array_like=True):
+    """Whole attempts of an item at one task that were late.
+
+    Attributes:
+        times: how many in a row, since the task last was late with other items as well.
+        since: samples of the run that had got through the task when that row began. passed: at the newest attempt.
+    """
+
+    times: int
+    since: int
+    passed: int
+
+
 class RetiredItem(msgspec.Struct, frozen=True):
     """An item that is not tried again: what it is about, the task it was late at, the last reason, how often."""
 
@@ -239,8 +252,7 @@ class ProgressState(msgspec.Struct):
         failed_groups: in a row. prompts: different ones of these, as many as the rule asks for.
         verdict: the row is as long as the policy allows.
         passed: samples that got through each task.
-        late: by task and item, the oldest first, how many whole attempts of the item were late in a row.
-        retired: items by id. revision: grows with each change of these.
+        late: by task and item, the oldest first. retired: items by id. revision: grows with each change of these.
     """
 
     failed_groups: int = 0
@@ -248,7 +260,7 @@ class ProgressState(msgspec.Struct):
     verdict: bool = False
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
-    late: dict[str, dict[str, int]] = {}
+    late: dict[str, dict[str, LateItem]] = {}
     retired: dict[str, RetiredItem] = {}
     revision: int = 0
 

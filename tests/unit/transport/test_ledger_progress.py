@@ -318,6 +318,64 @@ def test_a_service_that_is_late_with_everything_retires_nothing() -> None:
     assert not q.report.retired and q.report.losses[0].late
 
 
+def scored_by_group(q: Queue, late: dict[int, str]) -> None:
+    """Score group after group; those that are late as a whole, by the id of their item, come first."""
+    batches = []
+    while (batch := q.d.take(JUDGE, "reward", samples=2)).samples:
+        batches.append(batch)
+    for batch in sorted(batches, key=lambda batch: (batch.samples[0].key.group not in late, batch.lease)):
+        keys = [info.key for info in batch.samples if info.key.group in late]
+        puts = q.d.columns(batch, "reward", without=keys)
+        failures = [Failure(key, LATE, True, late[key.group]) for key in keys]
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+    made_again(q)
+
+
+def test_a_service_that_is_away_after_it_worked_retires_nothing() -> None:
+    q = Queue(failures_per_prompt=100)
+    tickets = q.d.admit(ENGINE, q.version, 3).tickets
+    make(q.d, q.version)
+    q.d.reward_all(JUDGE)
+    for ticket in tickets:
+        q.d.generate(ENGINE, ticket, q.version)
+    # One group got through after these were given out. From here on the service is away.
+    late = {ticket.group: item for ticket, item in zip(tickets, "abc", strict=True)}
+    scored_by_group(q, late)
+    scored_by_group(q, late)
+    assert not q.report.retired
+    # It is back: the others get through, while an attempt that began before is late.
+    (slow, item), *_ = late.items()
+    batches = [q.d.take(JUDGE, "reward", samples=2) for _ in late]
+    for batch in sorted(batches, key=lambda batch: batch.samples[0].key.group == slow):
+        keys = [info.key for info in batch.samples if info.key.group == slow]
+        puts = q.d.columns(batch, "reward", without=keys)
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
+    assert not q.report.retired and q.d.ledger.audit() == []
+    q.d.check_replay()
+
+
+def test_two_items_that_are_always_late_are_both_retired() -> None:
+    q = Queue(failures_per_prompt=100)
+    late = {ticket.group: item for ticket, item in zip(make(q.d, q.version, groups=2), "ab", strict=True)}
+    for _ in range(3):
+        make(q.d, q.version)
+        scored_by_group(q, late)
+    assert [(one.item, one.timeouts) for one in q.report.retired] == [("a", 2), ("b", 2)]
+
+
+def test_an_item_that_holds_up_all_others_is_retired() -> None:
+    """All that got through since its group was given out did so before it was late first."""
+    q = Queue(failures_per_prompt=100)
+    (bad,) = q.d.admit(ENGINE, q.version).tickets
+    make(q.d, q.version)
+    q.d.reward_all(JUDGE)
+    q.d.generate(ENGINE, bad, q.version)
+    scored_by_group(q, {bad.group: "a"})
+    assert not q.report.retired
+    scored_by_group(q, {bad.group: "a"})
+    assert [one.item for one in q.report.retired] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("changes", "late"),
     [({"item_timeouts": 0}, True), ({"kept_items": ("a",)}, True), ({}, False)],
