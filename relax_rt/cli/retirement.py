@@ -37,7 +37,7 @@ def retired_items(run_dir: Path) -> list[RetiredItem]:
     ]
 
 
-def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
+def reinstate(run_dir: Path, items: Sequence[str]) -> None:
     """Have the queue of a living run try these items again.
 
     Raises:
@@ -49,7 +49,7 @@ def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
             hint = did_you_mean(item, known) or (f"retired are {', '.join(known[:8])}" if known else "none is retired")
             raise BadInput(f"item {item!r} is not retired", hint=hint)
     try:
-        return _ask(run_dir, lambda queue: queue.reinstate(list(items)))
+        _ask(run_dir, lambda queue: queue.reinstate(list(items)))
     except RelaxError as error:
         hint = f"name the items in {KEPT} of roles.toml, and `relax-rt up` takes them back"
         raise BadInput("the run's queue cannot be asked", why=str(error), hint=hint) from error

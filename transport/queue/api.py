@@ -493,8 +493,8 @@ class QueueApi(Protocol):
         """What was lost since the run was started, and the items that were retired."""
 
     @idempotent
-    async def reinstate(self, items: list[str]) -> list[str]:
-        """Take retired items back; answers with those that were retired."""
+    async def reinstate(self, items: list[str]) -> None:
+        """Take those of the items back that are retired."""
 
     @idempotent
     async def renew(self, groups: list[Count], leases: list[Count]) -> list[int]:

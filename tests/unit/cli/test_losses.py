@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import msgspec
 import pytest
 from test_why import RUNNING, event
 
+from relax_rt.cli import retirement
+from relax_rt.cli.main import main
 from relax_rt.cli.display import show_status, show_why
 from relax_rt.cli.losses import Losses
 from relax_rt.cli.retirement import reinstate, retired_items
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
 from relax_rt.supervision import control
+from relax_rt.transport.queue.api import ProgressReport, Retired
 
 
 def lost(t: float, members: int, **fields: Any) -> dict[str, Any]:
@@ -98,6 +102,26 @@ def test_ps_names_the_newest_loss_and_the_retired_items(run_dir: Path, capsys: p
     out = capsys.readouterr().out
     assert "lost: 8 groups failed in a row (the run ends at 64); 3 samples" in out and "no room" in out
     assert "retired items: 1 (q7); see `relax-rt retired`" in out
+
+
+def test_reinstate_names_the_items_asked_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call whose first answer was lost is made again, and finds them taken back already."""
+    asked: list[str] = []
+
+    class Queue:
+        async def progress(self) -> ProgressReport:
+            return ProgressReport(0, 0, 64, False, [], [Retired("q7", "", "reward", "late", 2)], 1)
+
+        async def reinstate(self, items: list[str]) -> list[str]:
+            asked.extend(items)
+            return []
+
+    (run_dir / "run.json").write_text("{}")
+    monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
+    assert main(["reinstate", "q7", "--run", str(run_dir)]) == 0
+    assert asked == ["q7"] and capsys.readouterr().out == "tried again: q7\n"
 
 
 def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
