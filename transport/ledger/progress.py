@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState, RetiredItem
-from relax_rt.transport.queue.api import Failure, Loss, ProgressReport, Retired, SampleKey
+from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState
+from relax_rt.transport.queue.api import MAX_PROMPTS, Failure, Loss, ProgressReport, Retired, SampleKey
 
 MAX_CAUSES = 32
 """Causes counted apart; the rarest makes room for a new one."""
@@ -22,6 +22,7 @@ MAX_LATE_ITEMS = 4096
 """For each task."""
 MAX_RETIRED = 65_536
 EXAMPLE = 400
+LAST_GROUPS = 8
 ABOUT = 80
 REPORT_EVERY_S = 5.0
 """A cause that goes on is reported at least this often, and whenever its count has doubled."""
@@ -145,41 +146,26 @@ def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     times = state.late[task][item].times
     for late in state.late.values():
         late.pop(item, None)
-    found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
+    found = Retired(item, failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
     state.retired[item] = found
     state.revision += 1
     tell(core)
     core.tally("items_retired")
-    core.note("item_retired", item=item, about=found.about, task=task, reason=found.reason, timeouts=found.timeouts)
+    core.note("item_retired", **msgspec.structs.asdict(found))
 
 
 def report(core: Core) -> ProgressReport:
     """The account for people and for the trainer."""
     state, policy = core.state.progress, core.policy
-    causes = sorted(state.causes, key=lambda cause: -cause.members)
+    losses = sorted((cause.loss for cause in state.causes), key=lambda loss: -loss.members)
     return ProgressReport(
         failed_groups=state.failed_groups,
         prompts=len(state.prompts),
         most=policy.failed_groups,
         ended=state.verdict,
-        losses=[_loss(cause) for cause in causes],
-        retired=[Retired(item, one.about, one.task, one.reason, one.timeouts) for item, one in state.retired.items()],
+        losses=losses,
+        retired=list(state.retired.values()),
         revision=state.revision,
-    )
-
-
-def _loss(cause: LossCause) -> Loss:
-    return Loss(
-        task=cause.task,
-        cause=cause.cause,
-        where=cause.where,
-        late=cause.late,
-        members=cause.members,
-        groups=cause.groups,
-        prompts=cause.prompts,
-        example=cause.example,
-        prompt=cause.prompt,
-        partial=cause.partial,
     )
 
 
@@ -189,37 +175,44 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
     where = found[-1] if found else ""
     # What one line raises is one cause, whatever values stand in its message.
     gist = where or _NUMBER.sub("#", failure.reason)[:120]
-    cause = next((one for one in state.causes if (one.task, one.gist) == (task, gist)), None)
+    cause = next((one for one in state.causes if (one.loss.task, one.gist) == (task, gist)), None)
     if cause is None:
         if len(state.causes) >= MAX_CAUSES:
-            state.causes.remove(min(state.causes, key=lambda one: one.members))
-        cause = LossCause(task, gist, where)
+            state.causes.remove(min(state.causes, key=lambda one: one.loss.members))
+        cause = LossCause(gist, Loss(task))
         state.causes.append(cause)
     assert group.prompt is not None
-    cause.members += 1
-    if group.id not in cause.last_groups:
-        cause.groups += 1
-        cause.last_groups = [*cause.last_groups, group.id][-8:]
-    cause.last_prompts = [*(p for p in cause.last_prompts if p != group.prompt.index), group.prompt.index][-8:]
-    cause.prompts = max(cause.prompts, len(cause.last_prompts))
-    cause.cause, cause.example, cause.prompt = failure.reason[:160], failure.reason[:EXAMPLE], group.prompt.index
-    cause.late = failure.late
-    cause.partial = cause.partial or any(task in sample.done if task else sample.generated for sample in group.samples)
-    if cause.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
+    loss, prompt, new = cause.loss, group.prompt.index, group.id not in cause.last_groups
+    if new:
+        cause.last_groups = [*cause.last_groups, group.id][-LAST_GROUPS:]
+    cause.last_prompts = [*(p for p in cause.last_prompts if p != prompt), prompt][-MAX_PROMPTS:]
+    cause.loss = Loss(
+        task=task,
+        cause=failure.reason[:160],
+        where=where,
+        late=failure.late,
+        members=loss.members + 1,
+        groups=loss.groups + new,
+        prompts=max(loss.prompts, len(cause.last_prompts)),
+        example=failure.reason[:EXAMPLE],
+        prompt=prompt,
+        partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
+    )
+    if cause.loss.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
         _tell(core, cause)
 
 
 def tell(core: Core, older_s: float = 0.0) -> None:
     """Report the causes whose newest losses were not told of, and whose last report is at least this old."""
     for cause in core.state.progress.causes:
-        if cause.told < cause.members and core.now - cause.told_at >= older_s:
+        if cause.told < cause.loss.members and core.now - cause.told_at >= older_s:
             _tell(core, cause)
 
 
 def _tell(core: Core, cause: LossCause) -> None:
     """Report a cause with its counts so far."""
-    cause.told, cause.told_at = cause.members, core.now
-    fields = msgspec.structs.asdict(_loss(cause))
+    cause.told, cause.told_at = cause.loss.members, core.now
+    fields = msgspec.structs.asdict(cause.loss)
     row, most = core.state.progress.failed_groups, core.policy.failed_groups
     core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 

@@ -9,7 +9,7 @@ from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.callers import Callers
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.prompts import Prompt, PromptPool
-from relax_rt.transport.queue.api import Batch, Extent, Failure, SampleKey, VersionSpan
+from relax_rt.transport.queue.api import Batch, Extent, Failure, Loss, Retired, SampleKey, VersionSpan
 from relax_rt.transport.store.state import StoreState
 from relax_rt.transport.versions import VersionRecord
 
@@ -196,27 +196,14 @@ class LossCause(msgspec.Struct):
     """Members that were lost for one cause since the run was started.
 
     Attributes:
-        task: at which they failed; empty: they could not be made.
         gist: what makes it one cause: the line that raised, else the reason without its numbers.
-        where: `file:line` that raised, if the reason names one.
-        cause, example, prompt: the newest reason, short and long, and the prompt it is of.
-        late: the newest was a timeout. partial: other members of such groups succeeded.
-        members, groups: counts. prompts: how many different ones, at most as many as `last_prompts` holds.
+        loss: what is reported of it.
         last_groups, last_prompts: the newest ones.
         told, told_at: count and time of the last report.
     """
 
-    task: str
     gist: str
-    where: str
-    cause: str = ""
-    example: str = ""
-    prompt: int = -1
-    late: bool = False
-    partial: bool = False
-    members: int = 0
-    groups: int = 0
-    prompts: int = 0
+    loss: Loss
     last_groups: list[int] = []
     last_prompts: list[int] = []
     told: int = 0
@@ -236,15 +223,6 @@ class LateItem(msgspec.Struct, frozen=True, array_like=True):
     passed: int
 
 
-class RetiredItem(msgspec.Struct, frozen=True):
-    """An item that is not tried again: what it is about, the task it was late at, the last reason, how often."""
-
-    about: str
-    task: str
-    reason: str
-    timeouts: int
-
-
 class ProgressState(msgspec.Struct):
     """See transport/ledger/progress.py.
 
@@ -261,7 +239,7 @@ class ProgressState(msgspec.Struct):
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
     late: dict[str, dict[str, LateItem]] = {}
-    retired: dict[str, RetiredItem] = {}
+    retired: dict[str, Retired] = {}
     revision: int = 0
 
 
