@@ -1,4 +1,4 @@
-"""Whether the run gets on with training: groups that failed in a row, what they failed of, and retired items.
+"""Count consecutive failed groups by cause, and retire items that only time out.
 
 A queue of prompts exists to have groups trained. Every way in which a member, a group or a consumer fails ends up here,
 so that one account says what was lost, and one rule ends a run that loses everything.
@@ -77,14 +77,14 @@ def failed_group(core: Core, group: Group) -> None:
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
         state.verdict = True
-        tell(core)
+        report_losses(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
         # The trainer waits for groups, and is to hear of it.
         core.touched.add(policy.step_task)
 
 
-def got_through(core: Core, group: Group, task: str) -> None:
-    """A member of the group succeeded at the task."""
+def count_success(core: Core, group: Group, task: str) -> None:
+    """Count a member of the group that succeeded at the task."""
     if not core.policy.group_size:
         return
     if group.failed_task == task and group.failed:
@@ -96,8 +96,8 @@ def got_through(core: Core, group: Group, task: str) -> None:
         del late[group.item]
 
 
-def whole(core: Core) -> None:
-    """A group has all that a step needs, or was trained: the row of failures is broken."""
+def reset_failures(core: Core) -> None:
+    """Reset the count of consecutive failed groups: a group has all that a step needs, or was trained."""
     state = core.state.progress
     state.failed_groups, state.prompts, state.verdict = 0, [], False
 
@@ -149,7 +149,7 @@ def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     found = Retired(item, failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
     state.retired[item] = found
     state.revision += 1
-    tell(core)
+    report_losses(core)
     core.tally("items_retired")
     core.note("item_retired", **msgspec.structs.asdict(found))
 
@@ -198,20 +198,20 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         prompt=prompt,
         partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
     )
-    if cause.loss.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
-        _tell(core, cause)
+    if cause.loss.members >= 2 * cause.reported or core.now - cause.reported_at >= REPORT_EVERY_S or core.now < cause.reported_at:
+        _report_cause(core, cause)
 
 
-def tell(core: Core, older_s: float = 0.0) -> None:
-    """Report the causes whose newest losses were not told of, and whose last report is at least this old."""
+def report_losses(core: Core, older_s: float = 0.0) -> None:
+    """Report the causes whose newest losses were not reported, and whose last report is at least this old."""
     for cause in core.state.progress.causes:
-        if cause.told < cause.loss.members and core.now - cause.told_at >= older_s:
-            _tell(core, cause)
+        if cause.reported < cause.loss.members and core.now - cause.reported_at >= older_s:
+            _report_cause(core, cause)
 
 
-def _tell(core: Core, cause: LossCause) -> None:
+def _report_cause(core: Core, cause: LossCause) -> None:
     """Report a cause with its counts so far."""
-    cause.told, cause.told_at = cause.loss.members, core.now
+    cause.reported, cause.reported_at = cause.loss.members, core.now
     fields = msgspec.structs.asdict(cause.loss)
     row, most = core.state.progress.failed_groups, core.policy.failed_groups
     core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)

@@ -199,15 +199,15 @@ class LossCause(msgspec.Struct):
         gist: what makes it one cause: the line that raised, else the reason without its numbers.
         loss: what is reported of it.
         last_groups, last_prompts: the newest ones.
-        told, told_at: count and time of the last report.
+        reported, reported_at: count and time of the last report.
     """
 
     gist: str
     loss: Loss
     last_groups: list[int] = []
     last_prompts: list[int] = []
-    told: int = 0
-    told_at: float = 0.0
+    reported: int = 0
+    reported_at: float = 0.0
 
 
 class LateItem(msgspec.Struct, frozen=True, array_like=True):
