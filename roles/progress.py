@@ -1,7 +1,7 @@
-"""What the roles of a run do about losses: skip retired items, say which setting helps, and end a barren run.
+"""What the roles of a run do about losses: skip retired items, say which setting helps, and end a run that makes no progress.
 
-The account itself is the queue's (transport/ledger/progress.py); here are the words for it and the deadlines by which a
-run that stands still is known.
+The queue counts losses (transport/ledger/progress.py). This module has the advice against them, the error that ends the
+run, and the time without movement after which a run counts as stalled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NoProgress(GivenUp):
 
 
 async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Callable[[Ticket], str]) -> list[Ticket]:
-    """The tickets whose items are not retired; the others go back to the queue for good."""
+    """The tickets whose items are not retired; the others are skipped."""
     gone = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
     if gone:
         await queue.skip(gone)
