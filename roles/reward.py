@@ -30,8 +30,6 @@ FAILURES_IN_A_ROW = 64
 """Failed samples without a scored one between them, after some were scored: then it is this process, not the samples.
 Where the function never worked another process mends nothing; the queue counts the groups, and ends the run."""
 REPORT_EVERY_S = 5.0
-ABOUT = 80
-"""Characters of an item's question by which people know it again."""
 MOST_UNREAD = 10_000
 """Items with an unreadable answer that are told of, each once."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
@@ -332,7 +330,7 @@ class Tally:
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
     from relax_rt.roles.rewards.judge import Late
     from relax_rt.roles.sample import SampleMeta
-    from relax_rt.transport.queue.api import Failure
+    from relax_rt.transport.queue.api import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
     late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]

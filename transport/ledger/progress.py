@@ -14,7 +14,7 @@ import msgspec
 
 from relax_rt.transport.ledger.core import Core
 from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState
-from relax_rt.transport.queue.api import MAX_PROMPTS, Failure, Loss, ProgressReport, Retired, SampleKey
+from relax_rt.transport.queue.api import ABOUT, MAX_PROMPTS, Failure, Loss, ProgressReport, Retired, SampleKey
 
 MAX_CAUSES = 32
 """Causes counted apart; the rarest makes room for a new one."""
@@ -23,7 +23,6 @@ MAX_LATE_ITEMS = 4096
 MAX_RETIRED = 65_536
 EXAMPLE = 400
 LAST_GROUPS = 8
-ABOUT = 80
 REPORT_EVERY_S = 5.0
 """A cause that goes on is reported at least this often, and whenever its count has doubled."""
 _LINE = re.compile(r"([^\s:()'\"]+\.py:\d+)")

@@ -13,6 +13,8 @@ from relax_rt.transport.versions import VersionRecord
 
 WHY = 500
 """Characters of a reason."""
+ABOUT = 80
+"""Characters of an item's question by which people know it again: what roles send of it, and the ledger keeps."""
 MAX_PROMPTS = 8
 """Different prompts that a loss counts."""
 
