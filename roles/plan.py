@@ -17,6 +17,7 @@ from relax_rt.roles.checks import batch_samples, needed_bytes, retained_batches,
 from relax_rt.roles.dtypes import setting
 from relax_rt.roles.models.cache import cache_dir
 from relax_rt.roles.planning.models import own_model
+from relax_rt.roles.progress import SLACK, stall_after_s
 from relax_rt.roles.publication_checks import communicator_of, wire_of
 from relax_rt.roles.sections import (
     EngineSettings,
@@ -189,7 +190,18 @@ def _steps(config: RLConfig) -> list[PlanLine]:
         ),
         PlanLine(section, "checkpoints", f"{-(-table.steps // config.checkpoint.every_steps)}", _checkpoints(config)),
         PlanLine(section, "evaluated", evaluated, f"{config.evaluation.items} held-out items before and after"),
+        _stall(config),
     ]
+
+
+def _stall(config: RLConfig) -> PlanLine:
+    limit_s = stall_after_s(config)
+    if limit_s is None:
+        how = "callers from outside may pause the gateway or a role of your own; progress.stall_after_s sets a limit"
+        return PlanLine("steps", "ends when stalled", "never", how)
+    known = config.progress.stall_after_s is not None
+    how = "progress.stall_after_s" if known else f"{SLACK:g} x the slowest deadline of a role"
+    return PlanLine("steps", "ends when stalled", f"after {limit_s:g} s", f"{how}; nothing moved for so long")
 
 
 def _checkpoints(config: RLConfig) -> str:
