@@ -201,7 +201,7 @@ ALL_FAIL = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ALL_FAIL)
-def test_nothing_that_works_ends_the_run_with_the_cause(make: Make, what: str) -> None:
+def test_run_ends_with_cause_when_every_group_fails(make: Make, what: str) -> None:
     files, cause = ALL_FAIL[what]
     late = "late" in what or "turn" in what
     sets = {"progress.failed_groups": 8, "reward.timeout_s": 0.2} if late else {"progress.failed_groups": 16}
