@@ -1,4 +1,4 @@
-"""What the roles of a run do about losses: skip retired items, say which setting helps, and end a run that makes no progress.
+"""What roles do about losses: skip retired items, say which setting helps, and end a run that makes no progress.
 
 The queue counts losses (transport/ledger/progress.py). This module has the advice against them, the error that ends the
 run, and the time without movement after which a run counts as stalled.

@@ -197,7 +197,11 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         prompt=prompt,
         partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
     )
-    if cause.loss.members >= 2 * cause.reported or core.now - cause.reported_at >= REPORT_EVERY_S or core.now < cause.reported_at:
+    if (
+        cause.loss.members >= 2 * cause.reported
+        or core.now - cause.reported_at >= REPORT_EVERY_S
+        or core.now < cause.reported_at
+    ):
         _report_cause(core, cause)
 
 

@@ -12,9 +12,9 @@ import pytest
 from test_why import RUNNING, event
 
 from relax_rt.cli import retirement
-from relax_rt.cli.main import main
 from relax_rt.cli.display import show_why
 from relax_rt.cli.losses import Losses
+from relax_rt.cli.main import main
 from relax_rt.cli.retirement import progress_report, reinstate
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
