@@ -191,13 +191,13 @@ def _steps(config: RLConfig) -> list[PlanLine]:
         ),
         PlanLine(section, "checkpoints", f"{-(-table.steps // config.checkpoint.every_steps)}", _checkpoints(config)),
         PlanLine(section, "evaluated", evaluated, f"{config.evaluation.items} held-out items before and after"),
-        _standstill(config),
+        _stall(config),
     ]
 
 
-def _standstill(config: RLConfig) -> PlanLine:
+def _stall(config: RLConfig) -> PlanLine:
     """After how long without any progress the run ends by itself."""
-    limit, name = stall_after_s(config), "ends at a standstill"
+    limit, name = stall_after_s(config), "ends when stalled"
     if config.progress.stall_after_s is not None:
         how = "progress.stall_after_s"
     elif limit is None:

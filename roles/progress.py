@@ -1,7 +1,7 @@
-"""What the roles of a run do about losses: skip retired items, say which setting helps, and end a barren run.
+"""What roles do about losses: skip retired items, say which setting helps, and end a run that makes no progress.
 
-The account itself is the queue's (transport/ledger/progress.py); here are the words for it and the deadlines by which a
-run that stands still is known.
+The queue counts losses (transport/ledger/progress.py). This module has the advice against them, the error that ends the
+run, and the time without movement after which a run counts as stalled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.transport.errors import GivenUp
-from relax_rt.transport.queue.api import Loss, ProgressReport, Ticket
+from relax_rt.transport.queue.api import ProgressReport, Ticket, describe_loss
 
 if TYPE_CHECKING:
     from relax_rt.roles.sections import RLConfig
@@ -33,7 +33,7 @@ class NoProgress(GivenUp):
 
 
 async def without_retired(queue: QueueClient, tickets: list[Ticket], item: Callable[[Ticket], str]) -> list[Ticket]:
-    """The tickets whose items are not retired; the others go back to the queue for good."""
+    """The tickets whose items are not retired; the others are skipped."""
     gone = [ticket.group for ticket in tickets if queue.retired and item(ticket) in queue.retired]
     if gone:
         await queue.skip(gone)
@@ -62,26 +62,10 @@ def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
     return ", or ".join(found) or "see the logs of the roles: `relax-rt logs`"
 
 
-def words(loss: Loss) -> str:
-    """A loss in a line: how much, at what, and of which cause."""
-    what = f"at task {loss.task}" if loss.task else "while they were made"
-    of = f"{loss.prompts} prompts" if loss.prompts < 8 else "8 or more prompts"
-    more = "" if not loss.where or loss.where in loss.cause else f" at {loss.where}"
-    return f"{loss.members} samples of {loss.groups} groups ({of}) failed {what}: {loss.cause}{more}"
-
-
-def told(report: ProgressReport) -> str:
-    """How it stands, for whoever waits for groups; empty while nothing fails."""
-    if not report.failed_groups or not report.losses:
-        return ""
-    row = f"{report.failed_groups} groups failed in a row (the run ends at {report.most})"
-    return f"{row}; {words(report.losses[0])}"
-
-
 def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
     """The error that ends the run, with what was lost and the settings that would help."""
     what = f"{report.failed_groups} groups of {report.prompts} or more prompts failed in a row, and none was trained"
-    causes = "; ".join(words(loss) for loss in report.losses[:SHOWN])
+    causes = "; ".join(describe_loss(loss) for loss in report.losses[:SHOWN])
     left = len(report.losses) - SHOWN
     if left > 0:
         causes += f"; and {left} further causes"

@@ -30,8 +30,6 @@ FAILURES_IN_A_ROW = 64
 """Restart the role after this many consecutive failed samples, if it has scored samples before: its process may be
 broken. A restart does not help a function that never worked; the queue counts its failed groups and ends the run."""
 REPORT_EVERY_S = 5.0
-ABOUT = 80
-"""Characters of an item's question in reports."""
 MOST_UNREADABLE = 10_000
 """At most this many unreadable answers are reported, each once."""
 SLAB_BYTES, CAPACITY_BYTES = 1 << 20, 8 << 20
@@ -334,7 +332,7 @@ class Tally:
 def _failure(sample: LeasedSample, failed: Failed) -> Failure:
     from relax_rt.roles.rewards.judge import Late
     from relax_rt.roles.sample import SampleMeta
-    from relax_rt.transport.queue.api import Failure
+    from relax_rt.transport.queue.api import ABOUT, Failure
 
     meta = sample.decode("meta", SampleMeta)
     late, about = failed.excess or isinstance(failed, Late), str(meta.info.get("question", ""))[:ABOUT]

@@ -15,9 +15,10 @@ from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
 from relax_rt.roles.models.opening import refused_for_good
-from relax_rt.roles.progress import NoProgress, ending, told
+from relax_rt.roles.progress import NoProgress, ending
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
+from relax_rt.transport.queue.api import failure_summary
 from relax_rt.transport.versions import ROOT, VersionRecord
 
 if TYPE_CHECKING:
@@ -424,7 +425,7 @@ class TrainerRole(Role):
         report = await self.queue.progress()
         if report.ended:
             raise ending(self.config, report)
-        if lost := told(report):
+        if lost := failure_summary(report):
             self.ctx.progress.waiting(f"{self.collector.waiting_on}; {lost}")
 
     @asynccontextmanager

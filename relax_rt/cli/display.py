@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -25,6 +24,7 @@ from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.transport.queue.api import ProgressReport
 
 TRACE_LINES, LOG_LINES = 15, 5
 GIST, REASON = 80, 160
@@ -99,8 +99,13 @@ def show_findings(findings: Sequence[Finding]) -> None:
     console.print(Text(f"{len(findings)} checks, " + (", ".join(told) or "all ok"), "bold"))
 
 
-def show_status(status: RunStatus, figures: Mapping[str, Figures], estimate: Estimate | None = None) -> None:
-    """Print the slots of a run, and how long it still takes."""
+def show_status(
+    status: RunStatus,
+    figures: Mapping[str, Figures],
+    estimate: Estimate | None = None,
+    report: ProgressReport | None = None,
+) -> None:
+    """Print the slots of a run, how long it still takes, and what it lost."""
     console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
     if status.exit_code is None:
@@ -114,7 +119,8 @@ def show_status(status: RunStatus, figures: Mapping[str, Figures], estimate: Est
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:
         console.print(Text(f"  earlier, the first failure: {status.first}", "red"))
-    show_recent(console, Path(status.run_dir))
+    if report is not None:
+        show_recent(console, report)
     if not status.slots:
         return
     several = any(slot.node for slot in status.slots)

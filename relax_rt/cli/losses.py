@@ -3,72 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from relax_rt.events import CURRENT
-from relax_rt.observe.tail import Tail
-from relax_rt.observe.text import clip, count
+from relax_rt.observe.text import clip
+from relax_rt.transport.queue.api import Loss, ProgressReport, Retired, describe_loss, failure_summary
 
 MAX_SHOWN = 12
 EXAMPLE = 400
-LOOK_BACK_BYTES = 1 << 20
 
 
-class Loss(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedLoss(Loss, frozen=True, kw_only=True):
     """Samples lost for one cause in this start of the run, as last reported (at most 5 s behind).
 
     Attributes:
-        task: at which they failed; empty: they could not be made.
-        cause, where, example, prompt: the newest reason, the `file:line` in it, more of it, whose it is.
-        members, groups, prompts: how many; different prompts are counted up to 8.
         hint: the setting that helps.
-        t: wall-clock time of the report (s).
     """
 
-    task: str = ""
-    cause: str = ""
-    where: str = ""
-    example: str = ""
-    prompt: int = -1
-    members: int = 0
-    groups: int = 0
-    prompts: int = 0
     hint: str = ""
-    t: float = 0.0
-
-    def line(self) -> str:
-        """How much was lost, where, and of what."""
-        what = f"at task {self.task}" if self.task else "while they were made"
-        of = f"{self.prompts} prompts" if self.prompts < 8 else "8 or more prompts"
-        return f"{count(self.members)} samples of {count(self.groups)} groups ({of}) failed {what}: {self.cause}"
-
-
-class RetiredItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A data item that is not tried again."""
-
-    item: str = ""
-    about: str = ""
-    task: str = ""
-    reason: str = ""
-    timeouts: int = 0
 
 
 class Losses:
     """Takes the events of a run, oldest first. Losses are of the newest start; retired items outlive a start."""
 
     def __init__(self) -> None:
-        self._retired: dict[str, RetiredItem] = {}
+        self._retired: dict[str, Retired] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._losses: dict[tuple[str, str], Loss] = {}
-        self.failed_groups = self.most = 0
-        """Groups that failed in a row when a loss was last reported, and how many end the run."""
+        self._losses: dict[tuple[str, str], ReportedLoss] = {}
         self.killed_workers = 0
         self.killed_because = ""
 
@@ -79,10 +45,9 @@ class Losses:
                 self._begin()
             case "members_lost":
                 key = (str(event.get("task", "")), str(event.get("gist", "")))
-                self._losses[key] = _read(event, Loss)
-                self.failed_groups, self.most = int(event.get("failed_groups") or 0), int(event.get("most") or 0)
+                self._losses[key] = _read(event, ReportedLoss)
             case "item_retired":
-                self._retired[str(event.get("item", ""))] = _read(event, RetiredItem)
+                self._retired[str(event.get("item", ""))] = _read(event, Retired)
             case "item_reinstated":
                 self._retired.pop(str(event.get("item", "")), None)
             case "reward_worker_lost":
@@ -97,12 +62,12 @@ class Losses:
         return f"{self.killed_workers} reward workers were killed; the last: {self.killed_because}"
 
     @property
-    def losses(self) -> list[Loss]:
+    def losses(self) -> list[ReportedLoss]:
         """The most frequent causes first."""
         return sorted(self._losses.values(), key=lambda loss: -loss.members)[:MAX_SHOWN]
 
     @property
-    def retired(self) -> list[RetiredItem]:
+    def retired(self) -> list[Retired]:
         """In the order in which they were retired."""
         return list(self._retired.values())
 
@@ -112,27 +77,13 @@ def _read(event: dict[str, Any], kind: type[Any]) -> Any:
     return msgspec.convert(known, kind, strict=False)
 
 
-def recent(run_dir: Path) -> Losses:
-    """What the newest part of the event log says."""
-    found = Losses()
-    tail = Tail(run_dir / "events" / CURRENT, last_bytes=LOOK_BACK_BYTES, read_bytes=2 * LOOK_BACK_BYTES)
-    try:
-        for event in tail.poll():
-            found.take(event)
-    finally:
-        tail.close()
-    return found
-
-
-def show_losses(console: Console, losses: Iterable[Loss], retired: Iterable[RetiredItem], workers: str) -> None:
+def show_losses(console: Console, losses: Iterable[ReportedLoss], retired: Iterable[Retired], workers: str) -> None:
     """Print causes with their examples, then the retired items."""
     causes, items = list(losses), list(retired)
     if causes or workers:
         console.print(Text("\nWhat was lost", "bold"))
     for loss in causes:
-        console.print(Text(f"  {loss.line()}", "red"), soft_wrap=True)
-        if loss.where and loss.where not in loss.cause:
-            console.print(Text(f"    at {loss.where}"), soft_wrap=True)
+        console.print(Text(f"  {describe_loss(loss)}", "red"), soft_wrap=True)
         if len(loss.example) > len(loss.cause):
             console.print(Text(f"    e.g. prompt {loss.prompt}: {clip(loss.example, EXAMPLE)}"), soft_wrap=True)
         if loss.hint:
@@ -142,7 +93,7 @@ def show_losses(console: Console, losses: Iterable[Loss], retired: Iterable[Reti
     show_retired(console, items)
 
 
-def show_retired(console: Console, items: Iterable[RetiredItem]) -> None:
+def show_retired(console: Console, items: Iterable[Retired]) -> None:
     """Print the retired items; nothing if there are none."""
     found = list(items)
     if not found:
@@ -155,14 +106,11 @@ def show_retired(console: Console, items: Iterable[RetiredItem]) -> None:
     console.print(Text(told, "bright_black"), soft_wrap=True)
 
 
-def show_recent(console: Console, run_dir: Path) -> None:
-    """For `ps`: the newest loss in a line, and how many items are retired."""
-    found = recent(run_dir)
-    if found.losses:
-        row = f"{found.failed_groups} groups failed in a row (the run ends at {found.most}); "
-        row = row if found.failed_groups and found.most else ""
-        newest = max(found.losses, key=lambda loss: loss.t)
-        console.print(Text(f"  lost: {row}{newest.line()}", "red"), soft_wrap=True)
-    if found.retired:
-        names = ", ".join(one.item for one in found.retired[:4])
-        console.print(Text(f"  retired items: {len(found.retired)} ({names}); see `relax-rt retired`", "yellow"))
+def show_recent(console: Console, report: ProgressReport) -> None:
+    """For `ps`: groups that failed in a row, the most frequent cause in a line, and how many items are retired."""
+    if report.losses:
+        row, cause = failure_summary(report), describe_loss(report.losses[0])
+        console.print(Text(f"  lost: {row or cause}", "red" if row else "yellow"), soft_wrap=True)
+    if report.retired:
+        names = ", ".join(one.item for one in report.retired[:4])
+        console.print(Text(f"  retired items: {len(report.retired)} ({names}); see `relax-rt retired`", "yellow"))

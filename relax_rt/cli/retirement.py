@@ -1,4 +1,4 @@
-"""Retired items of a run: listed from its queue, or its event log once it has ended, and taken back."""
+"""What a run lost, as its queue says or, once it has ended, its event log; and retired items taken back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from relax_rt.cli.losses import Losses, RetiredItem
+from relax_rt.cli.losses import Losses
 from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.events import read_events
 from relax_rt.supervision import control
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
-from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.queue.api import ProgressReport, QueueApi
 from relax_rt.transport.rpc import Client, make_hello
 
 ASK_TIMEOUT_S = 5.0
@@ -22,34 +22,30 @@ KEPT = "progress.kept_items"
 T = TypeVar("T")
 
 
-def retired_items(run_dir: Path) -> list[RetiredItem]:
-    """The items that are retired now."""
+def progress_report(run_dir: Path) -> ProgressReport:
+    """The account of the run's queue. Once the run has ended it is that of its event log, without a row of failures."""
     try:
-        report = _ask(run_dir, lambda queue: queue.progress())
+        return _ask(run_dir, lambda queue: queue.progress())
     except RelaxError:
-        losses = Losses()
+        found = Losses()
         for event in read_events(run_dir):
-            losses.take(event)
-        return losses.retired
-    return [
-        RetiredItem(item=one.item, about=one.about, task=one.task, reason=one.reason, timeouts=one.timeouts)
-        for one in report.retired
-    ]
+            found.take(event)
+        return ProgressReport(losses=list(found.losses), retired=found.retired)
 
 
-def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
+def reinstate(run_dir: Path, items: Sequence[str]) -> None:
     """Have the queue of a living run try these items again.
 
     Raises:
         BadInput: one is not retired, or the run has ended.
     """
-    known = [one.item for one in retired_items(run_dir)]
+    known = [one.item for one in progress_report(run_dir).retired]
     for item in items:
         if item not in known:
             hint = did_you_mean(item, known) or (f"retired are {', '.join(known[:8])}" if known else "none is retired")
             raise BadInput(f"item {item!r} is not retired", hint=hint)
     try:
-        return _ask(run_dir, lambda queue: queue.reinstate(list(items)))
+        _ask(run_dir, lambda queue: queue.reinstate(list(items)))
     except RelaxError as error:
         hint = f"name the items in {KEPT} of roles.toml, and `relax-rt up` takes them back"
         raise BadInput("the run's queue cannot be asked", why=str(error), hint=hint) from error

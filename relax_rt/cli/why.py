@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from relax_rt.cli.incidents import Incident, Incidents
-from relax_rt.cli.losses import Loss, Losses, RetiredItem
+from relax_rt.cli.losses import Losses, ReportedLoss
 from relax_rt.observe.story import MAX_SLOTS, Note, Story
 from relax_rt.observe.text import lacks
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
+from relax_rt.transport.queue.api import Retired
 
 MAX_NOTES = 40
 MAX_SHOWN = 60
@@ -74,9 +75,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     waiting: list[Waiting]
     notes: list[Note]
     notes_left_out: int
-    losses: list[Loss] = []
+    losses: list[ReportedLoss] = []
     workers: str = ""
-    retired: list[RetiredItem] = []
+    retired: list[Retired] = []
 
 
 class _Slot:

@@ -56,7 +56,7 @@ class Supervisor(Requests):
         uniform: a draw from [0, 1) for the jitter of back-off, as `random.Random(seed).random`.
         roles: rules of the roles; a role without them is one_for_one and needs all its slots.
         placer: finds room for slots; without one, every slot has room on this node.
-        stall_after_s: the run ends when no slot that works has got on for this long; None: it never does for that.
+        stall_after_s: the run ends when no slot that counts_for_stall made progress for this long; None: never.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Supervisor(Requests):
         super().__init__(Tree(specs, roles), uniform, placer)
         self._stall_after_s = stall_after_s
         self._moved_at = float("-inf")
-        """When a slot that works got on last, or had another reason not to."""
+        """When a slot that counts_for_stall made progress last, or was not expected to."""
 
     @property
     def draining(self) -> str:
@@ -186,7 +186,7 @@ class Supervisor(Requests):
 
     def _on_progress(self, s: Slot, event: Progress) -> None:
         # An idle role's report is itself the sign of life: it comes only if its event loop answered.
-        if s.spec.works and (event.n > s.progress or event.extend_s > 0):
+        if s.spec.counts_for_stall and (event.n > s.progress or event.extend_s > 0):
             self._moved_at = max(self._moved_at, self._now + event.extend_s)
         moved = event.n > s.progress or bool(s.waiting) or bool(event.waiting)
         s.progress, s.waiting, s.detail = max(s.progress, event.n), event.waiting, event.detail
@@ -219,7 +219,7 @@ class Supervisor(Requests):
         No slot is at fault by its own deadlines: waiting is a sign of life. Slots that start, hang or stop have
         deadlines of their own, and are movement; what an operator drained waits for the operator.
         """
-        working = [s for s in self._tree if s.spec.works]
+        working = [s for s in self._tree if s.spec.counts_for_stall]
         if self._started and any(s.state not in ("ready", "ended") or s.drained for s in working):
             self._moved_at = self._now
         at = self._stalled_at()

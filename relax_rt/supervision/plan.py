@@ -14,8 +14,8 @@ from relax_rt.supervision.spec import RestartClass, RoleSpec, SlotSpec, Strategy
 from relax_rt.transport.errors import RelaxError
 
 SYSTEM_ROLES = ("registry", "queue")
-WATCHING = (*SYSTEM_ROLES, "writer", "dashboard")
-"""Roles whose progress is that of others, or of their own housekeeping: a run in which only they move does not."""
+NOT_COUNTED_FOR_STALL = (*SYSTEM_ROLES, "writer", "dashboard")
+"""Roles whose progress is that of others, or of their own housekeeping: it does not reset the stall timer."""
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
             restart=self.restart,
             significant=self.significant,
             system=self.kind in SYSTEM_ROLES,
-            works=self.kind not in WATCHING,
+            counts_for_stall=self.kind not in NOT_COUNTED_FOR_STALL,
             start_timeout_s=table.start_timeout_s or rules.start_timeout_s,
             stop_timeout_s=rules.stop_timeout_s,
             drains=self.drains,

@@ -21,7 +21,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         restart: permanent (always), transient (after a failure), temporary (never).
         significant: the run ends in order when every significant slot has finished.
         system: part of every run (registry, queue); the run ends when all slots that are not have ended.
-        works: its progress is the run's own work, and not that of whoever watches or serves it.
+        counts_for_stall: whether progress of this slot resets the stall timer (not registry, queue, writer, dashboard).
         spawn_timeout_s: from the order to start until a process exists. What is waited for there is not the role's:
             its epoch, a zygote's imports, memory of its devices that the dead still hold; each has a shorter limit.
         start_timeout_s: from spawn to ready; counted anew from each word of a slot that waits for others.
@@ -44,7 +44,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     restart: RestartClass = "permanent"
     significant: bool = False
     system: bool = False
-    works: bool = True
+    counts_for_stall: bool = True
     spawn_timeout_s: float = 300.0
     start_timeout_s: float = 180.0
     stop_timeout_s: float = 20.0

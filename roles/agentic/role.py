@@ -18,7 +18,7 @@ from relax_rt.roles.progress import without_retired
 from relax_rt.roles.sections import RLConfig
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.interface import idempotent
-from relax_rt.transport.queue.api import Ticket
+from relax_rt.transport.queue.api import ABOUT, Ticket
 from relax_rt.transport.versions import VersionRecord
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 EVALUATES = f"{KIND}/0"
 """The slot that plays the held-out episodes."""
-ABOUT = 80
-"""Characters of a task's question by which people know it again."""
 ADMIT_WAIT_S = 0.25
 ASK_S = 0.5
 METRICS_EVERY_S = 2.0

@@ -127,9 +127,9 @@ def why(run: TinyRun) -> dict[str, Any]:
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
-def shown(run: TinyRun, command: str) -> str:
+def shown(run: TinyRun, *command: str) -> str:
     return subprocess.run(
-        [RELAX, command, "--run", str(run.run_dir)], capture_output=True, text=True, timeout=60, check=False
+        [RELAX, *command, "--run", str(run.run_dir)], capture_output=True, text=True, timeout=60, check=False
     ).stdout
 
 
@@ -168,11 +168,18 @@ def test_an_item_whose_reward_never_returns_is_retired_and_the_run_goes_on(make:
     check_retired(run, SLEEPER)
     told = shown(run, "retired")
     assert SLEEPER in told and "reward.timeout_s = 1 s" in told and "progress.kept_items" in told
-    # Taken back by the config: it is tried again.
-    (item,) = why(run)["retired"]
-    run.overrides |= {"algorithm.steps": 31, "progress.kept_items": json.dumps([item["item"]])}
+    # Taken back from the command line while the run lives: it is tried again, and is late again.
+    (item,) = [one["item"] for one in why(run)["retired"]]
+    run.overrides["algorithm.steps"] = 10_000
+    run.start()
+    run.until("a queue that takes it back", lambda: shown(run, "reinstate", item) == f"tried again: {item}\n")
+    assert [event["item"] for event in run.events("item_reinstated")] == [item]
+    run.until("the item to be late again", lambda: len(run.events("item_retired")) == 2)
+    run.end()
+    # Taken back by the config.
+    run.overrides |= {"algorithm.steps": run.last_step() + 1, "progress.kept_items": json.dumps([item])}
     assert run.start().wait() == 0, run.text()
-    assert [event["item"] for event in run.events("item_reinstated")] == [item["item"]]
+    assert [event["item"] for event in run.events("item_reinstated")] == [item] * 2
 
 
 def check_retired(run: TinyRun, about: str = "") -> None:
@@ -201,7 +208,7 @@ ALL_FAIL = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ALL_FAIL)
-def test_nothing_that_works_ends_the_run_with_the_cause(make: Make, what: str) -> None:
+def test_run_ends_with_cause_when_every_group_fails(make: Make, what: str) -> None:
     files, cause = ALL_FAIL[what]
     late = "late" in what or "turn" in what
     sets = {"progress.failed_groups": 8, "reward.timeout_s": 0.2} if late else {"progress.failed_groups": 16}

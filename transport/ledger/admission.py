@@ -235,8 +235,8 @@ def put(core: Core, who: Incarnation, event: PutColumns) -> list[Extent]:
             group.making.remove(row.key.member)
             marks.got_on(core, group)
             touched[group.id] = group
+            progress.count_success(core, group, "")
     for group in touched.values():
-        progress.got_through(core, group, "")
         _after_put(core, group)
     freed = core.blocks.collect(who)
     core.changed = core.changed or bool(freed)
@@ -263,7 +263,7 @@ def _after_put(core: Core, group: Group) -> None:
             core.touched.add(ROOM)
     core.refresh(group)
     if group.id in core.step_ready:
-        progress.whole(core)
+        progress.reset_failures(core)
     # What it has now may be fresher than the ticket or the marks that it was counted with.
     core.may_end_hold()
     if core.staleness(group) > core.policy.max_staleness and not (group.recycled and keep_within(core, group)):
@@ -448,7 +448,7 @@ def give_back(core: Core, who: Incarnation, event: GiveBack) -> None:
 
 
 def skip(core: Core, who: Incarnation, event: Skip) -> None:
-    """Nothing is made of these groups of the caller, whose items are retired."""
+    """End the caller's groups whose items are retired; their places in the prompt order are skipped."""
     for id_ in event.groups:
         group = core.state.groups.get(id_)
         if group is not None and group.holder == who and group.prompt is not None:

@@ -297,13 +297,13 @@ def _finish(core: Core, lease: Lease) -> None:
         if key not in not_done:
             sample.done.append(task)
             sample.deaths = 0
-            progress.got_through(core, core.state.groups[key.group], task)
+            progress.count_success(core, core.state.groups[key.group], task)
     fail_members(core, task, stuck(core, [(key, sample) for key, sample in held.items() if key not in not_done]))
     for group in groups:
         if group.id in core.state.groups:
             core.refresh(group)
             if group.id in core.step_ready:
-                progress.whole(core)
+                progress.reset_failures(core)
             core.finish_if_done(group)
 
 

@@ -26,7 +26,7 @@ def fail_members(core: Core, task: str, failures: list[Failure]) -> None:
         core.note("samples_failed", group=id_, task=task, reasons=[failure.reason for failure in found[:3]])
         judged = progress.failed(core, group, task, found)
         if judged.retire:
-            progress.retire(core, task, found)
+            progress.retire(core, group, task, found)
             core.end(group, "dropped(sibling)", marked=dict.fromkeys(members, "failed"), fate="retire")
             continue
         _fail(core, group, set(members))

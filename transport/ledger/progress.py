@@ -1,4 +1,4 @@
-"""Whether the run gets on with training: groups that failed in a row, what they failed of, and retired items.
+"""Count consecutive failed groups by cause, and retire items that only time out.
 
 A queue of prompts exists to have groups trained. Every way in which a member, a group or a consumer fails ends up here,
 so that one account says what was lost, and one rule ends a run that loses everything.
@@ -13,15 +13,16 @@ from typing import NamedTuple
 import msgspec
 
 from relax_rt.transport.ledger.core import Core
-from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState, RetiredItem
-from relax_rt.transport.queue.api import Failure, Loss, ProgressReport, Retired, SampleKey
+from relax_rt.transport.ledger.state import Group, LateItem, LossCause, ProgressState
+from relax_rt.transport.queue.api import ABOUT, MAX_PROMPTS, Failure, Loss, ProgressReport, Retired, SampleKey
 
 MAX_CAUSES = 32
 """Causes counted apart; the rarest makes room for a new one."""
 MAX_LATE_ITEMS = 4096
+"""For each task."""
 MAX_RETIRED = 65_536
 EXAMPLE = 400
-ABOUT = 80
+LAST_GROUPS = 8
 REPORT_EVERY_S = 5.0
 """A cause that goes on is reported at least this often, and whenever its count has doubled."""
 _LINE = re.compile(r"([^\s:()'\"]+\.py:\d+)")
@@ -47,13 +48,14 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
         return Judged(False, False)
     for failure in failures:
         _count(core, group, task, failure)
+        group.item = failure.item or group.item
     if group.failed_task != task:
         group.failed_task, group.failed, group.late = task, [], True
     group.failed = sorted({*group.failed, *(failure.key.member for failure in failures)})
     group.late = group.late and all(failure.late for failure in failures)
     if len(group.failed) < group.size:
         return Judged(False, False)
-    late, item = group.late, next((failure.item for failure in failures if failure.item), "")
+    late, item = group.late, group.item
     group.failed, group.late = [], True
     failed_group(core, group)
     if not late or not item or not core.policy.item_timeouts or item in core.policy.kept_items:
@@ -74,24 +76,27 @@ def failed_group(core: Core, group: Group) -> None:
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
         state.verdict = True
-        tell(core)
+        report_losses(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
         # The trainer waits for groups, and is to hear of it.
         core.touched.add(policy.step_task)
 
 
-def got_through(core: Core, group: Group, task: str, members: int = 1) -> None:
-    """Members of the group succeeded at the task."""
+def count_success(core: Core, group: Group, task: str) -> None:
+    """Count a member of the group that succeeded at the task."""
     if not core.policy.group_size:
         return
     if group.failed_task == task and group.failed:
         group.failed, group.late = [], True
-    passed = core.state.progress.passed
-    passed[task] = passed.get(task, 0) + members
+    state = core.state.progress
+    state.passed[task] = state.passed.get(task, 0) + 1
+    late = state.late.get(task, {})
+    if group.item in late and all(task in s.done if task else s.generated for s in group.samples if not s.left_out):
+        del late[group.item]
 
 
-def whole(core: Core) -> None:
-    """A group has all that a step needs, or was trained: the row of failures is broken."""
+def reset_failures(core: Core) -> None:
+    """Reset the count of consecutive failed groups: a group has all that a step needs, or was trained."""
     state = core.state.progress
     state.failed_groups, state.prompts, state.verdict = 0, [], False
 
@@ -107,9 +112,12 @@ def killed_consumers(core: Core, group: Group, task: str, members: Sequence[int]
 
 
 def begin(core: Core) -> None:
-    """The run was started (again): counts begin anew, retired items stay."""
+    """The run was started (again): counts begin anew, retired items stay.
+
+    `passed` goes on: groups that outlive the start know it from before.
+    """
     before = core.state.progress
-    core.state.progress = ProgressState(retired=before.retired, revision=before.revision)
+    core.state.progress = ProgressState(passed=before.passed, retired=before.retired, revision=before.revision)
 
 
 def configured(core: Core) -> None:
@@ -123,56 +131,40 @@ def reinstate(core: Core, items: Sequence[str]) -> None:
     found = [item for item in dict.fromkeys(items) if item in state.retired]
     for item in found:
         del state.retired[item]
-        state.late.pop(item, None)
         core.note("item_reinstated", item=item)
     if found:
         state.revision += 1
         core.changed = True
 
 
-def retire(core: Core, task: str, failures: Sequence[Failure]) -> None:
-    """Take the failures' item out of the run until the user takes it back."""
-    state, failure = core.state.progress, next(one for one in failures if one.item)
-    if failure.item in state.retired or len(state.retired) >= MAX_RETIRED:
+def retire(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> None:
+    """Take the group's item out of the run until the user takes it back."""
+    state, item, failure = core.state.progress, group.item, failures[0]
+    if item in state.retired or len(state.retired) >= MAX_RETIRED:
         return
-    late = state.late.pop(failure.item)
-    found = RetiredItem(failure.about[:ABOUT], task, failure.reason[:EXAMPLE], late.times)
-    state.retired[failure.item] = found
+    times = state.late[task][item].times
+    for late in state.late.values():
+        late.pop(item, None)
+    found = Retired(item, failure.about[:ABOUT], task, failure.reason[:EXAMPLE], times)
+    state.retired[item] = found
     state.revision += 1
-    tell(core)
+    report_losses(core)
     core.tally("items_retired")
-    core.note(
-        "item_retired", item=failure.item, about=found.about, task=task, reason=found.reason, timeouts=found.timeouts
-    )
+    core.note("item_retired", **msgspec.structs.asdict(found))
 
 
 def report(core: Core) -> ProgressReport:
     """The account for people and for the trainer."""
     state, policy = core.state.progress, core.policy
-    causes = sorted(state.causes, key=lambda cause: -cause.members)
+    losses = sorted((cause.loss for cause in state.causes), key=lambda loss: -loss.members)
     return ProgressReport(
         failed_groups=state.failed_groups,
         prompts=len(state.prompts),
         most=policy.failed_groups,
         ended=state.verdict,
-        losses=[_loss(cause) for cause in causes],
-        retired=[Retired(item, one.about, one.task, one.reason, one.timeouts) for item, one in state.retired.items()],
+        losses=losses,
+        retired=list(state.retired.values()),
         revision=state.revision,
-    )
-
-
-def _loss(cause: LossCause) -> Loss:
-    return Loss(
-        task=cause.task,
-        cause=cause.cause,
-        where=cause.where,
-        late=cause.late,
-        members=cause.members,
-        groups=cause.groups,
-        prompts=cause.prompts,
-        example=cause.example,
-        prompt=cause.prompt,
-        partial=cause.partial,
     )
 
 
@@ -182,37 +174,48 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
     where = found[-1] if found else ""
     # What one line raises is one cause, whatever values stand in its message.
     gist = where or _NUMBER.sub("#", failure.reason)[:120]
-    cause = next((one for one in state.causes if (one.task, one.gist) == (task, gist)), None)
+    cause = next((one for one in state.causes if (one.loss.task, one.gist) == (task, gist)), None)
     if cause is None:
         if len(state.causes) >= MAX_CAUSES:
-            state.causes.remove(min(state.causes, key=lambda one: one.members))
-        cause = LossCause(task, gist, where)
+            state.causes.remove(min(state.causes, key=lambda one: one.loss.members))
+        cause = LossCause(gist, Loss(task))
         state.causes.append(cause)
     assert group.prompt is not None
-    cause.members += 1
-    if group.id not in cause.last_groups:
-        cause.groups += 1
-        cause.last_groups = [*cause.last_groups, group.id][-8:]
-    cause.last_prompts = [*(p for p in cause.last_prompts if p != group.prompt.index), group.prompt.index][-8:]
-    cause.prompts = max(cause.prompts, len(cause.last_prompts))
-    cause.cause, cause.example, cause.prompt = failure.reason[:160], failure.reason[:EXAMPLE], group.prompt.index
-    cause.late = failure.late
-    cause.partial = cause.partial or any(task in sample.done if task else sample.generated for sample in group.samples)
-    if cause.members >= 2 * cause.told or core.now - cause.told_at >= REPORT_EVERY_S or core.now < cause.told_at:
-        _tell(core, cause)
+    loss, prompt, new = cause.loss, group.prompt.index, group.id not in cause.last_groups
+    if new:
+        cause.last_groups = [*cause.last_groups, group.id][-LAST_GROUPS:]
+    cause.last_prompts = [*(p for p in cause.last_prompts if p != prompt), prompt][-MAX_PROMPTS:]
+    cause.loss = Loss(
+        task=task,
+        cause=failure.reason[:160],
+        where=where,
+        late=failure.late,
+        members=loss.members + 1,
+        groups=loss.groups + new,
+        prompts=max(loss.prompts, len(cause.last_prompts)),
+        example=failure.reason[:EXAMPLE],
+        prompt=prompt,
+        partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
+    )
+    if (
+        cause.loss.members >= 2 * cause.reported
+        or core.now - cause.reported_at >= REPORT_EVERY_S
+        or core.now < cause.reported_at
+    ):
+        _report_cause(core, cause)
 
 
-def tell(core: Core, older_s: float = 0.0) -> None:
-    """Report the causes whose newest losses were not told of, and whose last report is at least this old."""
+def report_losses(core: Core, older_s: float = 0.0) -> None:
+    """Report the causes whose newest losses were not reported, and whose last report is at least this old."""
     for cause in core.state.progress.causes:
-        if cause.told < cause.members and core.now - cause.told_at >= older_s:
-            _tell(core, cause)
+        if cause.reported < cause.loss.members and core.now - cause.reported_at >= older_s:
+            _report_cause(core, cause)
 
 
-def _tell(core: Core, cause: LossCause) -> None:
+def _report_cause(core: Core, cause: LossCause) -> None:
     """Report a cause with its counts so far."""
-    cause.told, cause.told_at = cause.members, core.now
-    fields = msgspec.structs.asdict(_loss(cause))
+    cause.reported, cause.reported_at = cause.loss.members, core.now
+    fields = msgspec.structs.asdict(cause.loss)
     row, most = core.state.progress.failed_groups, core.policy.failed_groups
     core.note("members_lost", gist=cause.gist, **fields, failed_groups=row, most=most)
 
@@ -220,13 +223,18 @@ def _tell(core: Core, cause: LossCause) -> None:
 def _late_again(core: Core, group: Group, item: str, task: str) -> bool:
     """A whole attempt of the item was late once more. Whether it is the item, and not the service, that is at fault.
 
-    Others may be held up by this very group (on_straggler = "wait"), so that those count that got through the task
-    since the group was given out, and not since its last attempt.
+    The service is at fault if another item was late as well since anything last got through the task: then the item's
+    attempts count from nothing. The item is at fault if others got through since its first group was given out. That
+    count is not taken at its last attempt, because others may be held up by this very group (on_straggler = "wait").
     """
-    state, policy = core.state.progress, core.policy
-    before = state.late.pop(item, None)
-    now = LateItem(before.times + 1 if before is not None else 1)
-    state.late[item] = now
-    while len(state.late) > MAX_LATE_ITEMS:
-        del state.late[next(iter(state.late))]
-    return now.times >= policy.item_timeouts and state.passed.get(task, 0) > group.passed.get(task, 0)
+    state, late = core.state.progress, core.state.progress.late.setdefault(task, {})
+    passed = state.passed.get(task, 0)
+    found = late.pop(item, LateItem(0, group.passed.get(task, 0), passed))
+    if any(other.passed == passed for other in late.values()):
+        found = LateItem(0, passed, passed)
+    else:
+        found = LateItem(found.times + 1, found.since, passed)
+    late[item] = found
+    while len(late) > MAX_LATE_ITEMS:
+        del late[next(iter(late))]
+    return found.times >= core.policy.item_timeouts and passed > found.since

@@ -9,7 +9,7 @@ from relax_rt.transport.ledger.blocks import BlockTable
 from relax_rt.transport.ledger.callers import Callers
 from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.prompts import Prompt, PromptPool
-from relax_rt.transport.queue.api import Batch, Extent, Failure, SampleKey, VersionSpan
+from relax_rt.transport.queue.api import Batch, Extent, Failure, Loss, Retired, SampleKey, VersionSpan
 from relax_rt.transport.store.state import StoreState
 from relax_rt.transport.versions import VersionRecord
 
@@ -95,6 +95,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
         issue: how many tickets it had. idle: how many of them in a row brought neither a member nor more marked tokens.
         recycled: its over-stale tokens are context (see LedgerPolicy.on_surplus).
         failed_task: the task at which members failed last. failed: which of them, since one got through it.
+        item: id of its data item; empty until a failure named it.
         late: all of these failures were timeouts.
         passed: samples of the run that had got through each task when the group was given out first.
     """
@@ -115,6 +116,7 @@ class Group(msgspec.Struct, array_like=True, gc=False):
     failed: list[int] = []
     late: bool = True
     passed: dict[str, int] = {}
+    item: str = ""
 
     @property
     def size(self) -> int:
@@ -194,46 +196,31 @@ class LossCause(msgspec.Struct):
     """Members that were lost for one cause since the run was started.
 
     Attributes:
-        task: at which they failed; empty: they could not be made.
         gist: what makes it one cause: the line that raised, else the reason without its numbers.
-        where: `file:line` that raised, if the reason names one.
-        cause, example, prompt: the newest reason, short and long, and the prompt it is of.
-        late: the newest was a timeout. partial: other members of such groups succeeded.
-        members, groups: counts. prompts: how many different ones, at most as many as `last_prompts` holds.
+        loss: what is reported of it.
         last_groups, last_prompts: the newest ones.
-        told, told_at: count and time of the last report.
+        reported, reported_at: count and time of the last report.
     """
 
-    task: str
     gist: str
-    where: str
-    cause: str = ""
-    example: str = ""
-    prompt: int = -1
-    late: bool = False
-    partial: bool = False
-    members: int = 0
-    groups: int = 0
-    prompts: int = 0
+    loss: Loss
     last_groups: list[int] = []
     last_prompts: list[int] = []
-    told: int = 0
-    told_at: float = 0.0
+    reported: int = 0
+    reported_at: float = 0.0
 
 
 class LateItem(msgspec.Struct, frozen=True, array_like=True):
-    """Whole attempts of an item that were late."""
+    """Whole attempts of an item at one task that were late.
+
+    Attributes:
+        times: how many in a row, since the task last was late with other items as well.
+        since: samples of the run that had got through the task when that row began. passed: at the newest attempt.
+    """
 
     times: int
-
-
-class RetiredItem(msgspec.Struct, frozen=True):
-    """An item that is not tried again: what it is about, the task it was late at, the last reason, how often."""
-
-    about: str
-    task: str
-    reason: str
-    timeouts: int
+    since: int
+    passed: int
 
 
 class ProgressState(msgspec.Struct):
@@ -243,7 +230,7 @@ class ProgressState(msgspec.Struct):
         failed_groups: in a row. prompts: different ones of these, as many as the rule asks for.
         verdict: the row is as long as the policy allows.
         passed: samples that got through each task.
-        late: items by id, the oldest first. retired: items by id. revision: grows with each change of these.
+        late: by task and item, the oldest first. retired: items by id. revision: grows with each change of these.
     """
 
     failed_groups: int = 0
@@ -251,8 +238,8 @@ class ProgressState(msgspec.Struct):
     verdict: bool = False
     causes: list[LossCause] = []
     passed: dict[str, int] = {}
-    late: dict[str, LateItem] = {}
-    retired: dict[str, RetiredItem] = {}
+    late: dict[str, dict[str, LateItem]] = {}
+    retired: dict[str, Retired] = {}
     revision: int = 0
 
 

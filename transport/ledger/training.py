@@ -39,8 +39,8 @@ def trained(core: Core, who: Incarnation, event: Trained) -> Advice:
         state.since_update += sum(len(lease.keys) for lease in leases)
     state.step = event.step
     if not event.skipped:
-        progress.whole(core)
-        progress.tell(core, progress.REPORT_EVERY_S)
+        progress.reset_failures(core)
+        progress.report_losses(core, progress.REPORT_EVERY_S)
     core.changed = True
     refuse_stale(core, surplus(core))
     keep_what_was_asked(core)

@@ -13,6 +13,10 @@ from relax_rt.transport.versions import VersionRecord
 
 WHY = 500
 """Characters of a reason."""
+ABOUT = 80
+"""Characters of an item's question by which people know it again: what roles send of it, and the ledger keeps."""
+MAX_PROMPTS = 8
+"""Different prompts that a loss counts."""
 
 # Checked by the decoder: what is outside never comes to the ledger, whose sums of these stay within 64 bits.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -311,29 +315,34 @@ class Loss(msgspec.Struct, frozen=True):
         task: at which they failed; empty: they could not be made.
         cause, where, example: the newest reason, the `file:line` in it, and more of it. prompt: whose it is.
         late: it was a timeout. partial: other members of such groups succeeded.
-        members, groups: how many. prompts: how many different ones, up to 8.
+        members, groups: how many. prompts: how many different ones, up to MAX_PROMPTS.
     """
 
-    task: str
-    cause: str
-    where: str
-    late: bool
-    members: int
-    groups: int
-    prompts: int
-    example: str
-    prompt: int
-    partial: bool
+    task: str = ""
+    cause: str = ""
+    where: str = ""
+    late: bool = False
+    members: int = 0
+    groups: int = 0
+    prompts: int = 0
+    example: str = ""
+    prompt: int = -1
+    partial: bool = False
 
 
 class Retired(msgspec.Struct, frozen=True):
-    """A data item that is not tried again: its id and beginning, and at which task it was late how often."""
+    """A data item that is not tried again.
 
-    item: str
-    about: str
-    task: str
-    reason: str
-    timeouts: int
+    Attributes:
+        item, about: its id and beginning.
+        task, timeouts: at which task it was late, and how many times as a whole group. reason: the last one.
+    """
+
+    item: str = ""
+    about: str = ""
+    task: str = ""
+    reason: str = ""
+    timeouts: int = 0
 
 
 class ProgressReport(msgspec.Struct, frozen=True):
@@ -346,13 +355,29 @@ class ProgressReport(msgspec.Struct, frozen=True):
         retired: items that are not tried again. revision: changes with them.
     """
 
-    failed_groups: int
-    prompts: int
-    most: int
-    ended: bool
-    losses: list[Loss]
-    retired: list[Retired]
-    revision: int
+    failed_groups: int = 0
+    prompts: int = 0
+    most: int = 0
+    ended: bool = False
+    losses: list[Loss] = []
+    retired: list[Retired] = []
+    revision: int = 0
+
+
+def describe_loss(loss: Loss) -> str:
+    """Say in a line how much was lost, at which task, and for which cause."""
+    what = f"at task {loss.task}" if loss.task else "while they were made"
+    of = f"{loss.prompts} prompts" if loss.prompts < MAX_PROMPTS else f"{MAX_PROMPTS} or more prompts"
+    more = "" if not loss.where or loss.where in loss.cause else f" at {loss.where}"
+    return f"{loss.members:,} samples of {loss.groups:,} groups ({of}) failed {what}: {loss.cause}{more}"
+
+
+def failure_summary(report: ProgressReport) -> str:
+    """Say how many groups failed in a row, and the most frequent cause; empty while nothing fails."""
+    if not report.failed_groups or not report.losses:
+        return ""
+    row = f"{report.failed_groups} groups failed in a row (the run ends at {report.most})"
+    return f"{row}; {describe_loss(report.losses[0])}"
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -493,8 +518,8 @@ class QueueApi(Protocol):
         """What was lost since the run was started, and the items that were retired."""
 
     @idempotent
-    async def reinstate(self, items: list[str]) -> list[str]:
-        """Take retired items back; answers with those that were retired."""
+    async def reinstate(self, items: list[str]) -> None:
+        """Take those of the items back that are retired."""
 
     @idempotent
     async def renew(self, groups: list[Count], leases: list[Count]) -> list[int]:

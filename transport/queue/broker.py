@@ -384,11 +384,9 @@ class Broker:
         self._check_alive()
         return progress.report(self._ledger.core)
 
-    async def reinstate(self, items: list[str]) -> list[str]:
+    async def reinstate(self, items: list[str]) -> None:
         """See QueueApi."""
-        found = [item for item in dict.fromkeys(items) if item in self._ledger.state.progress.retired]
-        self._apply(ev.Reinstate(found))
-        return found
+        self._apply(ev.Reinstate(items))
 
     async def renew(self, groups: list[int], leases: list[int]) -> list[int]:
         """See QueueApi. Not journaled: after a restart all leases run at full length."""

@@ -15,6 +15,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
     from relax_rt.cli.brief import choices
     from relax_rt.cli.display import say, show_json, show_status
     from relax_rt.cli.figures import Figures, figures_of
+    from relax_rt.cli.retirement import progress_report
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.time_left import estimate_of
     from relax_rt.config.schema import Chosen
@@ -36,7 +37,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
             plain["time"] = {**as_dict(estimate), "total_s": estimate.total_s(status.uptime_s)}
         show_json({**plain, "chosen": chosen})
     else:
-        show_status(status, figures, estimate)
+        show_status(status, figures, estimate, progress_report(run_dir))
         for line in choices({key: Chosen(**one) for key, one in chosen.items()}):
             say(line)
     return OK
@@ -99,10 +100,10 @@ def retired(run: Run = None, *, json: Json = False) -> int:
     """List the data items that a run retired because whole groups of them timed out. `reinstate` takes them back."""
     from relax_rt.cli.display import console_for_output, say, show_json
     from relax_rt.cli.losses import show_retired
-    from relax_rt.cli.retirement import retired_items
+    from relax_rt.cli.retirement import progress_report
     from relax_rt.cli.runs import find_run_dir
 
-    found = retired_items(find_run_dir(run))
+    found = progress_report(find_run_dir(run)).retired
     if json:
         show_json(found)
     elif found:

@@ -81,8 +81,8 @@ def reinstate(
     from relax_rt.cli.retirement import reinstate
     from relax_rt.cli.runs import find_run_dir
 
-    found = reinstate(find_run_dir(run), items)
-    _tell((f"tried again: {', '.join(found)}", []), as_json=json)
+    reinstate(find_run_dir(run), items)
+    _tell((f"tried again: {', '.join(dict.fromkeys(items))}", []), as_json=json)
     return OK
 
 

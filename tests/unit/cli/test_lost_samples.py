@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import msgspec
 import pytest
 from test_why import RUNNING, event
 
-from relax_rt.cli.display import show_status, show_why
+from relax_rt.cli import retirement
+from relax_rt.cli.display import show_why
 from relax_rt.cli.losses import Losses
-from relax_rt.cli.retirement import reinstate, retired_items
+from relax_rt.cli.main import main
+from relax_rt.cli.retirement import progress_report, reinstate
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
 from relax_rt.supervision import control
+from relax_rt.transport.queue.api import Loss, ProgressReport, Retired
 
 
 def lost(t: float, members: int, **fields: Any) -> dict[str, Any]:
@@ -79,9 +83,9 @@ def test_items_stay_retired_through_starts_until_they_are_taken_back() -> None:
     assert losses.retired == []
 
 
-def test_a_damaged_event_is_no_end_of_the_account() -> None:
+def test_damaged_event_is_tolerated() -> None:
     found = account([event(0.0, "run_started"), event(1.0, "members_lost"), event(2.0, "item_retired")], RUNNING)
-    assert [loss.members for loss in found.losses] == [0]
+    assert [loss.members for loss in found.losses] == [0] and [one.item for one in found.retired] == [""]
 
 
 @pytest.fixture
@@ -93,15 +97,65 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_ps_names_the_newest_loss_and_the_retired_items(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show_status(control.status(run_dir), {})
-    out = capsys.readouterr().out
-    assert "lost: 8 groups failed in a row (the run ends at 64); 3 samples" in out and "no room" in out
+def ps(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    (run_dir / "run.json").write_text("{}")
+    assert main(["ps", str(run_dir)]) == 0
+    return capsys.readouterr().out
+
+
+def test_ps_of_a_run_that_has_ended_reads_its_log(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ps(run_dir, capsys)
+    assert "lost: 64 samples of 16 groups (3 prompts) failed at task reward" in out and "in a row" not in out
     assert "retired items: 1 (q7); see `relax-rt retired`" in out
 
 
+def test_ps_of_a_run_that_has_ended_reads_the_rotated_files_too(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = run_dir / "events"
+    (events / "current.jsonl").rename(events / "events-000001.jsonl")
+    (events / "current.jsonl").write_text(json.dumps(event(15.0, "slot_ready", slot="trainer/0")) + "\n")
+    out = ps(run_dir, capsys)
+    assert "lost: 64 samples" in out and "retired items: 1 (q7)" in out
+
+
+@pytest.mark.parametrize("row", [0, 8])
+def test_ps_of_a_run_that_lives_asks_its_queue(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: int
+) -> None:
+    """The log says 8 groups in a row; whether that goes on is known to the queue."""
+    loss = Loss(task="reward", cause="score raised KeyError", members=64, groups=16, prompts=3)
+    report = ProgressReport(row, 1, 64, False, [loss], [Retired("q9")], 1)
+    monkeypatch.setattr(retirement, "_ask", lambda *_: report)
+    out = ps(run_dir, capsys)
+    assert ("lost: 8 groups failed in a row (the run ends at 64); 64 samples" in out) == (row > 0)
+    assert "64 samples of 16 groups (3 prompts) failed at task reward: score raised KeyError" in out
+    assert "in a row" in out or not row
+    assert "retired items: 1 (q9)" in out
+
+
+def test_reinstate_names_the_items_asked_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call whose first answer was lost is made again, and finds them taken back already."""
+    asked: list[str] = []
+
+    class Queue:
+        async def progress(self) -> ProgressReport:
+            return ProgressReport(0, 0, 64, False, [], [Retired("q7", "", "reward", "late", 2)], 1)
+
+        async def reinstate(self, items: list[str]) -> list[str]:
+            asked.extend(items)
+            return []
+
+    (run_dir / "run.json").write_text("{}")
+    monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
+    assert main(["reinstate", "q7", "--run", str(run_dir)]) == 0
+    assert asked == ["q7"] and capsys.readouterr().out == "tried again: q7\n"
+
+
 def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
-    assert [one.item for one in retired_items(run_dir)] == ["q7"]
+    assert [one.item for one in progress_report(run_dir).retired] == ["q7"]
     with pytest.raises(BadInput, match="cannot be asked") as caught:
         reinstate(run_dir, ["q7"])
     assert "progress.kept_items" in caught.value.hint

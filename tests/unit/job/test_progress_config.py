@@ -10,9 +10,9 @@ from job_config import ROLES_TOML, problems
 from relax_rt.config.job import advice, stall_after_s
 from relax_rt.config.loader import load_config
 from relax_rt.roles.job import RLJob
-from relax_rt.roles.progress import LEAST_S, ending, told
+from relax_rt.roles.progress import LEAST_S, ending
 from relax_rt.roles.sections import ProgressTable, RLConfig
-from relax_rt.transport.queue.api import Loss, ProgressReport
+from relax_rt.transport.queue.api import Loss, ProgressReport, failure_summary
 
 LOSS = Loss(
     task="reward",
@@ -84,9 +84,9 @@ def test_the_limit_of_a_standstill_is_beyond_every_deadline(toml: Path) -> None:
     assert stall_after_s(own) is None
 
 
-def test_the_plan_says_when_a_run_ends_at_a_standstill(toml: Path) -> None:
+def test_the_plan_says_when_a_run_ends_when_stalled(toml: Path) -> None:
     def line(*sets: str) -> tuple[str, str]:
-        (one,) = [one for one in RLJob().plan(config(toml, *sets)) if one.name == "ends at a standstill"]
+        (one,) = [one for one in RLJob().plan(config(toml, *sets)) if one.name == "ends when stalled"]
         return one.value, one.how
 
     value, how = line()
@@ -117,5 +117,5 @@ def test_the_end_names_causes_settings_and_how_to_go_on(toml: Path) -> None:
     assert str(error).count("KeyError") == 3 and "2 further causes" in str(error)
     assert "70 groups of 4 or more prompts failed in a row" in error.what
     assert "mend /me/reward.py:3" in error.hint and "`relax-rt up` again" in error.hint
-    assert "8 or more prompts" in told(report) and "the run ends at 64" in told(report)
-    assert told(ProgressReport(0, 0, 64, False, [LOSS], [], 0)) == ""
+    assert "8 or more prompts" in failure_summary(report) and "the run ends at 64" in failure_summary(report)
+    assert failure_summary(ProgressReport(0, 0, 64, False, [LOSS], [], 0)) == ""

@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, stall_after_s: float | None = STALL_S) -> None:
         specs = [
-            spec("queue/0", tier=10, system=True, works=False),
+            spec("queue/0", tier=10, system=True, counts_for_stall=False),
             spec("rollout/0", tier=40),
             spec("trainer/0", tier=40),
         ]

@@ -10,8 +10,9 @@ import pytest
 from ledger_driver import ENGINE, JUDGE, TASKS, TRAINER, make, policy, started, step
 
 from relax_rt.transport.errors import Refused
+from relax_rt.transport.ledger import admission
 from relax_rt.transport.ledger import events as ev
-from relax_rt.transport.ledger.policy import LedgerPolicy
+from relax_rt.transport.ledger.policy import LedgerPolicy, QueueLimits
 from relax_rt.transport.ledger.progress import MAX_CAUSES, report
 from relax_rt.transport.queue.api import Failure, ProgressReport, Ticket
 
@@ -78,6 +79,13 @@ def test_one_member_that_always_fails_counts_with_the_end_of_its_group() -> None
     q.scored([1])
     assert q.report.failed_groups == 1
     assert q.report.losses[0].partial
+
+
+def test_samples_that_get_through_are_counted_by_task() -> None:
+    q = Queue()
+    q.scored([1])
+    assert q.d.ledger.state.progress.passed == {"": 2, "reward": 1}
+    q.d.check_replay()
 
 
 def test_too_few_prompts_end_nothing() -> None:
@@ -173,6 +181,24 @@ def test_a_run_that_is_started_again_counts_anew_and_keeps_its_retired_items() -
     q.d.check_replay()
 
 
+def test_an_item_whose_group_outlives_a_start_of_the_run_is_retired_all_the_same() -> None:
+    q = Queue(failures_per_prompt=100)
+    rules = policy(prompts_per_step=2, **{**RULES, "failures_per_prompt": 100})
+    q.d.own(ev.Configure(rules, QueueLimits(durable=True)))
+    q.trains()
+    bad, other = make(q.d, q.version, groups=2)
+    q.d.reopen("run-2")
+    for _ in range(2):
+        batch = q.d.take(JUDGE, "reward", samples=16)
+        keys = [info.key for info in batch.samples if info.key.group == bad.group]
+        puts = q.d.columns(batch, "reward", without=keys)
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, "a") for key in keys]))
+        if bad.group in q.d.ledger.state.reopened:
+            (again,) = q.d.admit(ENGINE, q.version).tickets
+            q.d.generate(ENGINE, again, q.version)
+    assert other.group in q.d.ledger.state.groups and [one.item for one in q.report.retired] == ["a"]
+
+
 def test_a_broker_that_is_killed_goes_on_counting() -> None:
     q = Queue()
     q.fails(prompts=2)
@@ -217,14 +243,14 @@ def test_an_item_that_is_late_while_others_are_scored_is_retired_for_good() -> N
     q.d.check_replay()
 
 
-def test_every_admission_says_the_revision_of_the_retired_items() -> None:
+def test_each_answer_to_an_admission_names_the_revision_of_the_retired_items() -> None:
     q = Queue(failures_per_prompt=100)
     late_twice(q)
-    unknown = q.d.admit(ENGINE, 999)
-    assert "engine version 999 is not known" in unknown.waiting_on and unknown.retired == 1
-    q.d.reopen("run-2")
-    early = q.d.admit(ENGINE, q.version)
-    assert "has not announced its weights" in early.waiting_on and early.retired == 1
+    unknown = q.d.admit(ENGINE, q.version + 100)
+    assert "is not known to the queue yet" in unknown.waiting_on and unknown.retired == 1
+    q.d.ledger.state.trainer_version = None
+    unannounced = admission.admit(q.d.ledger.core, ENGINE, ev.Admit(q.version, 1))
+    assert "has not announced its weights" in unannounced.waiting_on and unannounced.retired == 1
 
 
 def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -> None:
@@ -243,10 +269,111 @@ def test_groups_of_an_item_that_are_under_way_when_it_is_retired_end_with_it() -
     assert q.d.ledger.account()["items_retired"] == 1 and q.d.ledger.audit() == []
 
 
+def scored_late(q: Queue, *late: Ticket, item: str = "a") -> None:
+    """Score all that is there; these groups are late as a whole, and made again."""
+    batch, groups = q.d.take(JUDGE, "reward", samples=16), {ticket.group for ticket in late}
+    keys = [info.key for info in batch.samples if info.key.group in groups]
+    puts = q.d.columns(batch, "reward", without=keys)
+    q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
+    made_again(q)
+
+
+def made_again(q: Queue) -> None:
+    if reopened := len(q.d.ledger.state.reopened):
+        for ticket in q.d.admit(ENGINE, q.version, reopened).tickets:
+            q.d.generate(ENGINE, ticket, q.version)
+
+
+def test_timeouts_of_an_item_at_two_tasks_do_not_add_up() -> None:
+    q = Queue(failures_per_prompt=100)
+    (bad,) = q.d.admit(ENGINE, q.version).tickets
+    make(q.d, q.version)
+    q.d.reward_all(JUDGE)
+    q.d.call(ENGINE, ev.GiveBack([bad.group], "the reset took too long", failed=True, late=True, item="a"))
+    made_again(q)
+    scored_late(q, bad)
+    assert not q.report.retired
+    scored_late(q, bad)
+    assert [(one.item, one.task, one.timeouts) for one in q.report.retired] == [("a", "reward", 2)]
+    q.d.check_replay()
+
+
+def test_an_item_that_gets_through_begins_its_timeouts_anew() -> None:
+    q = Queue(failures_per_prompt=100, item_timeouts=3)
+    first, _ = make(q.d, q.version, groups=2)
+    scored_late(q, first)
+    scored_late(q)
+    second, _ = make(q.d, q.version, groups=2)
+    scored_late(q, second)
+    scored_late(q, second)
+    assert not q.report.retired
+    scored_late(q, second)
+    assert [one.timeouts for one in q.report.retired] == [3]
+    q.d.check_replay()
+
+
 def test_a_service_that_is_late_with_everything_retires_nothing() -> None:
     q = Queue(failures_per_prompt=100)
     late_twice(q, others=False)
     assert not q.report.retired and q.report.losses[0].late
+
+
+def scored_by_group(q: Queue, late: dict[int, str]) -> None:
+    """Score group after group; those that are late as a whole, by the id of their item, come first."""
+    batches = []
+    while (batch := q.d.take(JUDGE, "reward", samples=2)).samples:
+        batches.append(batch)
+    for batch in sorted(batches, key=lambda batch: (batch.samples[0].key.group not in late, batch.lease)):
+        keys = [info.key for info in batch.samples if info.key.group in late]
+        puts = q.d.columns(batch, "reward", without=keys)
+        failures = [Failure(key, LATE, True, late[key.group]) for key in keys]
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, failures))
+    made_again(q)
+
+
+def test_a_service_that_is_away_after_it_worked_retires_nothing() -> None:
+    q = Queue(failures_per_prompt=100)
+    tickets = q.d.admit(ENGINE, q.version, 3).tickets
+    make(q.d, q.version)
+    q.d.reward_all(JUDGE)
+    for ticket in tickets:
+        q.d.generate(ENGINE, ticket, q.version)
+    # One group got through after these were given out. From here on the service is away.
+    late = {ticket.group: item for ticket, item in zip(tickets, "abc", strict=True)}
+    scored_by_group(q, late)
+    scored_by_group(q, late)
+    assert not q.report.retired
+    # It is back: the others get through, while an attempt that began before is late.
+    (slow, item), *_ = late.items()
+    batches = [q.d.take(JUDGE, "reward", samples=2) for _ in late]
+    for batch in sorted(batches, key=lambda batch: batch.samples[0].key.group == slow):
+        keys = [info.key for info in batch.samples if info.key.group == slow]
+        puts = q.d.columns(batch, "reward", without=keys)
+        q.d.call(JUDGE, ev.Complete("reward", batch.lease, puts, [Failure(key, LATE, True, item) for key in keys]))
+    assert not q.report.retired and q.d.ledger.audit() == []
+    q.d.check_replay()
+
+
+def test_two_items_that_are_always_late_are_both_retired() -> None:
+    q = Queue(failures_per_prompt=100)
+    late = {ticket.group: item for ticket, item in zip(make(q.d, q.version, groups=2), "ab", strict=True)}
+    for _ in range(3):
+        make(q.d, q.version)
+        scored_by_group(q, late)
+    assert [(one.item, one.timeouts) for one in q.report.retired] == [("a", 2), ("b", 2)]
+
+
+def test_an_item_that_holds_up_all_others_is_retired() -> None:
+    """All that got through since its group was given out did so before it was late first."""
+    q = Queue(failures_per_prompt=100)
+    (bad,) = q.d.admit(ENGINE, q.version).tickets
+    make(q.d, q.version)
+    q.d.reward_all(JUDGE)
+    q.d.generate(ENGINE, bad, q.version)
+    scored_by_group(q, {bad.group: "a"})
+    assert not q.report.retired
+    scored_by_group(q, {bad.group: "a"})
+    assert [one.item for one in q.report.retired] == ["a"]
 
 
 @pytest.mark.parametrize(
