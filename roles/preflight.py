@@ -19,7 +19,7 @@ from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.algorithms.dry_run import check_own_parts
 from relax_rt.roles.cold_start.checks import preflight_cold_start
-from relax_rt.roles.data.source import PromptSource, check_data
+from relax_rt.roles.data.source import RECORD, PromptSource, check_data
 from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
 from relax_rt.roles.evaluation_checks import preflight_evaluation
@@ -158,8 +158,11 @@ def _model(config: RLConfig, config_dir: Path, problems: list[Problem]) -> tuple
 def _prompts(
     config: RLConfig, config_dir: Path, tokenizer: ChatTokenizer, problems: list[Problem]
 ) -> PromptSource | None:
+    # Of a run that is resumed the rows must be those that it began with.
+    run_dir = Path(config.run.dir)
+    resumed = run_dir if (run_dir / RECORD).is_file() else None
     try:
-        return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir)
+        return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir, run_dir=resumed)
     except RelaxError as error:
         problems.append(as_problem(error, ("data",)))
         return None

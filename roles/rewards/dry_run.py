@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from relax_rt.config.problems import KeyPath, Problem
 from relax_rt.roles.data.items import answer_text
+from relax_rt.roles.models.cache import say
 from relax_rt.roles.rewards.compose import REWARD, Rewards
 from relax_rt.roles.rewards.scoring import Failed, Request
 from relax_rt.roles.rewards.tables import RewardTable
@@ -77,6 +78,8 @@ def dry_run(
 ) -> list[Problem]:
     """Load the reward and call it on a few items with right, wrapped, empty and junk completions.
 
+    A reward that is the same for all of them is reported as a warning: nothing can be learned from it.
+
     Args:
         place, key: of the components in the config.
         also: what functions may ask for besides, given the completion.
@@ -116,6 +119,7 @@ def requests_for(
 async def _first_failure(
     rewards: Rewards, requests: Sequence[Request], table: RewardTable, place: KeyPath
 ) -> list[Problem]:
+    totals: set[float] = set()
     try:
         await rewards.start()
         # One at a time, or one group: after a call that does not return there is no point in the others.
@@ -124,9 +128,23 @@ async def _first_failure(
             for request, result in zip(asked, await rewards.score(asked), strict=True):
                 if isinstance(result, Failed):
                     return [_failure(rewards, request, result.reason, table, place)]
+                totals.add(result.total)
     finally:
         await rewards.close()
+    if len(totals) == 1 and table.judge is None:
+        say(f"warning: {_equal(requests, totals.pop())}")
     return []
+
+
+def _equal(requests: Sequence[Request], total: float) -> str:
+    found = (
+        f"the reward is {total:g} for each of {len(requests)} completions in a dry run, for right answers and for "
+        "junk: a policy learns nothing from equal rewards"
+    )
+    answer = requests[0].answer
+    if isinstance(answer, str):
+        return found
+    return f"{found}. Answers are {type(answer).__name__}, as {answer!r:.40}: annotate `answer: str` to get text"
 
 
 def _failure(rewards: Rewards, request: Request, reason: str, table: RewardTable, place: KeyPath) -> Problem:

@@ -47,8 +47,8 @@ def failed(core: Core, group: Group, task: str, failures: Sequence[Failure]) -> 
     if not core.policy.group_size or group.prompt is None:
         return Judged(False, False)
     for failure in failures:
-        _count(core, group, task, failure)
         group.item = failure.item or group.item
+        _count(core, group, task, failure)
     if group.failed_task != task:
         group.failed_task, group.failed, group.late = task, [], True
     group.failed = sorted({*group.failed, *(failure.key.member for failure in failures)})
@@ -72,6 +72,7 @@ def failed_group(core: Core, group: Group) -> None:
     core.tally("groups_failed")
     state.failed_groups += 1
     if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
+        # By index and not by item: data of fewer items than the rule asks for would never end.
         state.prompts = [*state.prompts, group.prompt.index]
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
@@ -181,7 +182,7 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         cause = LossCause(gist, Loss(task))
         state.causes.append(cause)
     assert group.prompt is not None
-    loss, prompt, new = cause.loss, group.prompt.index, group.id not in cause.last_groups
+    loss, prompt, new = cause.loss, _prompt(group), group.id not in cause.last_groups
     if new:
         cause.last_groups = [*cause.last_groups, group.id][-LAST_GROUPS:]
     cause.last_prompts = [*(p for p in cause.last_prompts if p != prompt), prompt][-MAX_PROMPTS:]
@@ -194,7 +195,9 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         groups=loss.groups + new,
         prompts=max(loss.prompts, len(cause.last_prompts)),
         example=failure.reason[:EXAMPLE],
-        prompt=prompt,
+        prompt=group.prompt.index,
+        item=group.item,
+        about=failure.about[:ABOUT],
         partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
     )
     if (
@@ -203,6 +206,12 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         or core.now < cause.reported_at
     ):
         _report_cause(core, cause)
+
+
+def _prompt(group: Group) -> str:
+    """What makes it one prompt: its item, which comes again in each epoch; its index until the item is known."""
+    assert group.prompt is not None
+    return group.item or f"#{group.prompt.index}"
 
 
 def report_losses(core: Core, older_s: float = 0.0) -> None:

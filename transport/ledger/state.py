@@ -205,7 +205,7 @@ class LossCause(msgspec.Struct):
     gist: str
     loss: Loss
     last_groups: list[int] = []
-    last_prompts: list[int] = []
+    last_prompts: list[str] = []
     reported: int = 0
     reported_at: float = 0.0
 
@@ -227,7 +227,7 @@ class ProgressState(msgspec.Struct):
     """See transport/ledger/progress.py.
 
     Attributes:
-        failed_groups: in a row. prompts: different ones of these, as many as the rule asks for.
+        failed_groups: in a row. prompts: different indices of these, as many as the rule asks for.
         verdict: the row is as long as the policy allows.
         passed: samples that got through each task.
         late: by task and item, the oldest first. retired: items by id. revision: grows with each change of these.

@@ -313,9 +313,11 @@ class Loss(msgspec.Struct, frozen=True):
 
     Attributes:
         task: at which they failed; empty: they could not be made.
-        cause, where, example: the newest reason, the `file:line` in it, and more of it. prompt: whose it is.
+        cause, where, example: the newest reason, the `file:line` in it, and more of it.
+        prompt, item, about: whose it is: index in the run's order, id of the data item and its beginning, if known.
         late: it was a timeout. partial: other members of such groups succeeded.
-        members, groups: how many. prompts: how many different ones, up to MAX_PROMPTS.
+        members, groups: how many. prompts: how many different items (indices where no item is known), up to
+            MAX_PROMPTS.
     """
 
     task: str = ""
@@ -328,6 +330,8 @@ class Loss(msgspec.Struct, frozen=True):
     example: str = ""
     prompt: int = -1
     partial: bool = False
+    item: str = ""
+    about: str = ""
 
 
 class Retired(msgspec.Struct, frozen=True):
@@ -367,9 +371,14 @@ class ProgressReport(msgspec.Struct, frozen=True):
 def describe_loss(loss: Loss) -> str:
     """Say in a line how much was lost, at which task, and for which cause."""
     what = f"at task {loss.task}" if loss.task else "while they were made"
-    of = f"{loss.prompts} prompts" if loss.prompts < MAX_PROMPTS else f"{MAX_PROMPTS} or more prompts"
+    of = _count(loss.prompts, "prompt") if loss.prompts < MAX_PROMPTS else f"{MAX_PROMPTS} or more prompts"
     more = "" if not loss.where or loss.where in loss.cause else f" at {loss.where}"
-    return f"{loss.members:,} samples of {loss.groups:,} groups ({of}) failed {what}: {loss.cause}{more}"
+    lost = f"{_count(loss.members, 'sample')} of {_count(loss.groups, 'group')}"
+    return f"{lost} ({of}) failed {what}: {loss.cause}{more}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def failure_summary(report: ProgressReport) -> str:

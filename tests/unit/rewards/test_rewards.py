@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from relax_rt.roles.data.gym import GymTask
 from relax_rt.roles.data.items import PromptItem
@@ -325,6 +326,25 @@ def test_a_faulty_function_is_a_problem_of_its_setting(tmp_path: Path, body: str
     assert words in problem.message and "on completion" in problem.message
     if "Error" in words:
         assert ".py:2" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("body", "answer", "words"),
+    [
+        ("return 0.5", "7", ["is 0.5 for each of"]),
+        ("return float(completion.strip() == answer)", 7, ["is 0 for each of", "Answers are int", "answer: str"]),
+        ("return float(completion.strip() == str(answer))", 7, []),
+        ("return float(len(completion))", "7", []),
+    ],
+)
+def test_the_dry_run_warns_of_a_reward_that_is_always_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, answer: Any, words: list[str]
+) -> None:
+    (tmp_path / "r.py").write_text(f"def f(completion, answer, **info):\n    {body}\n")
+    asked = [replace(item, answer=answer) for item in items()]
+    assert dry_run(RewardTable(function="r.py:f"), tmp_path, asked, None) == []
+    said = capsys.readouterr().err
+    assert all(word in said for word in words) and ("warning" in said) == bool(words)
 
 
 def test_a_hanging_function_is_found_by_the_dry_run(tmp_path: Path) -> None:

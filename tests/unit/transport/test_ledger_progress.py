@@ -71,6 +71,15 @@ def test_groups_that_fail_in_a_row_are_counted_up_to_the_end_of_the_run() -> Non
     q.d.check_replay()
 
 
+def test_a_loss_names_its_item_and_counts_it_once_however_often_it_comes() -> None:
+    q = Queue(failures_per_prompt=1)
+    for item in ("a", "b", "a"):
+        q.scored(item=item)
+    (loss,) = q.report.losses
+    assert (loss.item, loss.about, loss.prompts, loss.groups) == ("a", "about a", 2, 3)
+    q.d.check_replay()
+
+
 def test_one_member_that_always_fails_counts_with_the_end_of_its_group() -> None:
     q = Queue(failures_per_prompt=3)
     q.scored([1])
