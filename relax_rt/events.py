@@ -7,7 +7,7 @@ A writer may be suspended for any time between its look at ``current.jsonl`` and
 meanwhile: its line then lands in a closed segment. So a writer holds a shared flock on the file from before that look
 until after the write. A reader that gets the exclusive flock on a closed segment knows that it has no writer any
 more: who locks it later finds it renamed and opens the new file. Both take the lock without waiting, so that a
-suspended process holds nobody up.
+suspended process blocks no other.
 """
 
 from __future__ import annotations
