@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,25 @@ def test_limits_hold_for_the_process_they_are_put_on(child: subprocess.Popen[byt
     assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
     assert os.sched_getaffinity(child.pid) == {core}
     assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[0] == 100
+
+
+@pytest.mark.skipif(
+    not limits.AUTOGROUP.exists() or limits.AUTOGROUP.read_text().strip() != "1", reason="no autogroups in this kernel"
+)
+def test_a_role_in_a_session_of_its_own_has_its_niceness_among_sessions_too() -> None:
+    own = Path("/proc/self/autogroup").read_text()
+    with subprocess.Popen(SLEEP, stdin=subprocess.PIPE, start_new_session=True) as leader:
+        try:
+            assert limits.apply(limits.Limits(nice=9), leader.pid) == []
+            assert Path(f"/proc/{leader.pid}/autogroup").read_text().split()[-1] == "9"
+        finally:
+            leader.kill()
+    with subprocess.Popen(SLEEP, stdin=subprocess.PIPE) as member:
+        try:
+            assert limits.apply(limits.Limits(nice=9), member.pid) == []
+            assert Path("/proc/self/autogroup").read_text() == own, "the session is not this process's own"
+        finally:
+            member.kill()
 
 
 def test_what_cannot_be_done_is_said(child: subprocess.Popen[bytes]) -> None:
