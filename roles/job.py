@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,7 @@ from relax_rt.config.schema import RoleSettings, RunConfig, SupervisionTable
 from relax_rt.roles.agentic.settings import EnvSettings, env_settings
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.gateway.settings import GatewaySettings
+from relax_rt.roles.planning.placement import gpus_a_slot
 from relax_rt.roles.sections import (
     CriticSettings,
     EngineSettings,
@@ -234,7 +236,7 @@ class RLJob(Job):
         table = config.algorithm
         shared = table.mode in SHARING
         ahead = 0 if shared else int(min(table.max_staleness, AHEAD))
-        return Pacing("wait_s", ("train_s", "publish_s"), ahead, ("evaluation", "evaluation_set"))
+        return Pacing("wait_s", ("train_s", "publish_s"), ahead, ("evaluation", "evaluation_set"), _contention(config))
 
     def shm_bytes(self, config: Any) -> int:
         """Return the size of the weight stage in bytes."""
@@ -288,3 +290,12 @@ def _prompt_limit(config: RLConfig) -> int | None:
     config_dir = Path(config.config_dir)
     tokenizer = load_tokenizer(resolve_model(config.model.path, config_dir))
     return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir).limit
+
+
+def _contention(config: RLConfig) -> float:
+    """How many times as long trainer and evaluator take while both compute on the cores of this machine."""
+    trainer, evaluator = config.roles["trainer"], config.roles["evaluator"]
+    if not evaluator.count or gpus_a_slot(trainer) or gpus_a_slot(evaluator):
+        return 1.0
+    threads = trainer.threads * trainer.count + evaluator.threads * evaluator.count
+    return max(1.0, threads / len(os.sched_getaffinity(0)))

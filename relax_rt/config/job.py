@@ -45,12 +45,14 @@ class Pacing(msgspec.Struct, frozen=True):
         work: keys of its other durations (s).
         ahead: steps whose input may be produced before the first has its own; 0: input and work alternate.
         repeated: kinds of record whose `seconds` with `when` = "before" are spent again after the last step.
+        contention: how many times as long steps and these take while they share the cores.
     """
 
     wait: str = ""
     work: tuple[str, ...] = ()
     ahead: int = 0
     repeated: tuple[str, ...] = ()
+    contention: float = 1.0
 
 
 class Column(msgspec.Struct, frozen=True):

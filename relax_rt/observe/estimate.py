@@ -69,8 +69,9 @@ class Estimator:
         self._t, self._m = 0.0, 0.0
         self._first_s: float | None = None
         self._before_s: float | None = None
-        self._spans: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._measured: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
         self._repeated: dict[tuple[str, str], float] = {}
+        self._contended_until = float("inf") if pacing.contention > 1 else 0.0
 
     def take(self, record: dict[str, Any]) -> None:
         """Update from one metrics record; most kinds are ignored."""
@@ -78,7 +79,8 @@ class Estimator:
         if kind == self._kind and isinstance(step, int):
             self._take_step(step, record)
         elif kind in self._pacing.repeated and record.get("when") == "before" and len(self._repeated) < MAX_REPEATED:
-            self._repeated[kind, str(record.get("set", ""))] = _seconds(record, "seconds")
+            self._repeated[kind, str(record.get("set", ""))] = _seconds(record, "seconds") / self._pacing.contention
+            self._contended_until = _seconds(record, "t")
 
     def _take_step(self, step: int, record: dict[str, Any]) -> None:
         by, t = str(record.get("by", "")), _seconds(record, "t")
@@ -87,9 +89,9 @@ class Estimator:
             # Another incarnation: the time between is that of a restart, and its first step warms up.
             self._before_s = self._step_s() if self._by is not None else None
             self._first_s = self._of_first(record)
-            self._spans.clear()
+            self._measured.clear()
         else:
-            self._spans.append((step - self._step, m - self._m))
+            self._measured.append((step - self._step, m - self._m, t))
         self._by, self._step, self._t, self._m = by, step, t, m
 
     def _of_first(self, record: dict[str, Any]) -> float | None:
@@ -100,8 +102,17 @@ class Estimator:
         work = sum(_seconds(record, key) for key in self._pacing.work)
         return max(work, wait / (1 + ahead)) if ahead else wait + work
 
+    def _spans(self) -> list[tuple[int, float]]:
+        """Steps and the seconds that they took, as if nothing had been evaluated before training."""
+        found = []
+        for steps, seconds, end in self._measured:
+            contended = min(seconds, max(0.0, self._contended_until - (end - seconds)))
+            found.append((steps, seconds - contended + contended / self._pacing.contention))
+        return found
+
     def _step_s(self) -> float | None:
-        measured, seconds = sum(n for n, _ in self._spans), sum(s for _, s in self._spans)
+        spans = self._spans()
+        measured, seconds = sum(n for n, _ in spans), sum(s for _, s in spans)
         if self._before_s is not None and measured < SETTLED:
             return (seconds + (SETTLED - measured) * self._before_s) / SETTLED
         if not measured:
@@ -109,7 +120,7 @@ class Estimator:
         if self._first_s is None:
             return seconds / measured
         # The first step counts as well, but not for more than the slowest of the others: it may have warmed up.
-        first_s = min(self._first_s, max(s / n for n, s in self._spans))
+        first_s = min(self._first_s, max(s / n for n, s in spans))
         mean_s = (first_s + seconds) / (1 + measured)
         # The input of the first ones after it was made while it waited for its own.
         return max(self._first_s, mean_s) if measured <= self._pacing.ahead else mean_s
@@ -123,7 +134,7 @@ class Estimator:
         left = self._steps - self._step
         # A step that takes longer than expected, or a trainer that is away, does not bring the end nearer.
         left_s = left * step_s - min(since, step_s) + after_s if left > 0 else max(0.0, after_s - since)
-        measured = sum(n for n, _ in self._spans)
+        measured = sum(n for n, _, _ in self._measured)
         return Estimate(
             self._step,
             self._steps,
