@@ -130,7 +130,7 @@ class RoleSettings(Table):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Compute threads of one process (OMP_NUM_THREADS and torch)."""
     nice: Annotated[int, Field(ge=0, le=19)] = 0
-    """Niceness of the process: higher gives way to others."""
+    """Niceness of the process, and of its session where the kernel shares cores among sessions (autogroup)."""
     hang_after_s: Seconds = 120.0
     """Busy without progress, or idle without a sign of life, for this long is a hang: stacks are dumped to the log,
     then it is killed."""
