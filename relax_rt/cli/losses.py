@@ -17,7 +17,7 @@ EXAMPLE = 400
 
 
 class ReportedLoss(Loss, frozen=True, kw_only=True):
-    """Samples lost for one cause in this start of the run, as last reported (at most 5 s behind).
+    """Samples lost for one cause in this start of the run, as last reported: a few seconds ago while it runs, at its end once it has ended.
 
     Attributes:
         hint: the setting that helps.

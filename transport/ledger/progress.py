@@ -70,12 +70,15 @@ def failed_group(core: Core, group: Group) -> None:
     if not policy.group_size or group.prompt is None:
         return
     core.tally("groups_failed")
+    if state.verdict:
+        return
     state.failed_groups += 1
     if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
         # By index and not by item: data of fewer items than the rule asks for would never end.
         state.prompts = [*state.prompts, group.prompt.index]
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
-    if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
+    if enough and len(state.prompts) >= policy.failed_prompts:
+        # Nothing is counted from here on: the trainer's last words, the event log and `ps` name the same numbers.
         state.verdict = True
         report_losses(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
@@ -171,6 +174,8 @@ def report(core: Core) -> ProgressReport:
 
 def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
     state = core.state.progress
+    if state.verdict:
+        return
     found = _LINE.findall(failure.reason)
     where = found[-1] if found else ""
     # What one line raises is one cause, whatever values stand in its message.

@@ -71,6 +71,19 @@ def test_groups_that_fail_in_a_row_are_counted_up_to_the_end_of_the_run() -> Non
     q.d.check_replay()
 
 
+def test_nothing_is_counted_from_the_end_of_the_run_on_unless_a_group_becomes_whole() -> None:
+    q = Queue()
+    q.fails(prompts=3)
+    before = q.report
+    assert before.ended
+    q.fails(prompts=2, reason="another cause")
+    assert q.report == before and q.d.ledger.account()["groups_failed"] == 10
+    q.trains()
+    q.scored()
+    assert (q.report.failed_groups, q.report.losses[0].members) == (1, 14)
+    q.d.check_replay()
+
+
 def test_a_loss_names_its_item_and_counts_it_once_however_often_it_comes() -> None:
     q = Queue(failures_per_prompt=1)
     for item in ("a", "b", "a"):
