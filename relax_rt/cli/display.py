@@ -104,8 +104,9 @@ def show_status(
     figures: Mapping[str, Figures],
     estimate: Estimate | None = None,
     report: ProgressReport | None = None,
+    empty_steps: str = "",
 ) -> None:
-    """Print the slots of a run, how long it still takes, and what it lost."""
+    """Print the slots of a run, how long it still takes, what it lost, and whether its newest steps trained nothing."""
     console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
     if status.exit_code is None:
@@ -119,6 +120,8 @@ def show_status(
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:
         console.print(Text(f"  earlier, the first failure: {status.first}", "red"))
+    if empty_steps:
+        console.print(Text(f"  {empty_steps}", "yellow"), soft_wrap=True)
     if report is not None:
         show_recent(console, report)
     if not status.slots:
@@ -238,6 +241,7 @@ def show_why(found: Account, asked: str = "") -> None:
     elif found.first is None and found.final is None:
         who = f"{asked} has" if asked else "No role has"
         lost = ", but samples are lost" if found.losses else ""
+        lost += ", but its newest steps trained nothing" if found.empty_steps and not lost else ""
         line = f"{who} {'not ' if asked else ''}failed since the run was started{lost}."
         console.print(Text(line, "yellow" if lost else "green"))
     first = None if asked or not _led_to_end(found) else found.first
@@ -245,6 +249,9 @@ def show_why(found: Account, asked: str = "") -> None:
         _show_diagnosis(console, "What ended the run", final)
     if first is not None:
         _show_diagnosis(console, "First failure", first)
+    if found.empty_steps:
+        console.print(Text("\nSteps that trained nothing", "bold"))
+        console.print(Text(f"  {found.empty_steps}", "yellow"), soft_wrap=True)
     show_losses(console, found.losses, found.retired, found.workers)
     _show_incidents(console, found, [one for one in (final, first) if one is not None])
     if found.waiting:

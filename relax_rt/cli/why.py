@@ -58,6 +58,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         notes: the newest of all other events, in order.
         losses: samples lost in this start of the run, by cause. workers: description of each killed reward worker.
         retired: data items that are not sampled again.
+        empty_steps: why the newest steps trained nothing; empty if they trained.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[ReportedLoss] = []
     workers: str = ""
     retired: list[Retired] = []
+    empty_steps: str = ""
 
 
 class _Slot:
@@ -107,13 +109,16 @@ def known_names(status: RunStatus) -> list[str]:
     return sorted({slot.slot for slot in status.slots} | {slot.kind for slot in status.slots})
 
 
-def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "") -> Account:
+def account(
+    events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "", *, empty_steps: str = ""
+) -> Account:
     """The account of the newest start of a run.
 
     Args:
         events: the event log, oldest first.
         status: how the run does now.
         slot: tell of this slot only; a kind of role means all of its slots.
+        empty_steps: see Account.
     """
     found = _Start()
     # What ended the run stands at the top of the account, if it is known.
@@ -151,6 +156,7 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
         losses=losses.losses,
         workers=losses.workers,
         retired=losses.retired,
+        empty_steps=empty_steps,
     )
 
 

@@ -55,7 +55,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
         "warning",
         "filters left out all {scored} groups scored for step {step} (lately {passing} pass): {filtered}",
     ),
-    "steps_empty": ("error", "{steps} consecutive steps had no token to train and published no version: {why}"),
+    "steps_empty": ("warning", "{steps} consecutive steps trained nothing: {why}"),
 }
 """Events that are told as they are, with the fields they carry."""
 TOLD_ONCE: dict[str, tuple[Tone, str]] = {

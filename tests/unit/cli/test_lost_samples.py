@@ -134,6 +134,23 @@ def test_ps_of_a_run_that_lives_asks_its_queue(
     assert "retired items: 1 (q9)" in out
 
 
+WHY = "rewards are equal within each group, mean reward 0.25; what helps: easier or harder prompts"
+
+
+@pytest.mark.parametrize("newest", ["", WHY])
+def test_steps_that_train_nothing_are_shown_until_one_trains(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], newest: str
+) -> None:
+    steps = [(7, WHY), (8, newest)]
+    records = [{"kind": "step", "step": n, "t": float(n), "empty_steps": n - 4, "empty_why": why} for n, why in steps]
+    records.append({"kind": "queue", "t": 9.0})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    told = f"the last 4 steps, up to step 8, trained nothing: {WHY}"
+    assert (told in ps(run_dir, capsys)) == bool(newest)
+    assert main(["why", "--run", str(run_dir)]) == 0
+    assert (told in capsys.readouterr().out) == bool(newest)
+
+
 def test_reinstate_names_the_items_asked_for(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,13 @@ def test_what_an_event_carries_is_no_template() -> None:
     assert note is not None and note.text == "{slot} hangs: {0.__class__} {x"
 
 
+def test_empty_steps_are_a_warning_with_what_helps() -> None:
+    why = "rewards are equal within each group, mean reward 0; what helps: easier or harder prompts, a reward with"
+    note = Story().note({"t": 1.0, "kind": "steps_empty", "steps": 3, "why": f"{why} more than one value"})
+    assert note is not None and note.tone == "warning"
+    assert note.text.startswith(f"3 consecutive steps trained nothing: {why[:100]}")
+
+
 def test_others_are_not_told() -> None:
     story = Story()
     assert story.note({"t": 1.0, "kind": "epoch_issued"}) is None
