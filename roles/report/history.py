@@ -13,6 +13,7 @@ import msgspec
 
 from relax_rt.events import read_events
 from relax_rt.metrics import read_metrics
+from relax_rt.observe.losses import Losses, ReportedLoss
 from relax_rt.roles.report.cold import ColdStart
 from relax_rt.roles.report.sets import SetScore, read_score, set_of
 
@@ -100,6 +101,7 @@ class History(msgspec.Struct):
         lives: every process known of, in the order started.
         restarts: by role.
         account: the queue's last account of itself, if it gave one.
+        losses: samples lost in all starts of the run, by cause, the most frequent first.
         sessions: start and end of each `up` (wall-clock s); a resumed run has several.
     """
 
@@ -113,6 +115,7 @@ class History(msgspec.Struct):
     lives: list[Life] = []
     restarts: dict[str, Restarts] = {}
     account: dict[str, int] | None = None
+    losses: list[ReportedLoss] = []
     sessions: list[tuple[float, float]] = []
 
     def active(self, t: float) -> float:
@@ -159,8 +162,11 @@ def read_history(run_dir: Path) -> History:
                 tokens, before = int(_number(record, "tokens", 0.0)), rollouts.get(who, 0)
                 rollouts[who] = max(before, tokens)
                 told.append((t, tokens > before))
+    losses = Losses()
     for event in read_events(run_dir):
         ends.see(_t(event))
+        losses.take(event)
+    history.losses = losses.total
     history.sessions = ends.spans()
     history.steps = path.steps()
     history.generated_tokens = sum(rollouts.values())
