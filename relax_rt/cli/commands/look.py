@@ -14,6 +14,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
     """The slots of a run: what each does, and since when; how far the run is, and how long it still takes."""
     from relax_rt.cli.brief import choices
     from relax_rt.cli.display import say, show_json, show_status
+    from relax_rt.cli.ended import ended
     from relax_rt.cli.figures import Figures, empty_steps, figures_of
     from relax_rt.cli.retirement import progress_report
     from relax_rt.cli.runs import find_run_dir
@@ -27,6 +28,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
     chosen = (read_run(run_dir) or {}).get("chosen") or {}
     figures = figures_of(status)
     estimate = estimate_of(status) if status.status in ("starting", "running") else None
+    end = ended(run_dir) if status.ended else None
     if json:
         plain = as_dict(status)
         for slot in plain["slots"]:
@@ -35,9 +37,10 @@ def ps(run: Run = None, *, json: Json = False) -> int:
         plain["time"] = None
         if estimate is not None:
             plain["time"] = {**as_dict(estimate), "total_s": estimate.total_s(status.uptime_s)}
+        plain["ended"] = end if end is None else as_dict(end)
         show_json({**plain, "empty_steps": empty_steps(run_dir), "chosen": chosen})
     else:
-        show_status(status, figures, estimate, progress_report(run_dir), empty_steps(run_dir))
+        show_status(status, figures, estimate, progress_report(run_dir), empty_steps(run_dir), end)
         for line in choices({key: Chosen(**one) for key, one in chosen.items()}):
             say(line)
     return OK

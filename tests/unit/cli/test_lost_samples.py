@@ -13,11 +13,11 @@ from test_why import RUNNING, event
 
 from relax_rt.cli import retirement
 from relax_rt.cli.display import show_why
-from relax_rt.cli.losses import Losses
 from relax_rt.cli.main import main
 from relax_rt.cli.retirement import progress_report, reinstate
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
+from relax_rt.observe.losses import Losses
 from relax_rt.supervision import control
 from relax_rt.transport.queue.api import Loss, ProgressReport, Retired
 
@@ -169,6 +169,30 @@ def test_reinstate_names_the_items_asked_for(
     monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "q7", "--run", str(run_dir)]) == 0
     assert asked == ["q7"] and capsys.readouterr().out == "tried again: q7\n"
+
+
+def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = ("3fa91c", "3fa97d", "b07e44", "b07")
+    asked: list[str] = []
+
+    class Queue:
+        async def progress(self) -> ProgressReport:
+            return ProgressReport(0, 0, 64, False, [], [Retired(one, "", "reward", "late", 2) for one in ids], 1)
+
+        async def reinstate(self, items: list[str]) -> None:
+            asked.extend(items)
+
+    (run_dir / "run.json").write_text("{}")
+    monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
+    assert main(["reinstate", "3fa91", "b07", "3fa91c", "--run", str(run_dir)]) == 0
+    assert asked == ["3fa91c", "b07"] and capsys.readouterr().out == "tried again: 3fa91c, b07\n"
+    with pytest.raises(BadInput, match=r"'3fa9' is ambiguous: 2 retired items begin so: 3fa91c, 3fa97d"):
+        reinstate(run_dir, ["b07e", "3fa9"])
+    with pytest.raises(BadInput, match="'' is not retired"):
+        reinstate(run_dir, [""])
+    assert asked == ["3fa91c", "b07"], "nothing is taken back unless all are clear"
 
 
 def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:
