@@ -92,6 +92,9 @@ class QueueRole(Role):
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "members_lost":
             fields = {**fields, "hint": advice(self.ctx.config, fields)}
+        if kind == "no_progress":
+            # The run ends: who looks at the queue meanwhile finds the number that ended it.
+            self.ctx.progress.advance(0, self.broker.summary())
         self.ctx.event(kind, **fields)
 
     async def run(self) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.transport.errors import GivenUp
-from relax_rt.transport.queue.api import ProgressReport, Ticket, describe_loss
+from relax_rt.transport.queue.api import ProgressReport, Ticket, describe_cause
 
 if TYPE_CHECKING:
     from relax_rt.roles.sample import Sample
@@ -93,9 +93,12 @@ def no_advantage(config: RLConfig, samples: Sequence[Sample]) -> str:
 
 
 def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
-    """The error that ends the run, with what was lost and the settings that would help."""
+    """The error that ends the run, with the causes and the settings that would help.
+
+    It names no numbers of samples: some are lost until the last role has ended.
+    """
     what = f"{report.failed_groups} groups of {report.prompts} or more prompts failed in a row, and none was trained"
-    causes = "; ".join(describe_loss(loss) for loss in report.losses[:SHOWN])
+    causes = "; ".join(describe_cause(loss) for loss in report.losses[:SHOWN])
     left = len(report.losses) - SHOWN
     if left > 0:
         causes += f"; and {left} further causes"

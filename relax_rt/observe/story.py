@@ -9,7 +9,8 @@ import msgspec
 from relax_rt.observe.text import NOTHING, clip, duration
 
 Tone = Literal["plain", "good", "warning", "error"]
-LINE = 160
+LINE, ADVICE = 160, 320
+"""Characters of a note, and of one that may say what helps."""
 MAX_SLOTS, MAX_REQUESTS = 4096, 64
 
 
@@ -137,7 +138,7 @@ class Story:
         if told is None:
             return None
         tone, text = told
-        return Note(at, tone, clip(text.format_map(_Fields(event)), LINE))
+        return Note(at, tone, clip(text.format_map(_Fields(event)), ADVICE))
 
     def _first(self, kind: str) -> tuple[Tone, str] | None:
         if kind not in TOLD_ONCE or kind in self._told:

@@ -125,7 +125,8 @@ def _user_frames(trace: str) -> list[str]:
     for line in trace.splitlines():
         if frame := _FRAME.match(line):
             path = frame[1]
-            keep = not path.startswith((RUNTIME, "<")) and not any(part in path for part in LIBRARIES)
+            # Paths within compiled modules are relative.
+            keep = path.startswith("/") and not path.startswith(RUNTIME) and not any(part in path for part in LIBRARIES)
         elif not line.startswith("    "):
             keep = False
         found += [line] if keep else []

@@ -21,6 +21,8 @@ LOSSES, CAUSE = 5, 78
 """Causes of losses that are printed, and characters of each."""
 FILTERED, RULE = "dropped(filter)", "filtered("
 """In the queue's account: samples that filters left out, and the same ones by rule."""
+NO_SAMPLES = ("trained_twice", "failed_groups", "groups_failed")
+"""In the queue's account: counts of other things than samples."""
 
 
 def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
@@ -308,7 +310,7 @@ def _with_rules(name: str, account: dict[str, Any]) -> str:
 
 
 def _is_total(name: str) -> bool:
-    return name.startswith(("samples_", "prompts_", RULE)) or name == "trained_twice"
+    return name.startswith(("samples_", "prompts_", RULE)) or name in NO_SAMPLES
 
 
 def _loss_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
@@ -316,8 +318,9 @@ def _loss_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
     for loss in losses[:LOSSES]:
         at = f"at task {loss['task']}" if loss["task"] else "while they were made"
         lines.append(f"{count(loss['samples'])} samples of {count(loss['groups'])} groups failed {at}")
-        where = f" ({loss['where']})" if loss["where"] else ""
-        lines.append(f"  {clip(loss['cause'], CAUSE)}{where}")
+        cause = clip(loss["cause"], CAUSE)
+        where = f" ({loss['where']})" if loss["where"] and loss["where"] not in cause else ""
+        lines.append(f"  {cause}{where}")
     left = len(losses) - LOSSES
     return [*lines, f"and {left} more causes: `relax-rt why`"] if left > 0 else lines
 

@@ -78,7 +78,7 @@ def failed_group(core: Core, group: Group) -> None:
         state.prompts = [*state.prompts, group.prompt.index]
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts:
-        # Nothing is counted from here on: the trainer's last words, the event log and `ps` name the same numbers.
+        # The row is as long as its end says; what is lost from here on is counted, as in the account of all samples.
         state.verdict = True
         report_losses(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
@@ -174,8 +174,6 @@ def report(core: Core) -> ProgressReport:
 
 def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
     state = core.state.progress
-    if state.verdict:
-        return
     found = _LINE.findall(failure.reason)
     where = found[-1] if found else ""
     # What one line raises is one cause, whatever values stand in its message.

@@ -115,6 +115,7 @@ def test_kernel_log_does_not_accuse_the_innocent() -> None:
 
 
 CHAINED = """Traceback (most recent call last):
+  File "uvloop/loop.pyx", line 1515, in uvloop.loop.Loop.run_until_complete
   File "{runtime}/host.py", line 300, in live
     await _first(role.run(), *watches)
   File "/home/me/game.py", line 12, in reset

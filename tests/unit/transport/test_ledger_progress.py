@@ -71,16 +71,18 @@ def test_groups_that_fail_in_a_row_are_counted_up_to_the_end_of_the_run() -> Non
     q.d.check_replay()
 
 
-def test_nothing_is_counted_from_the_end_of_the_run_on_unless_a_group_becomes_whole() -> None:
+def test_the_row_that_ends_a_run_stays_as_long_as_it_was_and_losses_are_counted_on() -> None:
     q = Queue()
     q.fails(prompts=3)
-    before = q.report
-    assert before.ended
-    q.fails(prompts=2, reason="another cause")
-    assert q.report == before and q.d.ledger.account()["groups_failed"] == 10
+    assert q.report.ended and q.report.failed_groups == 6
+    q.fails(prompts=2)
+    account = q.d.ledger.account()
+    assert q.report.ended and q.report.failed_groups == 6 and account["groups_failed"] == 10
+    assert q.report.losses[0].members == account["failed"] == 20
+    # A group that becomes whole before the trainer has asked begins a new row.
     q.trains()
     q.scored()
-    assert (q.report.failed_groups, q.report.losses[0].members) == (1, 14)
+    assert (q.report.failed_groups, q.report.ended) == (1, False)
     q.d.check_replay()
 
 

@@ -84,6 +84,17 @@ async def test_the_last_counts_of_losses_are_reported_before_it_ends(ctx: Contex
     assert ctx.events == ["queue_recovered", "members_lost", "queue_account"]
 
 
+async def test_the_number_that_ends_a_run_is_shown_at_once(ctx: Context) -> None:
+    role = QueueRole(ctx)  # type: ignore[arg-type]
+    await role.setup()
+    details: list[str] = []
+    ctx.progress.advance = lambda n, detail: details.append(detail)
+    role.broker._ledger.core.state.progress.failed_groups = 64
+    role._notify("no_progress", {"failed_groups": 64})
+    await role.teardown()
+    assert len(details) == 1 and "64 groups in a row failed" in details[0]
+
+
 async def test_ends_with_the_error_when_the_journal_cannot_be_written(ctx: Context) -> None:
     ctx.config.queue = QueueTable(fsync_every_s=600.0)
     role = QueueRole(ctx)  # type: ignore[arg-type]
