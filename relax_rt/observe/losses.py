@@ -30,12 +30,13 @@ class Losses:
         self._retired: dict[str, Retired] = {}
         self._before: dict[tuple[str, str], ReportedLoss] = {}
         self._losses: dict[tuple[str, str], ReportedLoss] = {}
-        self._begin()
+        self.killed_workers = 0
+        self.killed_because = ""
 
     def _begin(self) -> None:
         for key, loss in self._losses.items():
             self._before[key] = _sum(self._before.get(key), loss)
-        self._losses: dict[tuple[str, str], ReportedLoss] = {}
+        self._losses.clear()
         self.killed_workers = 0
         self.killed_because = ""
 

@@ -24,7 +24,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
-    was thrown away, if it was (not finite).
+    was thrown away, if it was (not finite). `empty`: it trained nothing, for lack of tokens or of an advantage.
     """
 
     step: int
@@ -39,6 +39,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     staleness: dict[int, int]
     keys: list[int]
     skipped: str
+    empty: bool = False
 
     @property
     def began(self) -> float:
@@ -310,6 +311,7 @@ def _step(record: dict[str, Any]) -> Step:
         staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
         keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
         skipped=str(record.get("skipped") or ""),
+        empty=bool(record.get("empty_steps")),
     )
 
 

@@ -42,6 +42,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
             "redone": len(history.redone),
             "redone_s": round(sum(step.t - step.began for step in history.redone), 1),
             "skipped": sum(bool(step.skipped) for step in steps),
+            "empty": sum(step.empty for step in steps),
         },
         "cold_start": summarise_cold(history.cold),
         "samples": {
@@ -231,6 +232,8 @@ def _steps_lines(summary: dict[str, Any]) -> list[str]:
         line += f", {steps['redone']} more done again after restarts"
     if steps["skipped"]:
         line += f", {steps['skipped']} skipped (not finite)"
+    if steps.get("empty"):
+        line += f", {steps['empty']} trained nothing"
     lines = [line]
     if reward["first"] is not None:
         lines.append(f"reward {_first_and_last(reward)}" if steps["done"] > 1 else f"reward {reward['last']:.3f}")

@@ -46,6 +46,7 @@ def test_a_whole_run_with_a_restart_in_the_middle(tmp_path: Path) -> None:
         "redone": 7,
         "redone_s": pytest.approx(190, rel=0.1),
         "skipped": 0,
+        "empty": 0,
     }
     assert summary["samples"] == {"trained": 60 * 96, "trained_twice": 0}
     assert summary["staleness"]["max"] == 1 and summary["staleness"]["held"]
@@ -284,6 +285,17 @@ def test_losses_of_all_starts_are_named_with_their_line(tmp_path: Path) -> None:
     assert "lost               16 samples of 4 groups failed at task reward" in text
     assert "score raised KeyError: 'b' (/home/me/mine.py:3)" in text
     assert "3 samples of 0 groups failed while they were made" in text
+
+
+def test_steps_that_trained_nothing_are_counted(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(1)
+    for step, empty in enumerate((0, 1, 2, 0, 1), 1):
+        record = {**step_record(step, 6, 1 + 12 * step, rng), "empty_steps": empty}
+        out.metric("step", START + 30 * step, "trainer/0#6", **record)
+    out.close()
+    summary = report(tmp_path)
+    assert summary["steps"]["empty"] == 3
+    assert "5, 480 samples, 3 trained nothing" in "\n".join(render_summary(summary))
 
 
 def test_a_run_that_lost_nothing_says_nothing_of_losses(tmp_path: Path) -> None:
