@@ -9,6 +9,7 @@ from relax_rt.config.job import advice, load_job
 from relax_rt.nodes.links import Links
 from relax_rt.role import Role
 from relax_rt.transport.ledger import QueueLimits
+from relax_rt.transport.ledger.progress import REPORT_EVERY_S
 from relax_rt.transport.queue.api import QueueApi
 from relax_rt.transport.queue.broker import Broker
 from relax_rt.transport.weights.api import STAGE_DIR, StageApi
@@ -91,6 +92,9 @@ class QueueRole(Role):
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "members_lost":
             fields = {**fields, "hint": advice(self.ctx.config, fields)}
+        if kind == "no_progress":
+            # The run ends: who looks at the queue meanwhile finds the number that ended it.
+            self.ctx.progress.advance(0, self.broker.summary())
         self.ctx.event(kind, **fields)
 
     async def run(self) -> None:
@@ -102,11 +106,14 @@ class QueueRole(Role):
         finally:
             report.cancel()
             await asyncio.gather(report, return_exceptions=True)
+        # Whoever reads the event log of the ended run finds the numbers that the queue had.
+        self.broker.report_losses()
         # The account of the whole run, across incarnations: it comes from the journaled ledger.
         self.ctx.event("queue_account", **await self.broker.account())
 
     async def _report(self) -> None:
         while True:
+            self.broker.report_losses(REPORT_EVERY_S)
             stats = await self.broker.stats()
             self.ctx.metrics({"kind": "queue", **{name: getattr(stats, name) for name in REPORTED}})
             await asyncio.sleep(METRICS_EVERY_S)

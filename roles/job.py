@@ -122,6 +122,12 @@ class RLJob(Job):
         folder = finished(run_dir)
         return {"cold_start.learning_rate": f"the cold start is over: {folder} has the weights"} if folder else {}
 
+    def resumes_at(self, run_dir: Path) -> int | None:
+        """Return the step of the newest checkpoint."""
+        from relax_rt.roles.trainers.checkpoint import newest_step
+
+        return newest_step(run_dir / "checkpoints")
+
     def assumed(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Add [data] and [reward] where [roles.env] makes prompts and rewards."""
         roles = data.get("roles")
@@ -243,6 +249,10 @@ class RLJob(Job):
         from relax_rt.roles.plan import stage_bytes
 
         return stage_bytes(config)
+
+    def finished(self, config: Any) -> str:
+        """Return that the trainer has done its steps."""
+        return f"all {config.algorithm.steps} steps are done"
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
         """Write summary.json and the plots."""

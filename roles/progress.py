@@ -1,7 +1,8 @@
 """What roles do about losses: skip retired items, say which setting helps, and end a run that makes no progress.
 
-The queue counts losses (transport/ledger/progress.py). This module has the advice against them, the error that ends the
-run, and the time without movement after which a run counts as stalled.
+The queue counts losses (transport/ledger/progress.py). This module has the advice against them, what is
+said of steps that train nothing, the error that ends the run, and the time without movement after which a run counts as
+stalled.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import msgspec
 from relax_rt.config.schema import RoleSettings
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.transport.errors import GivenUp
-from relax_rt.transport.queue.api import ProgressReport, Ticket, describe_loss
+from relax_rt.transport.queue.api import ProgressReport, Ticket, describe_cause
 
 if TYPE_CHECKING:
+    from relax_rt.roles.sample import Sample
     from relax_rt.roles.sections import RLConfig
     from relax_rt.transport.queue.client import QueueClient
 
@@ -62,10 +64,41 @@ def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
     return ", or ".join(found) or "see the logs of the roles: `relax-rt logs`"
 
 
+def no_token(config: RLConfig, samples: Sequence[Sample]) -> str:
+    """Say why a step without a token to train trained nothing, and what helps."""
+    cut = sum(sample.meta.truncated for sample in samples)
+    limit, truncated = config.sampling.max_new_tokens, config.algorithm.truncated
+    return (
+        f"none of {len(samples)} samples has a token to train; {cut} were cut at sampling.max_new_tokens = {limit}"
+        f' (algorithm.truncated = "{truncated}")'
+    )
+
+
+def no_advantage(config: RLConfig, samples: Sequence[Sample]) -> str:
+    """Say why the advantages of a step are all 0, and what helps; empty if one is not 0."""
+    if any(sample.advantages is not None and sample.advantages.any() for sample in samples):
+        return ""
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.meta.group, set()).add(sample.reward or 0.0)
+    equal = all(len(values) == 1 for values in rewards.values())
+    mean = sum(sample.reward or 0.0 for sample in samples) / len(samples)
+    cause = "rewards are equal within each group" if equal else "all advantages are 0"
+    table = config.algorithm
+    hints = ["easier or harder prompts", "a reward with more than one value"]
+    hints.append(f"more samples a prompt (algorithm.group_size = {table.group_size})")
+    if not table.filters:
+        hints.append('dynamic sampling (algorithm.filters = ["zero_variance"])')
+    return f"{cause}, mean reward {mean:.3g}; what helps: {', '.join(hints)}"
+
+
 def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
-    """The error that ends the run, with what was lost and the settings that would help."""
+    """The error that ends the run, with the causes and the settings that would help.
+
+    It names no numbers of samples: some are lost until the last role has ended.
+    """
     what = f"{report.failed_groups} groups of {report.prompts} or more prompts failed in a row, and none was trained"
-    causes = "; ".join(describe_loss(loss) for loss in report.losses[:SHOWN])
+    causes = "; ".join(describe_cause(loss) for loss in report.losses[:SHOWN])
     left = len(report.losses) - SHOWN
     if left > 0:
         causes += f"; and {left} further causes"

@@ -256,7 +256,8 @@ class ProgressTable(Table):
     kept_items: list[Filled] = Field(default_factory=list)
     """Ids of items that are never retired; retired ones are sampled again at the next start."""
     empty_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 3
-    """Report after this many consecutive steps without a token to train."""
+    """Report after this many consecutive steps that trained nothing: without a token to train, or with rewards that are
+    equal within each group."""
     stall_after_s: Seconds | None = None
     """End the run after this time without progress in any role: no token, environment step, reward, download or step.
     Unset: twice the slowest deadline of any role; never in runs with [roles.gateway] or your own roles, whose callers

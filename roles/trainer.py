@@ -15,7 +15,7 @@ from relax_rt.role import Role, RoleContext
 from relax_rt.roles.engines.tables import SHARING
 from relax_rt.roles.locations import MODEL_CODE, model_folder
 from relax_rt.roles.models.opening import refused_for_good
-from relax_rt.roles.progress import NoProgress, ending
+from relax_rt.roles.progress import NoProgress, ending, no_advantage, no_token
 from relax_rt.roles.sections import RLConfig, RolloutSettings, TrainerSettings
 from relax_rt.transport.errors import DeadlineExceeded, GivenUp, RelaxError, Unreachable
 from relax_rt.transport.queue.api import failure_summary
@@ -85,7 +85,7 @@ class TrainerRole(Role):
         self._skipped = self._empty = 0
         self._worked = False
         self._longest_s = 0.0
-        self._early = self._passed_over = ""
+        self._early = self._passed_over = self._empty_why = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.objective: Objective
@@ -488,7 +488,7 @@ class TrainerRole(Role):
         else:
             self._skipped = 0
         empty = result.applied and not result.changed and not result.tokens
-        self._note_empty(batch, empty=empty)
+        self._note_empty(batch, result, empty=empty)
         self.step += 1
         # The last step's version is what the other roles take for the end of the run, whatever is in it.
         publishes = not empty or self.step >= self.config.algorithm.steps
@@ -505,20 +505,22 @@ class TrainerRole(Role):
             await self.publisher.begin(self.weights)
         self._early = advice.checkpoint_now
 
-    def _note_empty(self, batch: Batch, *, empty: bool) -> None:
-        """Count steps in a row that have no token to train, and say so."""
-        self._empty = self._empty + 1 if empty else 0
-        if not empty:
-            return
-        cut = sum(bool(sample.meta.truncated) for sample in batch.samples)
-        table = self.config
-        why = f"none of {len(batch.samples)} samples has a token to train; {cut} were cut at "
-        why += f"sampling.max_new_tokens = {table.sampling.max_new_tokens}"
-        why += f' (algorithm.truncated = "{table.algorithm.truncated}")'
-        self.ctx.event("step_empty", step=self.step + 1, why=why)
-        if self._empty % table.progress.empty_steps == 0:
-            self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=why)
-            self.ctx.log.warning("steps without a token to train", steps=self._empty, why=why)
+    def _note_empty(self, batch: Batch, result: StepResult, *, empty: bool) -> None:
+        """Count consecutive steps that trained nothing: without a token to train, or with advantages that are all 0.
+
+        They are reported after `progress.empty_steps` of them, and whenever their number has doubled.
+        """
+        self._empty_why = ""
+        if empty:
+            self._empty_why = no_token(self.config, batch.samples)
+            self.ctx.event("step_empty", step=self.step + 1, why=self._empty_why)
+        elif result.applied and self.objective.by_advantage and not batch.left_out_tokens:
+            self._empty_why = no_advantage(self.config, batch.samples)
+        self._empty = self._empty + 1 if self._empty_why else 0
+        times, rest = divmod(self._empty, self.config.progress.empty_steps)
+        if times and not rest and not times & (times - 1):
+            self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
+            self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
 
     def _tell(self, batch: Batch, result: StepResult) -> None:
         """The step's record, and a line of the log."""
@@ -527,6 +529,8 @@ class TrainerRole(Role):
         epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
+        told = self._empty >= self.config.progress.empty_steps
+        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if told else ""}
         self.ctx.metrics(record)
         if not self._worked:
             self._worked = True

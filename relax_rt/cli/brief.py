@@ -19,6 +19,8 @@ def brief(config: RunConfig) -> list[str]:
     run_dir = Path(config.run.dir)
     before = read_run(run_dir)
     resumed = f"resumes the run there, last {before.get('status', 'unknown')}" if before else "new"
+    if before and (at := load_job(config.run.job).resumes_at(run_dir)) is not None:
+        resumed += f", from the checkpoint of step {at}" if at else ", from the beginning: it has no checkpoint"
     roles = {kind: settings for kind, settings in config.roles.items() if settings.count}
     processes = sum(settings.count for settings in roles.values())
     threads = sum(settings.count * settings.threads for settings in roles.values())

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_rt.cli.doctor.finding import Finding
+from relax_rt.cli.ended import Ended
 from relax_rt.cli.figures import Figures
 from relax_rt.cli.incidents import Incident, above
 from relax_rt.cli.losses import show_losses, show_recent
@@ -24,7 +25,7 @@ from relax_rt.observe.estimate import Estimate
 from relax_rt.observe.text import NOTHING, clip, count, duration, lacks, waits
 from relax_rt.supervision.api import RunStatus, SlotStatus
 from relax_rt.supervision.diagnosis import Diagnosis
-from relax_rt.transport.queue.api import ProgressReport
+from relax_rt.transport.queue.api import ProgressReport, describe_loss
 
 TRACE_LINES, LOG_LINES = 15, 5
 GIST, REASON = 80, 160
@@ -104,8 +105,14 @@ def show_status(
     figures: Mapping[str, Figures],
     estimate: Estimate | None = None,
     report: ProgressReport | None = None,
+    empty_steps: str = "",
+    end: Ended | None = None,
 ) -> None:
-    """Print the slots of a run, how long it still takes, and what it lost."""
+    """Print the slots of a run, how long it still takes, what it lost, and whether its newest steps trained nothing.
+
+    Args:
+        end: what it left, if it has ended.
+    """
     console = console_for_output()
     head = f"{status.name}  [bold]{escape(status.status)}[/]"
     if status.exit_code is None:
@@ -119,6 +126,10 @@ def show_status(
         console.print(Text(f"  {status.diagnosis}", "red"))
     if status.first is not None:
         console.print(Text(f"  earlier, the first failure: {status.first}", "red"))
+    for name, text in end.rows() if end is not None else ():
+        console.print(Text.assemble("  ", (f"{name:<{HEAD_WIDTH}}", "bright_black"), text), soft_wrap=True)
+    if empty_steps:
+        console.print(Text(f"  {empty_steps}", "yellow"), soft_wrap=True)
     if report is not None:
         show_recent(console, report)
     if not status.slots:
@@ -238,6 +249,7 @@ def show_why(found: Account, asked: str = "") -> None:
     elif found.first is None and found.final is None:
         who = f"{asked} has" if asked else "No role has"
         lost = ", but samples are lost" if found.losses else ""
+        lost += ", but its newest steps trained nothing" if found.empty_steps and not lost else ""
         line = f"{who} {'not ' if asked else ''}failed since the run was started{lost}."
         console.print(Text(line, "yellow" if lost else "green"))
     first = None if asked or not _led_to_end(found) else found.first
@@ -245,7 +257,12 @@ def show_why(found: Account, asked: str = "") -> None:
         _show_diagnosis(console, "What ended the run", final)
     if first is not None:
         _show_diagnosis(console, "First failure", first)
+    if found.empty_steps:
+        console.print(Text("\nSteps that trained nothing", "bold"))
+        console.print(Text(f"  {found.empty_steps}", "yellow"), soft_wrap=True)
     show_losses(console, found.losses, found.retired, found.workers)
+    if not asked:
+        _show_earlier(console, found)
     _show_incidents(console, found, [one for one in (final, first) if one is not None])
     if found.waiting:
         console.print(Text("\nWho waits for what", "bold"))
@@ -257,6 +274,21 @@ def show_why(found: Account, asked: str = "") -> None:
         console.print(Text(f"  ({found.notes_left_out} earlier left out)", "bright_black"))
     for note in found.notes:
         console.print(Text(f"  {_clock(note.t)}  {note.text}", TONE.get(note.tone, "")))
+
+
+def _show_earlier(console: Console, found: Account) -> None:
+    """How the starts before this one ended, and what they lost."""
+    if found.earlier:
+        console.print(Text("\nEarlier starts of this run", "bold"))
+    for one in found.earlier:
+        began, ended = (
+            NOTHING if t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+            for t in (one.began, one.ended)
+        )
+        line = f"  {began} to {ended}  {one.status}: {clip(one.reason, REASON)}"
+        console.print(Text(line), soft_wrap=True)
+        for loss in one.losses:
+            console.print(Text(f"    lost: {describe_loss(loss)}", "yellow"), soft_wrap=True)
 
 
 def _led_to_end(found: Account) -> bool:

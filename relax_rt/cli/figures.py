@@ -21,6 +21,8 @@ from relax_rt.transport.versions import VersionRecord, VersionTree
 
 ASK_TIMEOUT_S = 1.0
 LOOK_BACK_BYTES = 256 << 10
+STEP_LOOK_BACK_BYTES = 2 << 20
+"""A slow step has more records of other roles after it."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -45,6 +47,14 @@ def figures_of(status: RunStatus) -> dict[str, Figures]:
     """The figures of every living slot that has any; what cannot be learnt is left out."""
     changes, records = _ask_registry(status)
     return judge(status, changes, records, newest(_metrics(Path(status.run_dir))))
+
+
+def empty_steps(run_dir: Path) -> str:
+    """Why the newest steps of a run trained nothing, by the record of the newest one; empty if it trained."""
+    steps = [record for record in _metrics(run_dir, STEP_LOOK_BACK_BYTES) if record.get("kind") == "step"]
+    if not steps or not (why := steps[-1].get("empty_why")):
+        return ""
+    return f"the last {steps[-1].get('empty_steps')} steps, up to step {steps[-1].get('step')}, trained nothing: {why}"
 
 
 def judge(
@@ -85,8 +95,8 @@ def newest(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str,
     return {(str(record.get("by", "")), str(record.get("kind", ""))): record for record in records}
 
 
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    tail = Tail(run_dir / METRICS, last_bytes=LOOK_BACK_BYTES, read_bytes=2 * LOOK_BACK_BYTES)
+def _metrics(run_dir: Path, last_bytes: int = LOOK_BACK_BYTES) -> list[dict[str, Any]]:
+    tail = Tail(run_dir / METRICS, last_bytes=last_bytes, read_bytes=2 * last_bytes)
     try:
         return tail.poll()
     finally:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from relax_rt.cli.losses import Losses
 from relax_rt.config.problems import BadInput, did_you_mean
 from relax_rt.events import read_events
+from relax_rt.observe.losses import Losses
 from relax_rt.supervision import control
 from relax_rt.transport.errors import RelaxError
 from relax_rt.transport.identity import Incarnation
@@ -18,6 +18,7 @@ from relax_rt.transport.rpc import Client, make_hello
 
 ASK_TIMEOUT_S = 5.0
 KEPT = "progress.kept_items"
+MOST_NAMED = 8
 
 T = TypeVar("T")
 
@@ -33,22 +34,44 @@ def progress_report(run_dir: Path) -> ProgressReport:
         return ProgressReport(losses=list(found.losses), retired=found.retired)
 
 
-def reinstate(run_dir: Path, items: Sequence[str]) -> None:
+def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
     """Have the queue of a living run try these items again.
 
+    Args:
+        items: ids, or beginnings of ids that no other retired item has.
+
+    Returns:
+        Their ids.
+
     Raises:
-        BadInput: one is not retired, or the run has ended.
+        BadInput: one is not retired or ambiguous, or the run has ended.
     """
     known = [one.item for one in progress_report(run_dir).retired]
-    for item in items:
-        if item not in known:
-            hint = did_you_mean(item, known) or (f"retired are {', '.join(known[:8])}" if known else "none is retired")
-            raise BadInput(f"item {item!r} is not retired", hint=hint)
+    found = list(dict.fromkeys(_retired_item(item, known) for item in items))
     try:
-        _ask(run_dir, lambda queue: queue.reinstate(list(items)))
+        _ask(run_dir, lambda queue: queue.reinstate(found))
     except RelaxError as error:
         hint = f"name the items in {KEPT} of roles.toml, and `relax-rt up` takes them back"
         raise BadInput("the run's queue cannot be asked", why=str(error), hint=hint) from error
+    return found
+
+
+def _retired_item(item: str, known: Sequence[str]) -> str:
+    """The retired item of that id, or the only one whose id begins so."""
+    if item in known:
+        return item
+    found = [one for one in known if item and one.startswith(item)]
+    if len(found) > 1:
+        more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise BadInput(
+            f"item {item!r} is ambiguous",
+            why=f"{len(found)} retired items begin so: {', '.join(found[:MOST_NAMED])}{more}",
+            hint="give more of the id",
+        )
+    if not found:
+        named = f"retired are {', '.join(known[:MOST_NAMED])}" if known else "none is retired"
+        raise BadInput(f"item {item!r} is not retired", hint=did_you_mean(item, known) or named)
+    return found[0]
 
 
 def _ask(run_dir: Path, question: Callable[[QueueApi], Awaitable[T]]) -> T:

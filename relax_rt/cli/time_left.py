@@ -43,36 +43,43 @@ def estimate_of(status: RunStatus) -> Estimate | None:
 
 def expected(config: RunConfig) -> str:
     """Describe how long a run will take, as far as known before it starts."""
-    steps = load_job(config.run.job).steps(config)
+    job = load_job(config.run.job)
+    steps = job.steps(config)
     if steps is None:
         return ""
     own, pacing = Path(config.run.dir), pacing_of(config)
-    before = _measured(own, steps, pacing) if _on_this_machine(own) else None
-    if before is not None and before.step_s is not None and before.left_s is not None and before.measured >= ENOUGH:
-        if before.step >= steps:
-            return f"all {steps} steps are done"
-        left, pace = steps - before.step, duration(before.step_s)
-        return f"about {duration(left * before.step_s)} for the {left} steps left, at its last start's {pace} a step"
+    before = _measured(own, steps, pacing)
+    at = job.resumes_at(own)
+    if at is None:
+        at = 0 if before is None else before.step
+    if at >= steps:
+        return f"all {steps} steps are done"
+    left = steps - at
+    todo = f"the {left} steps left from step {at}" if at else f"{steps} steps"
+    known = before is not None and before.measured >= ENOUGH and _on_this_machine(own)
+    if known and before is not None and before.step_s is not None and before.left_s is not None:
+        pace = duration(before.step_s)
+        return f"about {duration(left * before.step_s)} for {todo}, at its last start's {pace} a step"
     for run_dir in _like(config):
         found = _measured(run_dir, steps, pacing)
         if found is not None and found.step_s is not None and found.measured >= ENOUGH:
-            long, pace = duration(steps * found.step_s), duration(found.step_s)
+            long, pace = duration(left * found.step_s), duration(found.step_s)
             like = f"the {pace} a step that {run_dir.name} took on this machine with these settings"
-            return f"about {long} for {steps} steps, at {like}"
-    return f"{steps} steps; the time left is estimated after the first and updated with each step"
+            return f"about {long} for {todo}, at {like}"
+    return f"{todo}; the time left is estimated after the first and updated with each step"
 
 
 def _measured(run_dir: Path, steps: int | None, pacing: Pacing) -> Estimate | None:
     if steps is None:
         return None
     estimator = Estimator(steps, pacing)
-    for record in _records(run_dir / METRICS):
+    for record in records(run_dir / METRICS):
         estimator.take(record)
     return estimator.estimate(time.time())
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The beginning of a run's metrics and their end: what was evaluated first, and the last steps."""
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the beginning and the end of a run's metrics: what was evaluated first, and the last steps."""
     try:
         with path.open("rb") as file:
             yield from filter(None, map(parse_line, file.read(HEAD_BYTES).split(b"\n")))

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from relax_rt.cli.incidents import Incident, Incidents
-from relax_rt.cli.losses import Losses, ReportedLoss
-from relax_rt.observe.story import MAX_SLOTS, Note, Story
+from relax_rt.observe.losses import Losses, ReportedLoss
+from relax_rt.observe.story import MAX_SLOTS, Note, RequestedEnds, Story
 from relax_rt.observe.text import lacks
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -18,7 +18,10 @@ from relax_rt.transport.queue.api import Retired
 
 MAX_NOTES = 40
 MAX_SHOWN = 60
+MAX_EARLIER, MAX_CAUSES = 3, 3
+"""Starts before the newest one that are shown, and causes of losses of each."""
 AGENT_DIED = "agent died"
+KILLED_WITH_KEEPER = "it was killed together with its keeper, which would have recorded its end"
 ENDED = ("ended", "pending")
 
 
@@ -45,6 +48,22 @@ class Waiting(msgspec.Struct, frozen=True):
     state_s: float
 
 
+class EarlierStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of the run before the newest one.
+
+    Attributes:
+        began, ended: wall-clock times of its first and last event (s).
+        status, reason: how and why it ended.
+        losses: samples lost in it, the most frequent causes first.
+    """
+
+    began: float | None
+    ended: float | None
+    status: str
+    reason: str
+    losses: list[ReportedLoss] = []
+
+
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `why` knows.
 
@@ -58,6 +77,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         notes: the newest of all other events, in order.
         losses: samples lost in this start of the run, by cause. workers: description of each killed reward worker.
         retired: data items that are not sampled again.
+        empty_steps: why the newest steps trained nothing; empty if they trained.
+        earlier: the last starts before this one, in order.
     """
 
     name: str
@@ -78,6 +99,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[ReportedLoss] = []
     workers: str = ""
     retired: list[Retired] = []
+    empty_steps: str = ""
+    earlier: list[EarlierStart] = []
 
 
 class _Slot:
@@ -97,9 +120,20 @@ class _Start:
         self.notes: deque[tuple[Note, dict[str, Any]]] = deque(maxlen=MAX_NOTES)
         self.noted = 0
         self.story = Story()
+        self.requested = RequestedEnds()
         self.incidents = Incidents()
         self.agent_died = ""
+        self.first_event: float | None = None
         self.last_event: float | None = None
+        self.end: tuple[str, str] | None = None
+        """Status and reason, if it ended in order."""
+
+    def earlier(self, losses: list[ReportedLoss]) -> EarlierStart:
+        """What is kept of this start once another one begins."""
+        status, reason = self.end or (AGENT_DIED, self.agent_died or KILLED_WITH_KEEPER)
+        return EarlierStart(
+            began=self.first_event, ended=self.last_event, status=status, reason=reason, losses=losses[:MAX_CAUSES]
+        )
 
 
 def known_names(status: RunStatus) -> list[str]:
@@ -107,20 +141,24 @@ def known_names(status: RunStatus) -> list[str]:
     return sorted({slot.slot for slot in status.slots} | {slot.kind for slot in status.slots})
 
 
-def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "") -> Account:
+def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "", *, empty_steps: str = "") -> Account:
     """The account of the newest start of a run.
 
     Args:
         events: the event log, oldest first.
         status: how the run does now.
         slot: tell of this slot only; a kind of role means all of its slots.
+        empty_steps: see Account.
     """
     found = _Start()
     # What ended the run stands at the top of the account, if it is known.
     losses = Losses()
+    earlier: deque[EarlierStart] = deque(maxlen=MAX_EARLIER)
     quiet = (*QUIET, "run_draining") if status.diagnosis is not None else QUIET
     for event in events:
         if event.get("kind") == "run_started":
+            if found.last_event is not None:
+                earlier.append(found.earlier(losses.losses))
             found = _Start()
         losses.take(event)
         _gather(found, event, slot, quiet)
@@ -131,7 +169,7 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
     told = set(found.incidents.told)
     notes = [note for note, fault in found.notes if (fault.get("seed"), fault.get("number")) not in told or not fault]
     if status.status == AGENT_DIED:
-        died = died or status.reason or "it was killed together with its keeper, which would have told of it"
+        died = died or status.reason or KILLED_WITH_KEEPER
     return Account(
         name=status.name,
         run_id=status.run_id,
@@ -151,6 +189,8 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "")
         losses=losses.losses,
         workers=losses.workers,
         retired=losses.retired,
+        empty_steps=empty_steps,
+        earlier=list(earlier),
     )
 
 
@@ -158,8 +198,13 @@ def _gather(found: _Start, event: dict[str, Any], slot: str, quiet: Collection[s
     about, kind, at = str(event.get("slot", "")), event.get("kind"), event.get("t")
     if isinstance(at, int | float):
         found.last_event = float(at)
+        found.first_event = float(at) if found.first_event is None else found.first_event
+    if kind == "run_ended":
+        found.end = str(event.get("status", "")), str(event.get("reason", ""))
     if kind == "agent_died":
         found.agent_died = str(event.get("cause", ""))
+    if found.requested.take(event):
+        return
     # Incidents see everything: what the queue says of a death names no slot, and a gang has several.
     found.incidents.take(event)
     if slot and about and not _matches(about, slot):

@@ -207,6 +207,13 @@ class Job(ABC):
         """Return the `changeable` keys that no longer have an effect in this run, each with the reason."""
         return {}
 
+    def resumes_at(self, run_dir: Path) -> int | None:
+        """Return the step of the checkpoint that a resumed run continues from; 0: from the beginning.
+
+        None: the job has no checkpoints.
+        """
+        return None
+
     def check(self, config: Any, config_dir: Path) -> list[Problem]:
         """Run the cheap checks across keys: no model, data or user code is loaded."""
         return []
@@ -259,6 +266,10 @@ class Job(ABC):
         Args:
             loss: fields of a `Loss` of the queue.
         """
+        return ""
+
+    def finished(self, config: Any) -> str:
+        """Return what has been done when every significant role has finished; empty: the last role is named."""
         return ""
 
     def finish(self, run_dir: Path, config: Any) -> dict[str, Any]:
@@ -351,6 +362,11 @@ def absent_kinds(config: RunConfig) -> frozenset[str]:
 def pacing_of(config: RunConfig) -> Pacing:
     """Which metrics the time of a step consists of, from the run's job."""
     return load_job(config.run.job).pacing(config)
+
+
+def finished(config: RunConfig) -> str:
+    """What has been done when every significant role has finished, from the run's job."""
+    return load_job(config.run.job).finished(config)
 
 
 def advice(config: RunConfig, loss: Mapping[str, Any]) -> str:

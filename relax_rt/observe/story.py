@@ -9,8 +9,9 @@ import msgspec
 from relax_rt.observe.text import NOTHING, clip, duration
 
 Tone = Literal["plain", "good", "warning", "error"]
-LINE = 160
-MAX_SLOTS = 4096
+LINE, ADVICE = 160, 320
+"""Characters of a note, and of one that may say what helps."""
+MAX_SLOTS, MAX_REQUESTS = 4096, 64
 
 
 TOLD: dict[str, tuple[Tone, str]] = {
@@ -39,6 +40,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "zygote_given_up": ("warning", "roles are no longer forked from a zygote: {reason}"),
     "spare_died": ("warning", "a spare of {role} died: {reason}"),
     "spares_ended": ("plain", "the spares of {role} are ended: {reason}"),
+    "run_ending_already": ("plain", "the run is ending already; asked again: {reason}"),
     "supervisor_fault": ("error", "fault of the supervisor: {error}"),
     "keeper_died": ("warning", "the keeper died; another takes its place"),
     "unkillable": ("error", "these processes could not be killed: {pids}"),
@@ -55,7 +57,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
         "warning",
         "filters left out all {scored} groups scored for step {step} (lately {passing} pass): {filtered}",
     ),
-    "steps_empty": ("error", "{steps} consecutive steps had no token to train and published no version: {why}"),
+    "steps_empty": ("warning", "{steps} consecutive steps trained nothing: {why}"),
 }
 """Events that are told as they are, with the fields they carry."""
 TOLD_ONCE: dict[str, tuple[Tone, str]] = {
@@ -88,18 +90,41 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
+class RequestedEnds:
+    """Knows the slots that were killed because somebody ended the whole run: these are no failures. No I/O."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+
+    def take(self, event: dict[str, Any]) -> bool:
+        """Whether the event is the kill or the exit of such a slot."""
+        match event.get("kind"):
+            case "run_started":
+                self._reasons.clear()
+            case "run_draining" | "run_ending_already" if len(self._reasons) < MAX_REQUESTS:
+                self._reasons.add(str(event.get("reason")))
+            case "slot_killed":
+                return str(event.get("reason")) in self._reasons
+            case "slot_exited" if isinstance(diagnosis := event.get("diagnosis"), dict):
+                return diagnosis.get("kind") == "killed" and str(diagnosis.get("cause")) in self._reasons
+        return False
+
+
 class Story:
     """Makes notes of the events that a person wants to know of; the others give none. Bounded; no I/O."""
 
     def __init__(self) -> None:
         self._down: dict[str, float] = {}
         self._told: set[str] = set()
+        self._requested = RequestedEnds()
 
     def note(self, event: dict[str, Any]) -> Note | None:
         """The note for one event of the event log, if it deserves one."""
         t = event.get("t")
         at = float(t) if isinstance(t, int | float) else 0.0
         slot, kind = str(event.get("slot", "")), event.get("kind")
+        if self._requested.take(event):
+            return None
         match kind:
             case "slot_exited":
                 return self._exited(at, slot, event)
@@ -113,7 +138,7 @@ class Story:
         if told is None:
             return None
         tone, text = told
-        return Note(at, tone, clip(text.format_map(_Fields(event)), LINE))
+        return Note(at, tone, clip(text.format_map(_Fields(event)), ADVICE))
 
     def _first(self, kind: str) -> tuple[Tone, str] | None:
         if kind not in TOLD_ONCE or kind in self._told:
@@ -127,7 +152,9 @@ class Story:
         if reason == "Ctrl-C":
             text = f"Ctrl-C: the roles finish the work in hand{most}; Ctrl-C again ends them at once"
             return Note(at, "warning", text)
-        return Note(at, "error" if exit_code not in (0, None) else "plain", clip(f"the run ends: {reason}", LINE))
+        # From 128 on somebody asked for it: a signal, or `down --now`.
+        failed = isinstance(exit_code, int) and 0 < exit_code < 128
+        return Note(at, "error" if failed else "plain", clip(f"the run ends: {reason}", LINE))
 
     def _exited(self, at: float, slot: str, event: dict[str, Any]) -> Note | None:
         diagnosis = event.get("diagnosis")

@@ -75,7 +75,7 @@ def describe(done: Done) -> list[str]:
     """The end of a run, in lines for people."""
     # Where there is a diagnosis the cause is told in full by that.
     reason = done.reason if done.diagnosis is None else clip(done.reason, REASON)
-    lines = [f"relax-rt: {reason} (exit code {done.exit_code})"]
+    lines = [f"the run has ended: {reason} (exit code {done.exit_code})"]
     if done.diagnosis is not None:
         lines.append(f"  {done.diagnosis}")
         lines += [f"    {line}" for line in done.diagnosis.evidence(SHOWN_LINES, SHOWN_LINES)]

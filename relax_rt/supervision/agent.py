@@ -15,7 +15,7 @@ import msgspec
 import structlog
 import uvloop
 
-from relax_rt.config.job import absent_kinds, stall_after_s
+from relax_rt.config.job import absent_kinds, finished, stall_after_s
 from relax_rt.config.schema import RunConfig
 from relax_rt.events import EventLog
 from relax_rt.nodes.base import HeadBase, pinned_plans
@@ -122,7 +122,9 @@ class Agent:
         self._fleet = Fleet(self._local, self._base, self, self._events.emit)
         self._placer = Placer([self._base.here])
         roles = [plan.rules(rules) for plan in plans]
-        self._core = Supervisor(specs, random.Random().random, roles, self._placer, stall_after_s(config))
+        self._core = Supervisor(
+            specs, random.Random().random, roles, self._placer, stall_after_s(config), finished(config)
+        )
         self._keeper = KeeperWatch(paths, self._local, self._events.emit)
         self._keeper_pid = keeper_pid
         self._starts = Starts()

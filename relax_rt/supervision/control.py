@@ -86,7 +86,7 @@ def stop(run_dir: Path, reason: str = "relax-rt down", wait_s: float = 0.0) -> N
     _end(run_dir, lambda agent: agent.stop(reason), wait_s)
 
 
-def kill(run_dir: Path, reason: str = "relax-rt down --kill", wait_s: float = 0.0) -> None:
+def kill(run_dir: Path, reason: str = "relax-rt down --now", wait_s: float = 0.0) -> None:
     """End every role of a run now; errors as for `stop`."""
     _end(run_dir, lambda agent: agent.kill(reason), wait_s)
 

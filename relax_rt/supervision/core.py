@@ -57,6 +57,7 @@ class Supervisor(Requests):
         roles: rules of the roles; a role without them is one_for_one and needs all its slots.
         placer: finds room for slots; without one, every slot has room on this node.
         stall_after_s: the run ends when no slot that counts_for_stall made progress for this long; None: never.
+        finished: why the run ends when every significant role has finished; empty: the last of them is named.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Supervisor(Requests):
         roles: Iterable[RoleSpec] = (),
         placer: Placer | None = None,
         stall_after_s: float | None = None,
+        finished: str = "",
     ) -> None:
         super().__init__(Tree(specs, roles), uniform, placer)
+        self._finished = finished
         self._stall_after_s = stall_after_s
         self._moved_at = float("-inf")
         """When a slot that counts_for_stall made progress last, or was not expected to."""
@@ -271,7 +274,7 @@ class Supervisor(Requests):
         self._end(s, failed=False)
         open_ = [o for o in self._tree if o.spec.significant and (o.state != "ended" or o.drained)]
         if s.spec.significant and not open_:
-            self._drain(Ending(0, f"{s.name} has finished"))
+            self._drain(Ending(0, self._finished or f"{s.name} has finished"))
 
     # Failures, restarts and escalation.
 

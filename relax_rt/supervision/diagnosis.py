@@ -42,6 +42,9 @@ _CUDA = re.compile(r"CUDA error|CUDA out of memory|cudaError|CUBLAS_STATUS|CUDNN
 _EXCEPTION_LINE = re.compile(
     r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Died|Refused|Unreachable))(?:: (.*))?$"
 )
+_FRAME = re.compile(r'^  File "([^"]+)", line \d+')
+RUNTIME = f"{Path(__file__).parents[1]}/"
+LIBRARIES = ("site-packages/", "/lib/python")
 _OOM_LINE = re.compile(r"(?:out of memory|oom.kill)[^\n]*?\b(?:process |pid=)(\d+)\b", re.I)
 KILLS_REMEMBERED = 256
 _SIGNAL_CAUSE = {
@@ -97,7 +100,13 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in ("config", "given_up")
 
     def evidence(self, trace_lines: int = TRACE_LINES, log_lines: int = TAIL_LINES) -> list[str]:
-        """The end of its traceback, else of its log, without the lines that only repeat the cause."""
+        """The end of its traceback, else of its log, without the lines that only repeat the cause.
+
+        A role that ended because of its input or a limit says all of it in the cause: of its traceback only the lines
+        of the user's own code are left.
+        """
+        if self.final and self.trace:
+            return _user_frames(self.trace)[-trace_lines:]
         trace = [line for line in self.trace.splitlines() if not self._repeats(line)]
         return trace[-trace_lines:] or self.last_lines[-log_lines:]
 
@@ -108,6 +117,20 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"{self.slot}#{self.epoch} {self.kind}: {self.cause}"
+
+
+def _user_frames(trace: str) -> list[str]:
+    """Frames of a traceback, with their source lines, that are neither the runtime's nor a library's."""
+    found, keep = [], False
+    for line in trace.splitlines():
+        if frame := _FRAME.match(line):
+            path = frame[1]
+            # Paths within compiled modules are relative.
+            keep = path.startswith("/") and not path.startswith(RUNTIME) and not any(part in path for part in LIBRARIES)
+        elif not line.startswith("    "):
+            keep = False
+        found += [line] if keep else []
+    return found
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from relax_rt.events import read_events
 from relax_rt.metrics import read_metrics
+from relax_rt.observe.losses import Losses, ReportedLoss
 from relax_rt.roles.report.cold import ColdStart
 from relax_rt.roles.report.sets import SetScore, read_score, set_of
 
@@ -23,7 +24,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
-    was thrown away, if it was (not finite).
+    was thrown away, if it was (not finite). `empty`: it trained nothing, for lack of tokens or of an advantage.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     staleness: dict[int, int]
     keys: list[int]
     skipped: str
+    empty: bool = False
 
     @property
     def began(self) -> float:
@@ -100,6 +102,7 @@ class History(msgspec.Struct):
         lives: every process known of, in the order started.
         restarts: by role.
         account: the queue's last account of itself, if it gave one.
+        losses: samples lost in all starts of the run, by cause, the most frequent first.
         sessions: start and end of each `up` (wall-clock s); a resumed run has several.
     """
 
@@ -113,6 +116,7 @@ class History(msgspec.Struct):
     lives: list[Life] = []
     restarts: dict[str, Restarts] = {}
     account: dict[str, int] | None = None
+    losses: list[ReportedLoss] = []
     sessions: list[tuple[float, float]] = []
 
     def active(self, t: float) -> float:
@@ -159,8 +163,11 @@ def read_history(run_dir: Path) -> History:
                 tokens, before = int(_number(record, "tokens", 0.0)), rollouts.get(who, 0)
                 rollouts[who] = max(before, tokens)
                 told.append((t, tokens > before))
+    losses = Losses()
     for event in read_events(run_dir):
         ends.see(_t(event))
+        losses.take(event)
+    history.losses = losses.total
     history.sessions = ends.spans()
     history.steps = path.steps()
     history.generated_tokens = sum(rollouts.values())
@@ -304,6 +311,7 @@ def _step(record: dict[str, Any]) -> Step:
         staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
         keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
         skipped=str(record.get("skipped") or ""),
+        empty=bool(record.get("empty_steps")),
     )
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from relax_rt.observe.text import NOTHING, count, duration, number
+from relax_rt.observe.losses import ReportedLoss
+from relax_rt.observe.text import NOTHING, clip, count, duration, number
 from relax_rt.roles.report.cold import cold_lines, summarise_cold
 from relax_rt.roles.report.history import Evaluation, History, Step
 from relax_rt.roles.report.sets import set_lines, summarise_sets
 
 ENDS = 10
 LABEL = 19
+LOSSES, CAUSE = 5, 78
+"""Causes of losses that are printed, and characters of each."""
 FILTERED, RULE = "dropped(filter)", "filtered("
 """In the queue's account: samples that filters left out, and the same ones by rule."""
+NO_SAMPLES = ("trained_twice", "failed_groups", "groups_failed")
+"""In the queue's account: counts of other things than samples."""
 
 
 def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
@@ -36,6 +42,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
             "redone": len(history.redone),
             "redone_s": round(sum(step.t - step.began for step in history.redone), 1),
             "skipped": sum(bool(step.skipped) for step in steps),
+            "empty": sum(step.empty for step in steps),
         },
         "cold_start": summarise_cold(history.cold),
         "samples": {
@@ -63,8 +70,14 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
             for role, r in sorted(history.restarts.items())
         },
         "queue": history.account,
+        "losses": [_loss(loss) for loss in history.losses],
         "files": {"run_dir": str(run_dir)},
     }
+
+
+def _loss(loss: ReportedLoss) -> dict[str, Any]:
+    fields = ("task", "groups", "prompts", "cause", "where", "example", "item", "hint")
+    return {"samples": loss.members, **{name: getattr(loss, name) for name in fields}}
 
 
 def _time(history: History) -> dict[str, Any]:
@@ -158,6 +171,7 @@ def render_summary(summary: dict[str, Any]) -> list[str]:
         ("staleness", [_staleness_line(summary["staleness"])]),
         ("restarts", _restart_lines(summary)),
         ("queue", _queue_lines(summary)),
+        ("lost", _loss_lines(summary.get("losses", []))),
         ("files", _file_lines(summary)),
     ]
     return [f"{label if i == 0 else '':{LABEL}}{line}" for label, lines in blocks for i, line in enumerate(lines)]
@@ -218,6 +232,8 @@ def _steps_lines(summary: dict[str, Any]) -> list[str]:
         line += f", {steps['redone']} more done again after restarts"
     if steps["skipped"]:
         line += f", {steps['skipped']} skipped (not finite)"
+    if steps.get("empty"):
+        line += f", {steps['empty']} trained nothing"
     lines = [line]
     if reward["first"] is not None:
         lines.append(f"reward {_first_and_last(reward)}" if steps["done"] > 1 else f"reward {reward['last']:.3f}")
@@ -297,7 +313,19 @@ def _with_rules(name: str, account: dict[str, Any]) -> str:
 
 
 def _is_total(name: str) -> bool:
-    return name.startswith(("samples_", "prompts_", RULE)) or name == "trained_twice"
+    return name.startswith(("samples_", "prompts_", RULE)) or name in NO_SAMPLES
+
+
+def _loss_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    for loss in losses[:LOSSES]:
+        at = f"at task {loss['task']}" if loss["task"] else "while they were made"
+        lines.append(f"{count(loss['samples'])} samples of {count(loss['groups'])} groups failed {at}")
+        cause = clip(loss["cause"], CAUSE)
+        where = f" ({loss['where']})" if loss["where"] and loss["where"] not in cause else ""
+        lines.append(f"  {cause}{where}")
+    left = len(losses) - LOSSES
+    return [*lines, f"and {left} more causes: `relax-rt why`"] if left > 0 else lines
 
 
 def _file_lines(summary: dict[str, Any]) -> list[str]:

@@ -309,6 +309,16 @@ def read_state(folder: Path) -> CheckpointState:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
 
 
+def newest_step(folder: Path) -> int:
+    """Step of the newest checkpoint in a folder whose state can be read; 0: there is none."""
+    for one in sorted(folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True):
+        try:
+            return read_state(one).step
+        except (RelaxError, OSError):
+            continue
+    return 0
+
+
 def _write_state(path: Path, state: CheckpointState) -> None:
     own = _own_digest(msgspec.json.encode(state))
     path.write_bytes(msgspec.json.format(msgspec.json.encode(replace(state, own=own))))

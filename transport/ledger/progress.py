@@ -70,12 +70,15 @@ def failed_group(core: Core, group: Group) -> None:
     if not policy.group_size or group.prompt is None:
         return
     core.tally("groups_failed")
+    if state.verdict:
+        return
     state.failed_groups += 1
     if group.prompt.index not in state.prompts and len(state.prompts) < policy.failed_prompts:
         # By index and not by item: data of fewer items than the rule asks for would never end.
         state.prompts = [*state.prompts, group.prompt.index]
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
-    if enough and len(state.prompts) >= policy.failed_prompts and not state.verdict:
+    if enough and len(state.prompts) >= policy.failed_prompts:
+        # The row is as long as its end says; what is lost from here on is counted, as in the account of all samples.
         state.verdict = True
         report_losses(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))

@@ -370,11 +370,16 @@ class ProgressReport(msgspec.Struct, frozen=True):
 
 def describe_loss(loss: Loss) -> str:
     """Say in a line how much was lost, at which task, and for which cause."""
-    what = f"at task {loss.task}" if loss.task else "while they were made"
     of = _count(loss.prompts, "prompt") if loss.prompts < MAX_PROMPTS else f"{MAX_PROMPTS} or more prompts"
-    more = "" if not loss.where or loss.where in loss.cause else f" at {loss.where}"
     lost = f"{_count(loss.members, 'sample')} of {_count(loss.groups, 'group')}"
-    return f"{lost} ({of}) failed {what}: {loss.cause}{more}"
+    return f"{lost} ({of}) failed {describe_cause(loss)}"
+
+
+def describe_cause(loss: Loss) -> str:
+    """Say at which task, and for which cause."""
+    what = f"at task {loss.task}" if loss.task else "while they were made"
+    more = "" if not loss.where or loss.where in loss.cause else f" at {loss.where}"
+    return f"{what}: {loss.cause}{more}"
 
 
 def _count(number: int, what: str) -> str:

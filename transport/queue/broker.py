@@ -384,6 +384,17 @@ class Broker:
         self._check_alive()
         return progress.report(self._ledger.core)
 
+    def report_losses(self, older_s: float = 0.0) -> None:
+        """Note the counts of losses that were not noted, and whose cause was last noted at least this long ago.
+
+        Nothing else notes the last losses of a cause. Not journaled: after a restart they may be noted once more.
+        """
+        core = self._ledger.core
+        core.now, core.notices = self._clock(), []
+        progress.report_losses(core, older_s)
+        for kind, fields in core.notices:
+            self._notify(kind, {**fields, "n": self._ledger.n})
+
     async def reinstate(self, items: list[str]) -> None:
         """See QueueApi."""
         self._apply(ev.Reinstate(items))

@@ -72,7 +72,9 @@ def drain(
 
 @app.command(group=STEER)
 def reinstate(
-    items: Annotated[list[str], Parameter(help="Ids of retired items, as `relax-rt retired` lists them.")],
+    items: Annotated[
+        list[str], Parameter(help="Ids of retired items, as `relax-rt retired` lists them, or their beginnings.")
+    ],
     *,
     run: Run = None,
     json: Json = False,
@@ -81,8 +83,8 @@ def reinstate(
     from relax_rt.cli.retirement import reinstate
     from relax_rt.cli.runs import find_run_dir
 
-    reinstate(find_run_dir(run), items)
-    _tell((f"tried again: {', '.join(dict.fromkeys(items))}", []), as_json=json)
+    found = reinstate(find_run_dir(run), items)
+    _tell((f"tried again: {', '.join(found)}", []), as_json=json)
     return OK
 
 

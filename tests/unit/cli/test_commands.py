@@ -16,6 +16,7 @@ import pytest
 from relax_rt.cli.logs import LogFile, show_logs
 from relax_rt.cli.main import main
 from relax_rt.cli.runs import find_run_dir
+from relax_rt.config.loader import load_config, write_resolved
 from relax_rt.supervision.control import NoRun
 from relax_rt.supervision.process import rotate_log
 from relax_rt.supervision.rundir import owner_of, write_json
@@ -177,6 +178,33 @@ def test_ps_and_why_of_a_run_that_has_ended(capsys: Capture) -> None:
     assert code == 0
     assert "What ended the run" in out
     assert json.loads(call(capsys, "why", "--json")[1])["final"]["kind"] == "oom"
+
+
+def test_ps_of_a_run_that_has_ended_says_how_far_it_came(capsys: Capture) -> None:
+    config = load_config(TINY_JOB / "roles.toml", [f"run.dir={json.dumps(str(Path('runs/tiny').absolute()))}"])
+    reason = "relax-rt down"
+    run_dir = make_run("tiny", status="stopped", reason=reason, started_at=1000.0, ended_at=1083.0)
+    write_resolved(config, run_dir / "config.json")
+    scored = {"items": 64, "exact": 0.25, "exact_low": 0.15, "exact_high": 0.37, "step": 3}
+    records = [
+        {"kind": "evaluation", "when": "before", "t": 1.0, **scored, "exact": 0.125},
+        {"kind": "evaluation", "when": "during", "t": 2.0, **scored},
+        *({"kind": "step", "step": n, "t": float(n), "m": float(n)} for n in range(1, 6)),
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (run_dir / "summary.json").write_text("{}")
+    folder = run_dir / "checkpoints" / "step-000003"
+    folder.mkdir(parents=True)
+    state = {"step": 3, "version": 4, "digest": "", "epoch": 6, "ledger_step": 3}
+    (folder / "relax_rt.json").write_text(json.dumps(state))
+    out = call(capsys, "ps")[1]
+    assert out.startswith("tiny  stopped  relax-rt down  ")
+    assert " ago), after 1m 23s\n" in out
+    assert "  steps       5 of 6; `relax-rt up` resumes from the checkpoint of step 3\n" in out
+    assert "  evaluated   held out, during (step 3): 25.0% of 64 exact [15.0%, 37.0%]\n" in out
+    assert "  files       summary.json, metrics.jsonl, logs/, checkpoints/\n" in out
+    found = json.loads(call(capsys, "ps", "--json")[1])["ended"]
+    assert (found["step"], found["steps"], found["resumes_at"], found["ended_at"]) == (5, 6, 3, 1083.0)
 
 
 def test_why_and_logs_take_the_run_as_other_commands_do(capsys: Capture) -> None:

@@ -13,11 +13,11 @@ from test_why import RUNNING, event
 
 from relax_rt.cli import retirement
 from relax_rt.cli.display import show_why
-from relax_rt.cli.losses import Losses
 from relax_rt.cli.main import main
 from relax_rt.cli.retirement import progress_report, reinstate
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
+from relax_rt.observe.losses import Losses
 from relax_rt.supervision import control
 from relax_rt.transport.queue.api import Loss, ProgressReport, Retired
 
@@ -134,6 +134,23 @@ def test_ps_of_a_run_that_lives_asks_its_queue(
     assert "retired items: 1 (q9)" in out
 
 
+WHY = "rewards are equal within each group, mean reward 0.25; what helps: easier or harder prompts"
+
+
+@pytest.mark.parametrize("newest", ["", WHY])
+def test_steps_that_train_nothing_are_shown_until_one_trains(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], newest: str
+) -> None:
+    steps = [(7, WHY), (8, newest)]
+    records = [{"kind": "step", "step": n, "t": float(n), "empty_steps": n - 4, "empty_why": why} for n, why in steps]
+    records.append({"kind": "queue", "t": 9.0})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    told = f"the last 4 steps, up to step 8, trained nothing: {WHY}"
+    assert (told in ps(run_dir, capsys)) == bool(newest)
+    assert main(["why", "--run", str(run_dir)]) == 0
+    assert (told in capsys.readouterr().out) == bool(newest)
+
+
 def test_reinstate_names_the_items_asked_for(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +169,30 @@ def test_reinstate_names_the_items_asked_for(
     monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "q7", "--run", str(run_dir)]) == 0
     assert asked == ["q7"] and capsys.readouterr().out == "tried again: q7\n"
+
+
+def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = ("3fa91c", "3fa97d", "b07e44", "b07")
+    asked: list[str] = []
+
+    class Queue:
+        async def progress(self) -> ProgressReport:
+            return ProgressReport(0, 0, 64, False, [], [Retired(one, "", "reward", "late", 2) for one in ids], 1)
+
+        async def reinstate(self, items: list[str]) -> None:
+            asked.extend(items)
+
+    (run_dir / "run.json").write_text("{}")
+    monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
+    assert main(["reinstate", "3fa91", "b07", "3fa91c", "--run", str(run_dir)]) == 0
+    assert asked == ["3fa91c", "b07"] and capsys.readouterr().out == "tried again: 3fa91c, b07\n"
+    with pytest.raises(BadInput, match=r"'3fa9' is ambiguous: 2 retired items begin so: 3fa91c, 3fa97d"):
+        reinstate(run_dir, ["b07e", "3fa9"])
+    with pytest.raises(BadInput, match="'' is not retired"):
+        reinstate(run_dir, [""])
+    assert asked == ["3fa91c", "b07"], "nothing is taken back unless all are clear"
 
 
 def test_an_ended_run_lists_its_items_and_says_how_they_are_taken_back(run_dir: Path) -> None:

@@ -55,10 +55,42 @@ def test_without_an_earlier_run_nothing_is_promised() -> None:
     assert f"  time    {told}" in brief(config("new"))
 
 
+def checkpoint(name: str, step: int) -> None:
+    folder = Path(config(name).run.dir) / "checkpoints" / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    state = {"step": step, "version": step + 1, "digest": "", "epoch": 6, "ledger_step": step}
+    (folder / "relax_rt.json").write_text(json.dumps(state))
+
+
 def test_an_earlier_start_of_the_run_says_how_long_the_rest_takes() -> None:
     ran("mine", steps=50, seconds=6.0)
-    assert expected(config("mine")) == "about 15m 00s for the 150 steps left, at its last start's 6.0 s a step"
+    checkpoint("mine", 40)
+    checkpoint("mine", 50)
+    left = "about 15m 00s for the 150 steps left from step 50, at its last start's 6.0 s a step"
+    assert expected(config("mine")) == left
     assert expected(config("mine", "algorithm.steps=50")) == "all 50 steps are done"
+
+
+def test_steps_after_the_newest_checkpoint_are_done_again() -> None:
+    ran("mine", steps=50, seconds=6.0)
+    told = "about 20m 00s for 200 steps, at its last start's 6.0 s a step"
+    assert expected(config("mine")) == told
+    assert "(resumes the run there, last stopped, from the beginning: it has no checkpoint)" in brief(config("mine"))[0]
+    checkpoint("mine", 40)
+    told = "about 16m 00s for the 160 steps left from step 40, at its last start's 6.0 s a step"
+    assert expected(config("mine")) == told
+    assert "(resumes the run there, last stopped, from the checkpoint of step 40)" in brief(config("mine"))[0]
+    # A folder that cannot be read is passed over, as the trainer does.
+    (Path(config("mine").run.dir) / "checkpoints" / "step-000050").mkdir()
+    assert expected(config("mine")) == told
+
+
+def test_a_resumed_run_without_a_pace_of_its_own_counts_from_its_checkpoint_too() -> None:
+    ran("mine", steps=1)
+    checkpoint("mine", 1)
+    assert expected(config("mine")).startswith("the 199 steps left from step 1; the time left is estimated")
+    ran("earlier")
+    assert expected(config("mine")).startswith("about 9m 57s for the 199 steps left from step 1, at the 3.0 s a step")
 
 
 @pytest.mark.parametrize("otherwise", [[], ["run.seed=5"], ["algorithm.steps=40"], ["supervision.lease_s=20"]])

@@ -393,3 +393,46 @@ def test_an_earlier_reason_of_the_role_that_ended_the_run_is_told(capsys: pytest
     show_why(account(told, ended))
     out = capsys.readouterr().out
     assert out.index("What ended the run") < out.index("First failure") < out.index("Each failure")
+
+
+def test_a_run_that_was_ended_by_request_has_no_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    now = "relax-rt down --now"
+    told = [
+        event(10.0, "run_started"),
+        event(20.0, "run_draining", reason=now, exit_code=137),
+        *(event(20.1, "slot_killed", slot, reason=now) for slot in ("trainer/0", "rollout/0")),
+        *(exited(20.2, slot, now, "killed") for slot in ("trainer/0", "rollout/0")),
+        event(20.3, "run_ended", status="killed", exit_code=137, reason=now),
+    ]
+    found = account(told, msgspec.structs.replace(RUNNING, status="killed", exit_code=137, reason=now, slots=[]))
+    assert (found.first, found.deaths, found.incidents) == (None, [], [])
+    show_why(found)
+    out = capsys.readouterr().out
+    assert out.splitlines()[:2] == [f"two is killed: {now}", "No role has failed since the run was started."]
+    assert "died" not in out
+
+
+def test_earlier_starts_are_named_with_their_end_and_their_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    loss = {"task": "reward", "gist": "r.py:3", "cause": "KeyError: 'a' at r.py:3", "where": "r.py:3", "groups": 8}
+    told = [
+        event(10.0, "run_started"),
+        exited(12.0, "trainer/0", "killed for memory", "oom"),
+        event(20.0, "run_started"),
+        event(21.0, "members_lost", **loss, prompts=2, members=64),
+        event(22.0, "run_ended", status="failed", exit_code=1, reason="trainer/0 cannot go on: 64 groups failed"),
+        event(30.0, "run_started"),
+        event(31.0, "members_lost", **loss, prompts=1, members=1),
+    ]
+    found = account(told, RUNNING)
+    assert [(one.status, len(one.losses), one.began, one.ended) for one in found.earlier] == [
+        ("agent died", 0, 10.0, 12.0),
+        ("failed", 1, 20.0, 22.0),
+    ]
+    assert [one.members for one in found.losses] == [1]
+    show_why(found)
+    out = capsys.readouterr().out
+    assert "failed: trainer/0 cannot go on: 64 groups failed" in out and "agent died: it was killed together" in out
+    assert "lost: 64 samples of 8 groups (2 prompts) failed at task reward: KeyError: 'a' at r.py:3" in out
+    show_why(account(told, RUNNING, "trainer"), "trainer")
+    assert "Earlier starts" not in capsys.readouterr().out
+    assert account(told[:4], RUNNING).earlier[0].reason and account(told[:1], RUNNING).earlier == []

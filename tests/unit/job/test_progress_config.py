@@ -116,6 +116,8 @@ def test_the_end_names_causes_settings_and_how_to_go_on(toml: Path) -> None:
     error = ending(config(toml), report)
     assert str(error).count("KeyError") == 3 and "2 further causes" in str(error)
     assert "70 groups of 4 or more prompts failed in a row" in error.what
+    # Samples are lost until the last role has ended: the closing lines have their number.
+    assert "sample" not in error.why and error.why.startswith("at task reward: ")
     assert "mend /me/reward.py:3" in error.hint and "`relax-rt up` again" in error.hint
     assert "8 or more prompts" in failure_summary(report) and "the run ends at 64" in failure_summary(report)
     assert failure_summary(ProgressReport(0, 0, 64, False, [LOSS], [], 0)) == ""

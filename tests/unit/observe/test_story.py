@@ -24,6 +24,13 @@ def test_what_an_event_carries_is_no_template() -> None:
     assert note is not None and note.text == "{slot} hangs: {0.__class__} {x"
 
 
+def test_empty_steps_are_a_warning_with_what_helps() -> None:
+    why = "rewards are equal within each group, mean reward 0; what helps: easier or harder prompts, a reward with"
+    note = Story().note({"t": 1.0, "kind": "steps_empty", "steps": 3, "why": f"{why} more than one value"})
+    assert note is not None and note.tone == "warning"
+    assert note.text == f"3 consecutive steps trained nothing: {why} more than one value"
+
+
 def test_others_are_not_told() -> None:
     story = Story()
     assert story.note({"t": 1.0, "kind": "epoch_issued"}) is None
@@ -45,3 +52,31 @@ def test_what_may_come_at_each_step_is_told_once() -> None:
     notes = [story.note({"t": float(n), "kind": "weights_not_filed", "version": n, "why": "full"}) for n in (1, 2, 3)]
     assert [note is not None for note in notes] == [True, False, False]
     assert notes[0] is not None and notes[0].text == "version 1 is not in publication.directory: full"
+
+
+def ended(slot: str, kind: str, cause: str) -> dict[str, object]:
+    return {"t": 2.0, "kind": "slot_exited", "slot": slot, "diagnosis": {"kind": kind, "cause": cause}}
+
+
+def test_slots_that_end_with_the_run_by_request_are_no_failures() -> None:
+    story, now = Story(), "relax-rt down --now"
+    begun = story.note({"t": 1.0, "kind": "run_draining", "reason": now, "exit_code": 137})
+    assert begun is not None and (begun.tone, begun.text) == ("plain", f"the run ends: {now}")
+    assert story.note({"t": 2.0, "kind": "slot_killed", "slot": "trainer/0", "reason": now}) is None
+    assert story.note(ended("trainer/0", "killed", now)) is None
+    # What goes wrong meanwhile is told.
+    crashed = story.note(ended("queue/0", "exception", "disk full"))
+    assert crashed is not None and crashed.tone == "error"
+    late = story.note({"t": 3.0, "kind": "slot_killed", "slot": "rollout/0", "reason": "still running 10 s after it"})
+    assert late is not None and late.tone == "warning"
+
+
+def test_a_second_request_is_told_once_and_its_kills_are_not() -> None:
+    story = Story()
+    story.note({"t": 1.0, "kind": "run_draining", "reason": "Ctrl-C", "exit_code": 130})
+    again = story.note({"t": 2.0, "kind": "run_ending_already", "reason": "Ctrl-C again"})
+    assert again is not None and (again.tone, "Ctrl-C again" in again.text) == ("plain", True)
+    assert story.note(ended("trainer/0", "killed", "Ctrl-C again")) is None
+    story.note({"t": 5.0, "kind": "run_started"})
+    failed = story.note({"t": 6.0, "kind": "run_draining", "reason": "trainer/0 cannot go on", "exit_code": 1})
+    assert failed is not None and failed.tone == "error"

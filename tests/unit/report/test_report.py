@@ -46,6 +46,7 @@ def test_a_whole_run_with_a_restart_in_the_middle(tmp_path: Path) -> None:
         "redone": 7,
         "redone_s": pytest.approx(190, rel=0.1),
         "skipped": 0,
+        "empty": 0,
     }
     assert summary["samples"] == {"trained": 60 * 96, "trained_twice": 0}
     assert summary["staleness"]["max"] == 1 and summary["staleness"]["held"]
@@ -253,3 +254,61 @@ def test_the_tool_redraws_a_run_without_its_config(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, tool, tmp_path], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "held-out accuracy" in done.stdout and sorted(p.name for p in (tmp_path / "plots").iterdir()) == PLOTS
+
+
+def lost(members: int, **fields: Any) -> dict[str, Any]:
+    known = {
+        "task": "reward",
+        "gist": "mine.py:3",
+        "cause": "score raised KeyError: 'a'",
+        "where": "/home/me/mine.py:3",
+    }
+    known |= {"example": "score raised KeyError: 'a' at /home/me/mine.py:3", "item": "q7", "hint": "mend mine.py:3"}
+    return {**known, "groups": members // 4, "prompts": 3, **fields, "members": members}
+
+
+def test_losses_of_all_starts_are_named_with_their_line(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    out.event("run_started", START)
+    out.event("members_lost", START + 1, "queue/0#2", **lost(8))
+    out.event("members_lost", START + 2, "queue/0#2", **lost(12))
+    out.event("run_started", START + 9)
+    out.event("members_lost", START + 10, "queue/0#4", **lost(4, cause="score raised KeyError: 'b'"))
+    out.event("members_lost", START + 10, "queue/0#4", **lost(3, gist="no room", task="", where="", cause="no room"))
+    out.close()
+    summary = report(tmp_path)
+    first, second = summary["losses"]
+    assert (first["samples"], first["groups"], first["where"]) == (16, 4, "/home/me/mine.py:3")
+    assert first["example"].startswith("score raised KeyError") and first["hint"] == "mend mine.py:3"
+    assert (second["samples"], second["task"]) == (3, "")
+    text = "\n".join(render_summary(summary))
+    assert "lost               16 samples of 4 groups failed at task reward" in text
+    assert "score raised KeyError: 'b' (/home/me/mine.py:3)" in text
+    assert "3 samples of 0 groups failed while they were made" in text
+
+
+def test_steps_that_trained_nothing_are_counted(tmp_path: Path) -> None:
+    out, rng = Writer(tmp_path), random.Random(1)
+    for step, empty in enumerate((0, 1, 2, 0, 1), 1):
+        record = {**step_record(step, 6, 1 + 12 * step, rng), "empty_steps": empty}
+        out.metric("step", START + 30 * step, "trainer/0#6", **record)
+    out.close()
+    summary = report(tmp_path)
+    assert summary["steps"]["empty"] == 3
+    assert "5, 480 samples, 3 trained nothing" in "\n".join(render_summary(summary))
+
+
+def test_a_run_that_lost_nothing_says_nothing_of_losses(tmp_path: Path) -> None:
+    make(tmp_path, steps=2)
+    summary = report(tmp_path)
+    assert summary["losses"] == [] and not any(line.startswith("lost") for line in render_summary(summary))
+
+
+def test_only_the_most_frequent_losses_are_printed(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    out.event("run_started", START)
+    for n in range(9):
+        out.event("members_lost", START + n, "queue/0#2", **lost(10 + n, gist=f"mine.py:{n}", cause=f"cause {n}"))
+    out.close()
+    text = "\n".join(render_summary(report(tmp_path)))
+    assert "cause 8" in text and "cause 4" in text and "cause 3" not in text and "and 4 more causes" in text

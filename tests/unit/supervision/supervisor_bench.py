@@ -26,12 +26,17 @@ class Bench:
     """Call it with events; `actions` are what the last call led to. Roles without rules are never restarted whole."""
 
     def __init__(
-        self, *specs: SlotSpec, draw: float = 0.5, roles: Sequence[RoleSpec] = (), placer: Placer | None = None
+        self,
+        *specs: SlotSpec,
+        draw: float = 0.5,
+        roles: Sequence[RoleSpec] = (),
+        placer: Placer | None = None,
+        finished: str = "",
     ) -> None:
         given = {role.kind for role in roles}
         kinds = dict.fromkeys(spec.kind for spec in specs if spec.kind not in given)
         rules = [*roles, *(RoleSpec(kind=kind, role_restarts=0) for kind in kinds)]
-        self.core = Supervisor(specs, lambda: draw, rules, placer)
+        self.core = Supervisor(specs, lambda: draw, rules, placer, finished=finished)
         self.now = 0.0
         self.epoch = 0
         self.actions: list[Action] = []

@@ -191,6 +191,14 @@ def test_significant_role_that_finishes_ends_the_run_in_order() -> None:
     assert b.done.exit_code == 0 and "t/0 has finished" in b.done.reason
 
 
+def test_the_end_of_a_finished_run_is_named_by_its_job() -> None:
+    b = Bench(spec("t/0", significant=True), finished="all 6 steps are done")
+    b(RunStarted()), b.up("t/0")
+    b(SlotFinished("t/0"))
+    b.dies("t/0", "clean")
+    assert (b.done.exit_code, b.done.reason) == (0, "all 6 steps are done")
+
+
 def test_work_said_to_be_finished_counts_though_the_exit_was_not_clean() -> None:
     b = Bench(spec("t/0", significant=True))
     b(RunStarted()), b.up("t/0")

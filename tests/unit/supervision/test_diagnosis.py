@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_rt.config.problems import BadInput
+from relax_rt.supervision import diagnosis
 from relax_rt.supervision.diagnosis import (
     Diagnosis,
     Exit,
@@ -111,3 +112,39 @@ def test_kernel_log_does_not_accuse_the_innocent() -> None:
     assert kernel.killed(2**22 + 1) == ""
     kernel.close()
     assert kernel.killed(2**22 + 1) == ""
+
+
+CHAINED = """Traceback (most recent call last):
+  File "uvloop/loop.pyx", line 1515, in uvloop.loop.Loop.run_until_complete
+  File "{runtime}/host.py", line 300, in live
+    await _first(role.run(), *watches)
+  File "/home/me/game.py", line 12, in reset
+    board = BOARDS[seed]
+            ~~~~~~^^^^^^
+  File "/opt/venv/lib/python3.11/site-packages/numpy/core.py", line 5, in pick
+    raise IndexError
+IndexError: list index out of range
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "{runtime}/roles/trainer.py", line 426, in _look_at_losses
+    raise ending(self.config, report)
+relax_rt.roles.progress.NoProgress: 64 groups failed
+"""
+
+
+def test_an_end_that_says_all_in_its_cause_shows_the_users_lines_alone() -> None:
+    trace = CHAINED.format(runtime=Path(diagnosis.__file__).parents[1])
+    found = diagnose("trainer/0", 6, 1, Exit(exit_code=1, report=Report(kind="given_up", cause="c", trace=trace)), 1.0)
+    assert found.evidence() == [
+        '  File "/home/me/game.py", line 12, in reset',
+        "    board = BOARDS[seed]",
+        "            ~~~~~~^^^^^^",
+    ]
+    runtime = "\n".join(line for line in trace.splitlines() if "game.py" not in line and "BOARDS" not in line)
+    report = Report(kind="config", cause="no such model", trace=runtime)
+    assert diagnose("trainer/0", 6, 1, Exit(exit_code=2, report=report, log="a line\n"), 1.0).evidence() == []
+    # Who failed unexpectedly shows all of it.
+    report = Report(kind="exception", cause="c", trace=trace)
+    assert "_look_at_losses" in "\n".join(diagnose("trainer/0", 6, 1, Exit(exit_code=1, report=report), 1.0).evidence())

@@ -442,6 +442,42 @@ async def test_a_step_with_nothing_to_train_publishes_nothing_and_three_in_a_row
     assert ctx.told("resumed")[0]["step"] == 7
 
 
+def equal_rewards(*steps: int) -> Callable[[TrainerRole], None]:
+    """All rewards of these steps are 0.25."""
+
+    def harm(role: TrainerRole) -> None:
+        real = role.collector.collect
+
+        async def collect(step: int) -> Any:
+            batch = await real(step)
+            if batch is not None and step in steps:
+                batch.samples = [msgspec.structs.replace(sample, reward=0.25) for sample in batch.samples]
+            return batch
+
+        role.collector.collect = collect  # type: ignore[method-assign]
+
+    return harm
+
+
+async def test_steps_without_an_advantage_are_reported_and_trained_on(lives: Lives, model: Path) -> None:
+    ctx = await lives.life(model, steps=9, stop_after=9, harm=equal_rewards(2, 3, 5, 6, 7))
+    (told,) = ctx.told("steps_empty")
+    assert (told["step"], told["steps"]) == (7, 3) and not ctx.told("step_empty")
+    assert told["why"].startswith("rewards are equal within each group, mean reward 0.25; what helps: ")
+    assert 'algorithm.filters = ["zero_variance"]' in told["why"] and "algorithm.group_size = 2" in told["why"]
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    assert [record["empty_steps"] for record in records] == [0, 1, 2, 0, 1, 2, 3, 0, 0]
+    assert [record["step"] for record in records if record["empty_why"]] == [7]
+    # Such a step is published like any other, and its samples count as trained.
+    assert len({record["version"] for record in records}) == 9
+    assert "skipped" not in await lives.world.account()
+
+
+async def test_a_long_row_of_empty_steps_is_reported_when_its_length_has_doubled(lives: Lives, model: Path) -> None:
+    ctx = await lives.life(model, steps=20, stop_after=10, harm=equal_rewards(*range(1, 21)))
+    assert [one["steps"] for one in ctx.told("steps_empty")] == [3, 6]
+
+
 async def test_the_last_step_is_published_whatever_is_in_it(lives: Lives, model: Path) -> None:
     """The other roles know the end of the run by its version."""
     ctx = await lives.life(model, steps=3, harm=nothing_to_train(2, 3))

@@ -301,6 +301,31 @@ async def test_failures_and_abandoned_work(tmp_path: Path) -> None:
             await trainer.take("nonsense", samples=1, wait_s=0)
 
 
+async def test_the_last_losses_of_a_cause_are_reported_on_request(tmp_path: Path) -> None:
+    async with (
+        world(tmp_path, failures_per_prompt=100) as w,
+        w.client(ENGINE) as engine,
+        w.client(JUDGE) as judge,
+        w.client(TRAINER) as trainer,
+    ):
+        await trainer.rollback(0, V1)
+        for _ in range(3):
+            await generate(engine)
+            batch = await judge.take("reward", samples=8, wait_s=1)
+            await judge.complete("reward", batch, {}, [Failure(one.key, "no server") for one in batch.samples])
+        assert w.broker is not None
+
+        def counts() -> list[int]:
+            return [fields["members"] for kind, fields in w.notices if kind == "members_lost"]
+
+        assert counts() == [1, 2, 4]
+        w.broker.report_losses(older_s=600.0)
+        assert counts() == [1, 2, 4], "reported a moment ago"
+        w.broker.report_losses()
+        w.broker.report_losses()
+        assert counts() == [1, 2, 4, 6] == [*counts()[:-1], (await trainer.progress()).losses[0].members]
+
+
 async def test_what_is_flushed_is_on_disk_also_while_the_journal_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,21 @@ def test_groups_that_fail_in_a_row_are_counted_up_to_the_end_of_the_run() -> Non
     q.d.check_replay()
 
 
+def test_the_row_that_ends_a_run_stays_as_long_as_it_was_and_losses_are_counted_on() -> None:
+    q = Queue()
+    q.fails(prompts=3)
+    assert q.report.ended and q.report.failed_groups == 6
+    q.fails(prompts=2)
+    account = q.d.ledger.account()
+    assert q.report.ended and q.report.failed_groups == 6 and account["groups_failed"] == 10
+    assert q.report.losses[0].members == account["failed"] == 20
+    # A group that becomes whole before the trainer has asked begins a new row.
+    q.trains()
+    q.scored()
+    assert (q.report.failed_groups, q.report.ended) == (1, False)
+    q.d.check_replay()
+
+
 def test_a_loss_names_its_item_and_counts_it_once_however_often_it_comes() -> None:
     q = Queue(failures_per_prompt=1)
     for item in ("a", "b", "a"):

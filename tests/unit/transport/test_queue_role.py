@@ -14,7 +14,8 @@ from relax_rt.config.schema import QueueTable
 from relax_rt.queue_role import QueueRole
 from relax_rt.transport.errors import OutOfSpace, Unreachable
 from relax_rt.transport.ledger.events import Open
-from relax_rt.transport.queue.api import QueueApi
+from relax_rt.transport.ledger.state import LossCause
+from relax_rt.transport.queue.api import Loss, QueueApi
 
 
 class Context:
@@ -50,6 +51,7 @@ def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
     monkeypatch.setattr(
         queue_role, "load_job", lambda name: SimpleNamespace(ledger_policy=lambda config: policy(), name=name)
     )
+    monkeypatch.setattr(queue_role, "advice", lambda config, loss: "mend it")
     return Context(tmp_path)
 
 
@@ -67,6 +69,30 @@ async def test_serves_until_it_is_asked_to_stop(ctx: Context) -> None:
         await running
     await role.teardown()
     assert list((ctx.run_dir / "queue").glob("segment-*.log"))
+
+
+async def test_the_last_counts_of_losses_are_reported_before_it_ends(ctx: Context) -> None:
+    role = QueueRole(ctx)  # type: ignore[arg-type]
+    await role.setup()
+    progress = role.broker._ledger.core.state.progress
+    progress.causes.append(LossCause("mine.py:3", Loss(members=9), reported=8))
+    running = asyncio.create_task(role.run())
+    await ctx.is_ready.wait()
+    ctx.stopping.set()
+    await running
+    await role.teardown()
+    assert ctx.events == ["queue_recovered", "members_lost", "queue_account"]
+
+
+async def test_the_number_that_ends_a_run_is_shown_at_once(ctx: Context) -> None:
+    role = QueueRole(ctx)  # type: ignore[arg-type]
+    await role.setup()
+    details: list[str] = []
+    ctx.progress.advance = lambda n, detail: details.append(detail)
+    role.broker._ledger.core.state.progress.failed_groups = 64
+    role._notify("no_progress", {"failed_groups": 64})
+    await role.teardown()
+    assert len(details) == 1 and "64 groups in a row failed" in details[0]
 
 
 async def test_ends_with_the_error_when_the_journal_cannot_be_written(ctx: Context) -> None:
