@@ -307,5 +307,5 @@ def _contention(config: RLConfig) -> float:
     trainer, evaluator = config.roles["trainer"], config.roles["evaluator"]
     if not evaluator.count or gpus_a_slot(trainer) or gpus_a_slot(evaluator):
         return 1.0
-    threads = trainer.threads * trainer.count + evaluator.threads * evaluator.count
+    threads: int = trainer.threads * trainer.count + evaluator.threads * evaluator.count
     return max(1.0, threads / len(os.sched_getaffinity(0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from relax_rt.supervision.rundir import machine, update_run
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_starter(tmp_path)
     monkeypatch.chdir(tmp_path)
+    # Trainer and evaluator compute side by side here, whatever this machine has.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     return tmp_path
 
 
