@@ -54,9 +54,13 @@ Stage = tuple[str, Callable[[], Iterable[Problem]]]
 """A slow check: its description, printed before it runs (empty: it takes no time), and its problems."""
 
 
-def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
+def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list[Problem]:
     """Model folder (a package is converted here), prompts, dry run of the reward; each as far as it does not rest on
-    another that is wrong. Warnings go to standard error."""
+    another that is wrong. Warnings go to standard error.
+
+    Args:
+        golds: whether to score some right answers of the data.
+    """
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         hint = "pip install relax-rt[cpu], or relax-rt[gpu]"
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
@@ -70,7 +74,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     with stage(f"reading the model {config.model.path}"):
         folder, tokenizer = _model(config, config_dir, problems)
     if env_settings(config) is not None:
-        return [*problems, *_episodes(config, config_dir, folder, tokenizer)]
+        return [*problems, *_episodes(config, config_dir, folder, tokenizer, golds=golds)]
     source = None
     if tokenizer is not None:
         with stage(f"reading the prompts of {_named(config.data)}"):
@@ -93,7 +97,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
         ("", lambda: _epochs(config, source)),
         ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
-        ("scoring right answers against themselves", lambda: _golds(config, config_dir)),
+        *([_golds_stage(config, config_dir)] if golds else []),
         ("", lambda: preflight_judge(config, config_dir, source.train)),
         ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
     ]
@@ -113,7 +117,9 @@ def _run(stages: Sequence[Stage]) -> list[Problem]:
     return problems
 
 
-def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None) -> list[Problem]:
+def _episodes(
+    config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None, *, golds: bool
+) -> list[Problem]:
     """Check a run whose samples are episodes of an environment."""
     env = env_settings(config)
     assert env is not None
@@ -123,7 +129,7 @@ def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatT
     if tokenizer is not None:
         stages += [
             ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
-            ("scoring right answers against themselves", lambda: _golds(config, config_dir)),
+            *([_golds_stage(config, config_dir)] if golds else []),
             ("", lambda: check_reference(config, config_dir, tokenizer, env.max_tokens)),
         ]
     return _run(stages)
@@ -269,6 +275,10 @@ def _division(config: RLConfig, folder: Path) -> list[Problem]:
     except RelaxError as error:
         return [as_problem(error, ("model", "path"))]
     return [*divides_model(config, shape)]
+
+
+def _golds_stage(config: RLConfig, config_dir: Path) -> Stage:
+    return "scoring right answers against themselves", lambda: _golds(config, config_dir)
 
 
 def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:

@@ -218,11 +218,14 @@ class Job(ABC):
         """
         return []
 
-    def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
+    def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
         """Run the slow checks before anything starts: the model, the data, a dry run of the reward function.
 
         Called only when the quick checks found nothing; each stage prints to standard error what it does before it
         begins.
+
+        Args:
+            golds: whether to score some right answers of the data; False: `check_golds` is called for all of them.
         """
         return []
 

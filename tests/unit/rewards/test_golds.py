@@ -102,6 +102,19 @@ def test_validate_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "3 right answers get 1 from 'integer'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_validate_scores_right_answers_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, every: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "roles.toml").write_text(CONFIG.format(function="integer"))
+    rows(tmp_path, [*map(str, range(400)), "5!!"])
+    assert main(["validate", *(["--all"] if every else [])]) == (2 if every else 0)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("d.jsonl:401: '5!!'") == 1
+    assert ("scoring right answers" in said.err) != every
+
+
 def test_why_tells_of_the_first_answer_that_a_run_cannot_read() -> None:
     story = Story()
     event = {
