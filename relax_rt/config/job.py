@@ -149,7 +149,7 @@ class GoldReport(msgspec.Struct):
             f"{self.wrong} of {self.checked} right answers that were checked (of {self.rows}) do not get 1 from "
             f"'{self.reward}' against themselves; completions of such rows get wrong scores:"
         )
-        shown = [f"  {one.where}: {one.answer!r:.80}: {one.why}" for one in self.examples[:most]]
+        shown = [f"  {one.where}: {one.answer!r}: {one.why}" for one in self.examples[:most]]
         left = [f"  … and {self.wrong - len(shown)} more"] if self.wrong > len(shown) else []
         return [head, *shown, *left]
 

@@ -57,6 +57,13 @@ def test_answers_that_cannot_be_read_are_named_by_file_and_line(tmp_path: Path) 
     assert problems_of(check(tmp_path, ["1", "2", "5!!"], function="math")) == []
 
 
+def test_an_answer_is_shown_whole(tmp_path: Path) -> None:
+    (report,) = check(tmp_path, ["none, " * 100, "x" * 5000], function="integer")
+    (_, first, second) = report.lines(2)
+    assert repr("none, " * 100) in first
+    assert len(second) < 2000 and "x…'" in second
+
+
 def test_each_reward_that_compares_is_asked_and_no_other(tmp_path: Path) -> None:
     answers = ["42", "B"]
     parts = [{"name": "exact"}, {"name": "choice", "label": "letter"}, {"name": "regex", "pattern": "x"}]
