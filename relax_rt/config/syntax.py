@@ -276,4 +276,6 @@ def _syntax_hint(message: str, place: Place) -> str:
         if rest == "None":
             return "TOML has no null: leave the key out"
         return f'text stands in quotes: "{rest}"'
+    if "after a statement" in message and (quote := place.text[: place.column - 1].rstrip()[-1:]) in tuple(QUOTES):
+        return f"the text before it ends here: is a {quote} missing, or one too many?"
     return "the same name is given twice" if _is_twice(message) else ""

@@ -157,6 +157,8 @@ def test_render_has_file_line_column_source_line_and_caret(write: Callable[[str]
         ("[run]\nname = quick\n", "2:8", "text stands in quotes"),
         ("[run]\nname = True\n", "2:8", "true"),
         ("[run]\nname = 'a'\nname = 'b'\n", "3:1:", "first in line 2"),
+        ('[run]\nname = "quick  # or "b"\n', "2:22", 'the text before it ends here: is a " missing, or one too many?'),
+        ("[run]\nname = 'it's'\n", "2:12", "is a ' missing"),
         ("[run\n", "1:5", ""),
         ("[run]\nname = [1, \n", "2:", ""),
         ("a = " + "[" * 5000, "1:", ""),
