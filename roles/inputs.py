@@ -1,4 +1,4 @@
-"""Find files that a config names and that do not exist. Only a user's source code is read."""
+"""Find what a config names and what does not exist: files, and tasks of reasoning-gym. Only source code is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pydantic import BaseModel
 
 from relax_rt.config.problems import KeyPath, Problem, did_you_mean, dotted
 from relax_rt.roles.data.files import is_pattern, missing_hint
+from relax_rt.roles.data.gym import find_fault
 from relax_rt.roles.models.resolve import check_model
-from relax_rt.roles.sections import RLConfig
+from relax_rt.roles.sections import DataTable, EvaluationSet, RLConfig
 from relax_rt.transport.errors import RelaxError
 
 DATA = ("data", "cold_start", "evaluation")
@@ -26,7 +27,7 @@ CODE_KEYS = ("function", "environment", "target")
 
 
 def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
-    """A problem for each model, data file, source file or name in it that is not there.
+    """A problem for each model, data file, task, source file or name in it that is not there.
 
     Args:
         config_dir: what relative paths are relative to.
@@ -38,6 +39,13 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
             yield from _data(path, text, config_dir)
         elif CODE.fullmatch(text) or (path[-1] in CODE_KEYS and text.rpartition(":")[0].endswith(".py")):
             yield from _code(path, text, config_dir)
+    tables: list[tuple[KeyPath, DataTable | EvaluationSet]] = [(("data",), config.data)]
+    tables += [(("evaluation", "sets", number), one) for number, one in enumerate(config.evaluation.sets)]
+    for at, table in tables:
+        if table.task and (fault := find_fault(table.task, table.options)):
+            key = (*at, *fault.key)
+            what = f"{dotted(key)} = {table.task!r}" if fault.key == ("task",) else dotted(key)
+            yield Problem(key, f"{what}: {fault.why}", fault.hint, at="value" if fault.key == ("task",) else "key")
 
 
 def _own_role(config: RLConfig, path: KeyPath) -> bool:

@@ -173,13 +173,13 @@ class RLJob(Job):
 
         return list(missing_inputs(config, config_dir))
 
-    def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
+    def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
         """Load tokenizer, data and reward function, and run them once."""
         from relax_rt.roles.stages import stage
 
         with stage("quick checks passed; importing torch and transformers"):
             from relax_rt.roles.preflight import preflight
-        return preflight(config, config_dir)
+        return preflight(config, config_dir, golds=golds)
 
     def check_golds(self, config: Any) -> list[GoldReport] | None:
         """Score every right answer of the data against itself."""

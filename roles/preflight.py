@@ -19,6 +19,7 @@ from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.algorithms.dry_run import check_own_parts
 from relax_rt.roles.cold_start.checks import preflight_cold_start
+from relax_rt.roles.data.index import sources_of
 from relax_rt.roles.data.source import RECORD, PromptSource, check_data
 from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
@@ -42,7 +43,7 @@ from relax_rt.roles.stages import stage
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
 from relax_rt.transport.errors import RelaxError
 
-SETTING = re.compile(r"(model|data|reward)\.([a-z_]+)(?:\.([a-z_]+))?")
+SETTING = re.compile(r"(model|data|reward)(\.[a-z_]+|\[\d+\])+")
 BUSY = ("rollout", "trainer", "reference", "genrm")
 """Roles that hold a core for each of their threads. Rewards and evaluations are short."""
 SOURCES = 4
@@ -53,9 +54,13 @@ Stage = tuple[str, Callable[[], Iterable[Problem]]]
 """A slow check: its description, printed before it runs (empty: it takes no time), and its problems."""
 
 
-def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
+def preflight(config: RLConfig, config_dir: Path, *, golds: bool = True) -> list[Problem]:
     """Model folder (a package is converted here), prompts, dry run of the reward; each as far as it does not rest on
-    another that is wrong. Warnings go to standard error."""
+    another that is wrong. Warnings go to standard error.
+
+    Args:
+        golds: whether to score some right answers of the data.
+    """
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         hint = "pip install relax-rt[cpu], or relax-rt[gpu]"
         return [Problem(("model",), f"not installed: {', '.join(lacking)}", hint, at="key")]
@@ -69,7 +74,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
     with stage(f"reading the model {config.model.path}"):
         folder, tokenizer = _model(config, config_dir, problems)
     if env_settings(config) is not None:
-        return [*problems, *_episodes(config, config_dir, folder, tokenizer)]
+        return [*problems, *_episodes(config, config_dir, folder, tokenizer, golds=golds)]
     source = None
     if tokenizer is not None:
         with stage(f"reading the prompts of {_named(config.data)}"):
@@ -92,7 +97,7 @@ def preflight(config: RLConfig, config_dir: Path) -> list[Problem]:
         ("", lambda: check_reference(config, config_dir, tokenizer, longest + config.sampling.max_new_tokens)),
         ("", lambda: _epochs(config, source)),
         ("calling the reward on a prompt", lambda: _try_reward(config, config_dir, source)),
-        ("scoring right answers against themselves", lambda: _golds(config, config_dir)),
+        *([_golds_stage(config, config_dir)] if golds else []),
         ("", lambda: preflight_judge(config, config_dir, source.train)),
         ("checking the evaluation", lambda: preflight_evaluation(config, config_dir, source, tokenizer, positions)),
     ]
@@ -112,7 +117,9 @@ def _run(stages: Sequence[Stage]) -> list[Problem]:
     return problems
 
 
-def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None) -> list[Problem]:
+def _episodes(
+    config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatTokenizer | None, *, golds: bool
+) -> list[Problem]:
     """Check a run whose samples are episodes of an environment."""
     env = env_settings(config)
     assert env is not None
@@ -122,7 +129,7 @@ def _episodes(config: RLConfig, config_dir: Path, folder: Path, tokenizer: ChatT
     if tokenizer is not None:
         stages += [
             ("checking that engines and trainer can compute the model", lambda: _of_model(config, folder)),
-            ("scoring right answers against themselves", lambda: _golds(config, config_dir)),
+            *([_golds_stage(config, config_dir)] if golds else []),
             ("", lambda: check_reference(config, config_dir, tokenizer, env.max_tokens)),
         ]
     return _run(stages)
@@ -164,7 +171,7 @@ def _prompts(
     try:
         return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir, run_dir=resumed)
     except RelaxError as error:
-        problems.append(as_problem(error, ("data",)))
+        problems.append(_data_problem(error, config.data, config_dir))
         return None
 
 
@@ -187,7 +194,7 @@ def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[
         try:
             check_data(config.data, config_dir)
         except RelaxError as error:
-            problems.append(as_problem(error, ("data",)))
+            problems.append(_data_problem(error, config.data, config_dir))
     # No item to call it on: it is loaded only.
     return [*problems, *dry_run(config.reward, config_dir, [], None)]
 
@@ -233,8 +240,27 @@ def _slow_numbers(config: RLConfig) -> list[str]:
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:
     """An error as a problem of the setting that it names, else of `default`."""
     named = SETTING.match(error.what)
-    path = tuple(part for part in named.groups() if part) if named else default
+    path = _key_path(named[0]) if named else default
     return Problem(path, error.what + (f": {error.why}" if error.why else ""), error.hint)
+
+
+def _key_path(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", key))
+
+
+def _data_problem(error: RelaxError, data: DataTable, config_dir: Path) -> Problem:
+    """An error of the data as a problem of the setting that it names, else of the source whose file it names."""
+    problem = as_problem(error, ("data",))
+    sources = sources_of(data, config_dir) if data.sources and problem.path == ("data",) else []
+    named = [(len(one.path), number) for number, one in enumerate(sources) if one.path.partition("*")[0] in error.what]
+    if not named:
+        return problem
+    number = max(named)[1]
+    columns = f"data.sources[{number}].columns"
+    own = data.sources[number].columns is not None
+    message = problem.message.replace("data.columns", columns) if own else problem.message
+    what = f"{sources[number].key} = {sources[number].setting!r}: {message}"
+    return Problem(_key_path(sources[number].key), what, problem.hint.replace("data.columns", columns))
 
 
 def _division(config: RLConfig, folder: Path) -> list[Problem]:
@@ -249,6 +275,10 @@ def _division(config: RLConfig, folder: Path) -> list[Problem]:
     except RelaxError as error:
         return [as_problem(error, ("model", "path"))]
     return [*divides_model(config, shape)]
+
+
+def _golds_stage(config: RLConfig, config_dir: Path) -> Stage:
+    return "scoring right answers against themselves", lambda: _golds(config, config_dir)
 
 
 def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:

@@ -149,7 +149,7 @@ class GoldReport(msgspec.Struct):
             f"{self.wrong} of {self.checked} right answers that were checked (of {self.rows}) do not get 1 from "
             f"'{self.reward}' against themselves; completions of such rows get wrong scores:"
         )
-        shown = [f"  {one.where}: {one.answer!r:.80}: {one.why}" for one in self.examples[:most]]
+        shown = [f"  {one.where}: {one.answer!r}: {one.why}" for one in self.examples[:most]]
         left = [f"  … and {self.wrong - len(shown)} more"] if self.wrong > len(shown) else []
         return [head, *shown, *left]
 
@@ -225,11 +225,14 @@ class Job(ABC):
         """
         return []
 
-    def preflight(self, config: Any, config_dir: Path) -> list[Problem]:
+    def preflight(self, config: Any, config_dir: Path, *, golds: bool = True) -> list[Problem]:
         """Run the slow checks before anything starts: the model, the data, a dry run of the reward function.
 
         Called only when the quick checks found nothing; each stage prints to standard error what it does before it
         begins.
+
+        Args:
+            golds: whether to score some right answers of the data; False: `check_golds` is called for all of them.
         """
         return []
 

@@ -81,7 +81,8 @@ class Problem(msgspec.Struct, frozen=True):
                 f"{margin}| {' ' * (place.column - 1)}{'^' * max(1, place.width)}",
             ]
         if self.hint:
-            lines.append(f"{margin}= {self.hint}")
+            first, *more = self.hint.split("\n")
+            lines += [f"{margin}= {first}", *(f"{margin}  {line}" for line in more)]
         return "\n".join(lines)
 
 

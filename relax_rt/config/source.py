@@ -87,6 +87,8 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
         near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = f"there is {', '.join(near[:5])}" if near else "`relax-rt init` writes a starter"
         raise BadInput(f"there is no config {path}", hint=hint) from error
+    except IsADirectoryError as error:
+        raise BadInput(f"{path} is a folder", why="a config is a file", hint=_in_folder(path)) from error
     except OSError as error:
         raise BadInput(f"config {path} cannot be read", why=error.strerror or str(error)) from error
     if len(raw) > MAX_BYTES:
@@ -101,6 +103,18 @@ def read_source(path: Path, overrides: Sequence[str]) -> tuple[Source, list[Prob
     source = Source(Text(str(path), text.replace("\r\n", "\n")))
     overridden = [found for assignment in overrides if (found := source.override(assignment)) is not None]
     return source, [*source.problems, *overridden]
+
+
+def _in_folder(folder: Path) -> str:
+    """What to give instead of a folder that was given as the config."""
+    found = sorted(folder.glob("*.toml"))
+    if len(found) > 1:
+        found = [one for one in found if one.name == "roles.toml"] or found
+    if len(found) == 1:
+        return f"its config is {found[0]}: give that, as in `relax-rt validate {found[0]}`"
+    if found:
+        return f"give one of {', '.join(map(str, found[:8]))}"
+    return f"it holds no .toml; a config is called roles.toml, and `relax-rt init {folder}` writes a starter"
 
 
 def _assignment(text: Text) -> tuple[tuple[str, ...] | None, tuple[int, int], Any, dict[KeyPath, Span]]:

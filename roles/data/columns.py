@@ -21,6 +21,8 @@ Form = Literal["auto", "prompt", "openai", "verl", "trl", "sharegpt"]
 TARGETS = ("prompt", "messages", "answer", "metadata", "tools", "system")
 """Columns that mean themselves in every form, and what `data.columns` maps to."""
 CONVERSATIONS = ("conversations", "conversation")
+PROMPTS = ("prompt", "messages", *CONVERSATIONS)
+"""Columns that hold the prompt, in some form."""
 ANSWERS = ("solution", "ground_truth", "completion", "reference_answer")
 """Names of the answer in TRL and OpenAI; used if there is no `answer` and exactly one of them."""
 VERL = ("reward_model", "data_source", "ability", "extra_info", "agent_name")
@@ -69,7 +71,7 @@ class ColumnReader:
     ) -> None:
         self._columns, self._form, self._ignore, self._name = dict(columns or {}), form, frozenset(ignore), name
         self._mapped = set(self._columns.values())
-        self.nullable = frozenset({"answer", *self._mapped})
+        self.nullable = frozenset({"answer", *PROMPTS, *self._mapped})
         self._as_is = not (columns or ignore or name) and form in ("auto", "prompt")
         self.forms: dict[str, int] = {}
         self.unknown: dict[str, list[Any]] = {}
@@ -85,7 +87,7 @@ class ColumnReader:
         if self._as_is and row.keys() <= SIMPLE and isinstance(row.get("prompt"), str) and "answer" in row:
             # The form that is shown first in the documentation, in a third of the time.
             own = row.get("metadata")
-            if row["prompt"].strip() and (own is None or isinstance(own, dict)):
+            if row["prompt"].strip() and "\0" not in row["prompt"] and (own is None or isinstance(own, dict)):
                 self.forms["prompt"] = self.forms.get("prompt", 0) + 1
                 return RawItem(question=row["prompt"], answer=row["answer"], metadata=own or {}, where=where)
         metadata: dict[str, Any] = {}
@@ -108,6 +110,11 @@ class ColumnReader:
         self._metadata(where, row, found, form, other, metadata)
         tools = parse_tools(where, found["tools"]) if found.get("tools") not in (None, "", []) else None
         system = self._system(where, found, messages)
+        for name, text in (("prompt" if messages is None else _column_of(form, row), question), ("system", system)):
+            if text is not None and (at := text.find("\0")) >= 0:
+                why = f"`{self._columns.get(name, name)}` has a NUL character, \\u0000 in JSON"
+                around = text[max(0, at - 12) : at + 12]
+                raise RelaxError(where, why=f"{why} ({around!r})", hint="remove it, or leave the row out")
         return RawItem(
             question=question,
             answer=answer,
@@ -141,10 +148,12 @@ class ColumnReader:
     def _prompt(self, where: str, row: dict[str, Any], found: dict[str, Any]) -> tuple[str, Any]:
         """The form of the row, and its prompt: text, or a list of messages."""
         given = [name for name in ("prompt", "messages") if name in found]
+        if null := [self._columns[name] for name in given if found[name] is None]:
+            raise _null(where, null)
         if len(given) == 2:
             hint = 'choose: data.columns = { prompt = "prompt" } or { messages = "messages" }'
             raise RelaxError(where, why="it has both `messages` and `prompt`", hint=hint)
-        turns = next((name for name in CONVERSATIONS if name in row and name not in self._ignore), None)
+        turns = next((name for name in CONVERSATIONS if row.get(name) is not None and name not in self._ignore), None)
         if not given and turns is not None:
             form, prompt = "sharegpt", row[turns]
             if not isinstance(prompt, list):
@@ -208,6 +217,9 @@ class ColumnReader:
 
     def _nothing(self, where: str, row: dict[str, Any], target: str, *names: str) -> RelaxError:
         """The error of a row without a target: a misspelt column, or the setting that names one."""
+        null = [name for name in PROMPTS if name in row and row[name] is None and name not in self._ignore]
+        if target == "prompt" and null:
+            return _null(where, null)
         why = f"there is no `{names[0]}`" if len(names) == 1 else "there is neither `messages` nor `prompt`"
         if close := misspelt(row, TARGETS, *names):
             return RelaxError(
@@ -250,7 +262,7 @@ class ColumnReader:
                 continue
             if column in TARGETS and (value is None or (column in found and column not in self._columns)):
                 continue
-            if form == "sharegpt" and column in CONVERSATIONS:
+            if column in CONVERSATIONS and (form == "sharegpt" or value is None):
                 continue
             if column in MEDIA:
                 if value in (None, [], ""):
@@ -289,9 +301,16 @@ LIKELY = {
 """Columns that error messages suggest; they are used only if data.columns names them."""
 
 
+def _null(where: str, columns: list[str]) -> RelaxError:
+    """The error of a row whose prompt is null in these columns."""
+    named = " and ".join(f"`{name}`" for name in columns)
+    why = f"{named} {'is' if len(columns) == 1 else 'are'} null"
+    return RelaxError(where, why=why, hint="fill in the prompt, or leave the row out")
+
+
 def _column_of(form: str, row: dict[str, Any]) -> str:
     if form == "sharegpt":
-        return next(name for name in CONVERSATIONS if name in row)
+        return next(name for name in CONVERSATIONS if row.get(name) is not None)
     return "messages" if form == "openai" else "prompt"
 
 

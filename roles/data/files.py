@@ -10,6 +10,7 @@ import codecs
 import gzip
 import io
 import json
+import math
 import re
 import zlib
 from collections import Counter
@@ -311,12 +312,26 @@ def _wrong_line(where: str, line: bytes, error: Exception) -> RelaxError:
         why = "the line ends within it"
     else:
         try:
-            # json.loads reports the position. It accepts NaN, so such a line gets no position.
-            json.loads(line)
+            # json.loads reports the position. It accepts NaN and infinite numbers, which JSON does not have.
+            for key, value in _not_finite(json.loads(line)):
+                why = f"`{key}` is {value}, which JSON does not have"
+                return RelaxError(where, why=why, hint="write null or text, or leave the row out")
         except json.JSONDecodeError as found_at:
             at = len(found_at.doc[: found_at.pos].encode())
             why = f"byte {at + 1}: {found_at.msg}"
     return RelaxError(where, why=f"not a JSON object: {why} ({_around(line, at)})", hint="one JSON object a line")
+
+
+def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a value that are NaN or infinite, dotted, each with what it is as JavaScript and Python write it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield key or "the row", json.dumps(value)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _not_finite(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _not_finite(inner, f"{key}[{number}]")
 
 
 def _around(line: bytes, at: int) -> str:

@@ -33,7 +33,7 @@ from relax_rt.roles.models.cache import CacheUnavailable, build_once, cache_dir,
 from relax_rt.roles.sections import DataTable
 from relax_rt.transport.errors import RelaxError
 
-VERSION = 1
+VERSION = 2
 """Format of an index, and of how rows are read; an index of another version is rebuilt."""
 ROW = np.dtype(
     [

@@ -32,6 +32,8 @@ FIRST, DRAWN = 256, 256
 SEED = 0
 CHUNK = 2048
 SHOWN, KEPT = 10, 1000
+ANSWER = 1000
+"""Characters of an answer in a report; what is cut ends in an ellipsis."""
 MOST_WRONG = 0.5
 """A larger share of answers that cannot be read is an error: then the reward does not fit the data."""
 
@@ -129,7 +131,8 @@ async def _check(
                 if why := known[_key(item.answer)]:
                     report.wrong += 1
                     if len(report.examples) < KEPT:
-                        report.examples.append(WrongGold(item.where, answer_text(item.answer)[:200], why))
+                        shown = answer if len(answer := answer_text(item.answer)) <= ANSWER else f"{answer[:ANSWER]}…"
+                        report.examples.append(WrongGold(item.where, shown, why))
             if len(known) > 1_000_000:
                 known.clear()
     finally:

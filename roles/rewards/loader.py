@@ -19,6 +19,18 @@ OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).par
 """Files of the runtime: a traceback is told from the user's side."""
 
 
+CALLED = "it is called as f(completion, answer, **info)"
+TRL_HINT = """it is called for one completion at a time: def score(completion: str, answer: str, **info) -> float
+  completions, a list  ->  completion, one text
+  prompts              ->  question, a parameter of this name or info["question"]
+  other columns        ->  parameters of their names, or info["column"]: the value of this prompt, no list
+to compare the completions of a prompt: group = true, def score(completions, answer, **info) -> list[float]"""
+VERL_HINT = """write def score(completion: str, answer: str, **info) -> float
+  solution_str             ->  completion
+  ground_truth             ->  answer
+  data_source, extra_info  ->  parameters of these names, or info["data_source"], info["extra_info"]"""
+
+
 class UnreadGold(ValueError):
     """The right answer of an item cannot be read, so that no completion can be compared with it."""
 
@@ -35,10 +47,13 @@ class RewardFunction:
         wants: names of information it takes besides completion and answer; None: everything (`**info`).
         needs: those of `wants` without a default.
         text_answer: whether the answer is annotated as `str`: one of another JSON type is given as text then.
+        group: whether it takes the completions of a prompt as a list.
     """
 
-    def __init__(self, function: Callable[..., Any], target: str, setting: str = SETTING) -> None:
-        self.function, self.target, self.setting = function, target, setting
+    def __init__(
+        self, function: Callable[..., Any], target: str, setting: str = SETTING, *, group: bool = False
+    ) -> None:
+        self.function, self.target, self.setting, self.group = function, target, setting, group
         if not callable(function):
             raise RelaxError(f"{setting} = {target!r}", why=f"it is a {type(function).__name__}, not a function")
         call = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
@@ -57,10 +72,14 @@ class RewardFunction:
         if any(p.kind is kinds.VAR_POSITIONAL for p in parameters[:2]):
             return frozenset(), frozenset()
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        if len(parameters) < 2 or any(p.kind not in positional for p in parameters[:2]):
-            names = ", ".join(str(p) for p in parameters)
-            hint = "it is called as f(completion, answer, **info)"
-            raise RelaxError(wrong, why=f"its parameters are ({names})", hint=hint)
+        bad = len(parameters) < 2 or any(p.kind not in positional for p in parameters[:2])
+        names = [p.name for p in parameters if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+        if (other := _other_trainer(names, group=self.group, bad=bad)) or bad:
+            trainer, hint = other or ("", CALLED)
+            why = f"its parameters are {inspect.Signature(parameters)}" + (
+                f", as {trainer} has them" if trainer else ""
+            )
+            raise RelaxError(wrong, why=why, hint=hint)
         self.text_answer = parameters[1].annotation in (str, "str")
         self._taken = frozenset(p.name for p in parameters[:2])
         rest = [p for p in parameters[2:] if p.kind is not kinds.VAR_POSITIONAL]
@@ -87,12 +106,29 @@ class RewardFunction:
         return self.function(completion, given, **{name: info[name] for name in wanted})
 
 
+def _other_trainer(names: list[str], *, group: bool, bad: bool) -> tuple[str, str] | None:
+    """The trainer that functions with these parameters are written for, and how to write them here; None: none.
+
+    Args:
+        bad: the function cannot be called here, so that any of the names tells.
+    """
+    first, told = names[:2], names if bad else names[:2]
+    if "prompts" in first or first[1:] == ["completions"] or ("completions" in told and (bad or not group)):
+        return "TRL", TRL_HINT
+    if "data_source" in first or first[1:] == ["solution_str"] or ("solution_str" in told and bad):
+        return "verl", VERL_HINT
+    return None
+
+
 def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> RewardFunction:
+def load_reward(target: str, config_dir: Path, setting: str = SETTING, *, group: bool = False) -> RewardFunction:
     """The function that a setting names. The file's folder is appended to sys.path, so it shadows nothing.
+
+    Args:
+        group: it takes the completions of a prompt as a list.
 
     Raises:
         RelaxError: it is not there, cannot be imported (with the user's line), or cannot be called as a reward.
@@ -103,7 +139,7 @@ def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> Reward
         if target in names():
             return made(target, {}, setting)
     try:
-        return RewardFunction(load_target(target, config_dir), target, setting)
+        return RewardFunction(load_target(target, config_dir), target, setting, group=group)
     except TargetError as error:
         where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
         why = error.what + (f": {error.why}" if error.why else "") + where

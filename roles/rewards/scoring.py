@@ -104,7 +104,8 @@ def _number(value: Any, what: str) -> float:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"returned {value!r:.80}; {what} must be a number or a dict of numbers") from None
+        lists = "; a list of rewards is for `group = true`" if isinstance(value, list | tuple) else ""
+        raise ValueError(f"returned {value!r:.80}; {what} must be a number or a dict of numbers{lists}") from None
     if not abs(number) <= FLOAT32_MAX:
         raise ValueError(f"returned {value!r:.80}; {what} must be finite, as a 32-bit float")
     return number

@@ -53,7 +53,8 @@ def validate(
     if schema:
         return _show_schema(config, as_json=json)
     try:
-        loaded = load_config(config, overrides or (), inputs=True, preflight=not quick, measured=not quick)
+        slow = not quick
+        loaded = load_config(config, overrides or (), inputs=True, preflight=slow, golds=not every, measured=slow)
     except ConfigErrors as error:
         if not json:
             raise

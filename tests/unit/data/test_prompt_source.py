@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
-from relax_rt.roles.data.gym import GymTask
+from relax_rt.roles.data.gym import GymTask, find_fault
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
 from relax_rt.roles.data.source import PromptSource, fill
@@ -159,6 +160,18 @@ def test_bad_tasks_and_options(task: str, options: dict[str, Any], words: str) -
         GymTask(task, options, 10)
 
 
+def test_tasks_and_options_are_known_without_importing_them() -> None:
+    """The source tells the same as what is imported."""
+    factory = pytest.importorskip("reasoning_gym.factory")
+    wrong = {"no_such_option": 1}
+    for task, (_, config) in factory.DATASETS.items():
+        known = {field.name: 0 for field in dataclasses.fields(config) if field.name != "size"}
+        assert find_fault(task, known) is None
+        assert (fault := find_fault(task, wrong)) and fault.key == ("options", "no_such_option"), task
+    assert (fault := find_fault("chain_sun", {})) and fault.hint == "did you mean 'chain_sum'?"
+    assert f"there are {len(factory.DATASETS)}" in (find_fault("zzz", {}) or fault).hint
+
+
 def test_jsonl_with_prompts_and_messages(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     rows: list[Any] = [
         *numbered(40),
@@ -199,7 +212,7 @@ def test_parquet_reads_like_jsonl(tmp_path: Path, tokenizer: ChatTokenizer) -> N
     ]
     assert list(load[0].train) == list(load[1].train)
     parquet.write_table(pyarrow.Table.from_pylist([*rows, {"answer": "1"}]), tmp_path / "bad.parquet")
-    with pytest.raises(RelaxError, match=r"bad.parquet:row 41: there is neither"):
+    with pytest.raises(RelaxError, match=r"bad.parquet:row 41: `prompt` is null"):
         PromptSource.load(DataTable(path="bad.parquet"), tokenizer, seed=0, config_dir=tmp_path)
 
 

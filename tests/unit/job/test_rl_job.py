@@ -160,6 +160,46 @@ def test_stage_names_the_sources_of_the_prompts(
     assert f"{named}\n" in capsys.readouterr().err
 
 
+GOOD_ROW = '{"prompt": "1?", "answer": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "words"),
+    [
+        ({"c.jsonl": None}, "", ["there is no file"]),
+        ({"c.jsonl": GOOD_ROW + "{"}, "", ["c.jsonl:2: not a JSON object"]),
+        (
+            {"c.jsonl": '{"question": "1?", "answer": 1}'},
+            "",
+            ["c.jsonl:1: there is neither", 'data.sources[2].columns = { prompt = "question" }'],
+        ),
+        (
+            {"c.jsonl": GOOD_ROW},
+            'columns = { prompt = "q" }',
+            ["c.jsonl:1: data.sources[2].columns.prompt = 'q', and the row has no 'q'"],
+        ),
+        ({"c.jsonl/x.jsonl": ""}, "", ["there are no rows in it"]),
+        ({"c.jsonl/x.jsonl": GOOD_ROW + "[]"}, "", ["x.jsonl:2: a row is an object"]),
+    ],
+)
+def test_an_error_of_a_source_names_it_and_its_line(
+    toml: Path, files: dict[str, str | None], more: str, words: list[str]
+) -> None:
+    text = toml.read_text()
+    task, reward = text.index("task ="), text.index("[reward]")
+    tables = "".join(f'[[data.sources]]\npath = "{name}.jsonl"\n' for name in "abc")
+    toml.write_text(f"{text[:task]}{tables}{more}\n{text[reward:]}")
+    for name, rows in {"a.jsonl": GOOD_ROW, "b.jsonl": GOOD_ROW, **files}.items():
+        (toml.parent / name).parent.mkdir(exist_ok=True)
+        if rows is not None:
+            (toml.parent / name).write_text(rows)
+    (problem,) = problems(toml, preflight=True).values()
+    assert problem.path == ("data", "sources", 2, "path")
+    assert problem.place is not None and problem.place.text == 'path = "c.jsonl"'
+    told = f"{problem.message} {problem.hint}"
+    assert told.startswith("data.sources[2].path = 'c.jsonl'") and all(word in told for word in words), told
+
+
 def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(toml.parent / "mixed")
@@ -170,7 +210,7 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
 
 def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) -> None:
     wrong = {
-        "data.task": 'data.task="chain_sun"',
+        "data.options": "data.options={min_terms=0}",
         "reward.function": 'reward.function="relax_rt.roles.rewards.builtin:interger"',
     }
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
@@ -180,7 +220,7 @@ def test_preflight_finds_at_once_what_does_not_rest_on_each_other(toml: Path) ->
         (toml.parent / "broken" / name).write_text("nothing of the kind")
     wrong |= {"model.path": 'model.path="broken"'}
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
-    del wrong["data.task"]
+    del wrong["data.options"]
     wrong |= {"data.template": 'data.template="{expresion}"'}
     assert problems(toml, *wrong.values(), preflight=True).keys() == wrong.keys()
 
@@ -191,8 +231,9 @@ def test_mistakes_that_show_without_reading_anything_are_told_alone_and_all_of_t
         "run.seed": "run.seed=-1",
         "roles.trainer.tensor_parallel": "roles.trainer.tensor_parallel=2",
         "roles.rollout.count": "roles.rollout.count=-1",
+        "data.task": 'data.task="chain_sun"',
     }
-    slow = ('data.task="chain_sun"', 'reward.function="relax_rt.roles.rewards.builtin:interger"')
+    slow = ("data.options={min_terms=0}", 'reward.function="relax_rt.roles.rewards.builtin:interger"')
     assert problems(toml, *quick.values(), *slow, preflight=True).keys() == quick.keys()
 
 
@@ -209,6 +250,7 @@ def test_errors_become_problems_of_the_setting_they_name() -> None:
     assert as_problem(RelaxError("data.options.x", why="no"), ("data",)).path == ("data", "options", "x")
     assert as_problem(RelaxError("/tmp/f.jsonl:3", why="no"), ("data",)).path == ("data",)
     assert as_problem(RelaxError("data", why="no"), ("model",)).path == ("model",)
+    assert as_problem(RelaxError("data.sources[1]", why="no"), ("data",)).path == ("data", "sources", 1)
 
 
 def test_the_plan_counts(toml: Path) -> None:

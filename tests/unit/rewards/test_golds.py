@@ -57,6 +57,13 @@ def test_answers_that_cannot_be_read_are_named_by_file_and_line(tmp_path: Path) 
     assert problems_of(check(tmp_path, ["1", "2", "5!!"], function="math")) == []
 
 
+def test_an_answer_is_shown_whole(tmp_path: Path) -> None:
+    (report,) = check(tmp_path, ["none, " * 100, "x" * 5000], function="integer")
+    (_, first, second) = report.lines(2)
+    assert repr("none, " * 100) in first
+    assert len(second) < 2000 and "x…'" in second
+
+
 def test_each_reward_that_compares_is_asked_and_no_other(tmp_path: Path) -> None:
     answers = ["42", "B"]
     parts = [{"name": "exact"}, {"name": "choice", "label": "letter"}, {"name": "regex", "pattern": "x"}]
@@ -100,6 +107,19 @@ def test_validate_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     rows(tmp_path, ["1", "2", "1,234"])
     assert main(["validate", "--quick", "--all"]) == 0
     assert "3 right answers get 1 from 'integer'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_validate_scores_right_answers_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, every: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "roles.toml").write_text(CONFIG.format(function="integer"))
+    rows(tmp_path, [*map(str, range(400)), "5!!"])
+    assert main(["validate", *(["--all"] if every else [])]) == (2 if every else 0)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("d.jsonl:401: '5!!'") == 1
+    assert ("scoring right answers" in said.err) != every
 
 
 def test_why_tells_of_the_first_answer_that_a_run_cannot_read() -> None:

@@ -101,6 +101,58 @@ def test_what_cannot_be_loaded_is_told_with_setting_and_line(
         load_reward(target, tmp_path)
 
 
+TRL, VERL = "completions, a list  ->  completion", "solution_str             ->  completion"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "group", "words"),
+    [
+        (
+            "completions, **kwargs",
+            False,
+            ["(completions, **kwargs), as TRL has them", TRL, "prompts              ->  q"],
+        ),
+        ("completions, **kwargs", True, [TRL, "group = true, def score(completions, answer, **info) -> list[float]"]),
+        ("*, completions, solution, **kwargs", False, [TRL]),
+        ("prompts, completions, **kwargs", True, [TRL]),
+        ("completions, answer", False, [TRL, "group = true"]),
+        (
+            "data_source, solution_str, ground_truth, extra_info=None",
+            False,
+            ["as verl has them", VERL, "ground_truth             ->  answer", 'info["extra_info"]'],
+        ),
+        ("solution_str, **kwargs", False, [VERL]),
+        ("completion, **info", False, ["it is called as f(completion, answer, **info)"]),
+    ],
+)
+def test_a_function_for_another_trainer_is_told_how_to_be_written(
+    tmp_path: Path, parameters: str, group: bool, words: list[str]
+) -> None:
+    target = user_file(tmp_path, f"def reward({parameters}):\n    return 0.0\n")
+    (problem,) = dry_run(RewardTable(function=target, group=group), tmp_path, [], None)
+    assert all(word in problem.render() for word in words), problem.render()
+    assert problem.path == ("reward", "function")
+    assert all(line.startswith("  ") for line in problem.render().splitlines()[2:])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "group"),
+    [
+        ("solution_str, ground_truth", False),
+        ("completions, answer", True),
+        ("completion, answer, completions=None, data_source=None", False),
+    ],
+)
+def test_a_function_with_such_names_that_can_be_called_is_taken(tmp_path: Path, parameters: str, group: bool) -> None:
+    target = user_file(tmp_path, f"def reward({parameters}):\n    return 0.0\n")
+    assert dry_run(RewardTable(function=target, group=group), tmp_path, [], None) == []
+
+
+def test_a_list_for_one_completion_is_told_of_groups() -> None:
+    (failed,) = score_with(lambda completion, answer: [0.0], request())
+    assert isinstance(failed, Failed) and "group = true" in failed.reason
+
+
 def test_information_is_given_by_parameter_name() -> None:
     info = {"level": 3, "question": "q"}
     assert RewardFunction(lambda c, a: (c, a), "f").call("c", "a", info) == ("c", "a")
