@@ -16,11 +16,11 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _SPACE = re.compile(r"[ \t]*")
 _SCALAR = re.compile(r"[^,\]}#\n]*")
-_BASIC = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_LITERAL = re.compile(r"'[^'\n]*'")
+_BASIC = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LITERAL = re.compile(r"'[^']*'")
 _MULTI_BASIC = re.compile(r'"""(?:[^"\\]|\\.|"{1,2}(?!"))*"{3,5}', re.DOTALL)
 _MULTI_LITERAL = re.compile(r"'''(?:[^']|'{1,2}(?!'))*'{3,5}", re.DOTALL)
-_STRINGS = {'"""': _MULTI_BASIC, "'''": _MULTI_LITERAL, '"': _BASIC, "'": _LITERAL}
+_STRINGS = (_MULTI_BASIC, _MULTI_LITERAL, _BASIC, _LITERAL)
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -35,13 +35,6 @@ def scan(text: str) -> dict[KeyPath, Span]:
     scanner = _Scanner(text)
     scanner.document()
     return scanner.spans
-
-
-def text_end(text: str, at: int) -> int | None:
-    """Where the quoted text ends that begins at `at`; None: it is not closed."""
-    quotes = next(one for one in _STRINGS if text.startswith(one, at))
-    found = _STRINGS[quotes].match(text, at)
-    return found.end() if found else None
 
 
 class _Scanner:
@@ -133,9 +126,7 @@ class _Scanner:
         elif first == "{":
             self._inline_table(path)
         elif first in ('"', "'"):
-            end = text_end(self.text, start)
-            assert end is not None, "tomllib has read it"
-            self.at = end
+            self.at = next(match.end() for p in _STRINGS if (match := p.match(self.text, start)))
         else:
             self._skip(_SCALAR)
             self.at = start + len(self.text[start : self.at].rstrip())

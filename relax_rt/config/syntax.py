@@ -8,16 +8,13 @@ from typing import Any
 
 import msgspec
 
-from relax_rt.config.positions import scan, text_end
+from relax_rt.config.positions import scan
 from relax_rt.config.problems import ConfigErrors, KeyPath, Place, Problem, dotted
 
 MAX_MISTAKES = 50
 _AT = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _HEADER = re.compile(r"^[ \t]*\[.*$", re.MULTILINE)
 _PAIR = re.compile(r"^[ \t]*[^\s=#\[][^=#]*=")
-_TABLE = re.compile(r"[ \t]*\[\[?[ \t]*[A-Za-z_][\w. -]*\]\]?[ \t]*(#.*)?$")
-QUOTES = "\"'"
-BRACKETS = {"[": "array", "{": "table"}
 _TWICE = ("Cannot overwrite", "Cannot declare", "Cannot mutate", "Cannot redefine")
 
 
@@ -81,10 +78,10 @@ def parse(text: Text) -> Parsed:
         except tomllib.TOMLDecodeError as error:
             message = str(error)
             at = _offset(message, read)
-            past = _unclosed(text, read, message, at) or _read_past(text, read, message, at)
-            problem, start, end = past or (_mistake(text, message, at), 0, None)
-            if end is None or len(problems) == MAX_MISTAKES:
-                raise ConfigErrors(text.name, [*problems, problem]) from error
+            past = _read_past(text, read, message, at) if len(problems) < MAX_MISTAKES else None
+            if past is None:
+                raise ConfigErrors(text.name, [*problems, _mistake(text, message, at)]) from error
+            problem, start, end = past
             problems.append(problem)
             lost |= {problem.path, *_keys_within(read[start:end])} - {()}
             read = read[:start] + re.sub(r"[^\n]", " ", read[start:end]) + read[end:]
@@ -94,7 +91,9 @@ def _read_past(text: Text, read: str, message: str, at: int | None) -> tuple[Pro
     """The problem, and from where to where it makes the text unreadable; None when that cannot be told."""
     if at is None:
         return None
-    start, end = _line_start(read, at), _line_end(read, at)
+    start = read.rfind("\n", 0, at) + 1
+    end = read.find("\n", start)
+    end = len(read) if end < 0 else end
     line = read[start:end]
     if _is_twice(message) and _HEADER.match(line):
         following = _HEADER.search(read, end)
@@ -112,78 +111,6 @@ def _read_past(text: Text, read: str, message: str, at: int | None) -> tuple[Pro
         wrong = _mistake(text, message, at)
         return msgspec.structs.replace(wrong, path=path), start, end
     return None
-
-
-def _unclosed(text: Text, read: str, message: str, at: int | None) -> tuple[Problem, int, int | None] | None:
-    """A text, array or inline table that is not closed: the problem, and from where to where it makes the text
-    unreadable (to None: that cannot be told). None: the mistake is another one."""
-    if _is_twice(message):
-        return None
-    head = 0 if at is None else _line_start(read, at)
-    # A line that reads as a key or a header is none of an array's own.
-    before = _opened(read, head) if at and _begins_statement(read[head : _line_end(read, head)]) else []
-    opened = before or _opened(read, len(read) if at is None else at)
-    start = _line_start(read, opened[0]) if opened else 0
-    key = _PAIR.match(read[start : opened[0]]) if opened else None
-    if key is None:
-        return None
-    where, mark = opened[-1], read[opened[-1]]
-    closing = {"[": "]", "{": "}"}.get(mark, mark)
-    end: int | None = None
-    if mark in QUOTES and read.startswith(mark * 3, where):
-        mark = mark * 3
-        what, hint = "the text that begins here is not closed", f"{mark} is missing"
-    elif mark in QUOTES:
-        what, hint = "the text that begins here is not closed on its line", f"{mark} is missing"
-        end = _line_end(read, where) if _line_start(read, where) == start else None
-    elif at is None or before:
-        what, hint = f"the {BRACKETS[mark]} that begins here is not closed", f"{closing} is missing"
-        end = None if at is None else head
-    elif mark == "{" and read[at] == "\n":
-        what = "the table that begins here is not closed on its line"
-        hint = f"{closing} is missing; a table of several lines has a header of its own, [name]"
-        end = at if head == start else None
-    elif message.startswith("Unclosed"):
-        where, what, hint = at, f"a comma or {closing} is missing here", ""
-        end = _line_end(read, at) if head == start else None
-    else:
-        return None
-    path = (*_table_at(read, start), *(keys_of(key[0][:-1]) or ()))
-    return Problem(path, f"not TOML: {what}", hint, place=text.place((where, where + len(mark)))), start, end
-
-
-def _opened(read: str, until: int) -> list[int]:
-    """Where brackets were opened that are open at an offset, and last the quote of a text that is."""
-    opened: list[int] = []
-    at = 0
-    while at < until:
-        mark = read[at]
-        if mark in QUOTES:
-            if (end := text_end(read, at)) is None:
-                return [*opened, at]
-            at = end - 1
-        elif mark == "#":
-            at = _line_end(read, at)
-        elif mark in "[{":
-            opened.append(at)
-        elif mark in "]}" and opened:
-            opened.pop()
-        at += 1
-    return opened
-
-
-def _begins_statement(line: str) -> bool:
-    """Whether a line looks like a key with its value, or the header of a table, and not like a part of an array."""
-    return _TABLE.match(line) is not None or ("=" in line and keys_of(line.partition("=")[0]) is not None)
-
-
-def _line_start(read: str, at: int) -> int:
-    return read.rfind("\n", 0, at) + 1
-
-
-def _line_end(read: str, at: int) -> int:
-    end = read.find("\n", at)
-    return len(read) if end < 0 else end
 
 
 def _given_twice(text: Text, read: str, what: str, path: KeyPath, span: tuple[int, int]) -> Problem:
@@ -276,6 +203,4 @@ def _syntax_hint(message: str, place: Place) -> str:
         if rest == "None":
             return "TOML has no null: leave the key out"
         return f'text stands in quotes: "{rest}"'
-    if "after a statement" in message and (quote := place.text[: place.column - 1].rstrip()[-1:]) in tuple(QUOTES):
-        return f"the text before it ends here: is a {quote} missing, or one too many?"
     return "the same name is given twice" if _is_twice(message) else ""
