@@ -40,7 +40,7 @@ def right(completion, answer, finish_reason):
     return float(finish_reason == "stop" and completion.strip() == answer)
 '''
 TABLE = """[reward]
-timeout_s = 2.0
+timeout_s = 10.0
 processes = 16
 components = [
   { function = "mine.py:right" },

@@ -25,7 +25,7 @@ max_turns = 2
 max_tokens = 64
 rewards = [{ function = "duel.py:brief", weight = 0.5 }]
 [reward]
-timeout_s = 2
+timeout_s = 10
 [sampling]
 max_new_tokens = 5
 [algorithm]
@@ -101,6 +101,6 @@ def test_both_seats_are_trained_and_a_reward_that_hangs_costs_its_group_only(tmp
     assert parts and all(part.keys() == {"episode", "environment", "brief"} for part in parts)
     assert (tmp_path / "job/hung").exists()
     (lost,) = run.events("reward_worker_lost")
-    assert "did not return within reward.timeout_s = 2 s" in lost["reason"]
+    assert "did not return within reward.timeout_s = 10 s" in lost["reason"]
     assert {event["item"] for event in run.events("environment_failed")} == {"train-3"}
     run.gone(run.run_id())
