@@ -4,14 +4,13 @@ do not notice."""
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fragile_rollout import FRAGILE, STRIKES
-from tiny_run import DEADLINE_S, RELAX, TinyRun, steps_that_count
+from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.models.resolve import resolve_model
 
@@ -36,8 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     run = TinyRun(tmp_path_factory.mktemp("publication") / "run", **OVERRIDES).start()
     try:
         run.until("an engine that outlived all strikes", lambda: outlived(run))
-        subprocess.run([RELAX, "down", str(run.run_dir)], check=True, timeout=DEADLINE_S)
-        assert run.wait() == 0, run.text()
+        run.down()
         yield run
     finally:
         run.end()

@@ -4,8 +4,8 @@ Which layers there are, how they are nested and cut is Megatron's own doing; the
 it takes them from are stood in for, as far as their parameters go: names and shapes are those that
 transformer_engine/pytorch/module/{linear,layernorm_linear,grouped_linear,rmsnorm}.py register. Nothing can be computed.
 
-``python transformer_engine_stand_in.py CONFIG_FOLDER SIZES RANK…``: as tests/engines/megatron_gang/full_size.py, with these
-layers.
+``python transformer_engine_stand_in.py CONFIG_FOLDER SIZES RANK…``: as tests/engines/megatron_gang/full_size.py, with
+these layers.
 """
 
 from __future__ import annotations
