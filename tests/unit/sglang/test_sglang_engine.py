@@ -53,7 +53,7 @@ class Source:
         self.begun.set()
         part = into[:4]
         if self._gate is not None:
-            assert self._gate.wait(10.0)
+            assert self._gate.wait(120.0)
         part[:] = bytes(4)
         for entry in self.manifest.layout.entries:
             into[entry.offset : entry.offset + entry.nbytes] = self._data[entry.name].tobytes()

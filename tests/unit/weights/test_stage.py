@@ -132,7 +132,7 @@ def test_who_comes_to_keep_a_file_while_it_is_retired_finds_it_gone(
         try:
             with kept(path):
                 entered.set()
-                assert unlinked.wait(10)
+                assert unlinked.wait(120)
                 found.append(path.exists())
         except Gone as error:
             found.append(str(error))
