@@ -207,24 +207,31 @@ def check_retired(run: TinyRun, about: str = "", times: int = 1) -> None:
 
 REAL = "if tokens == 3: "
 """Two digits and the end: what the model says, and nothing that the dry run of `up` tries."""
-ALL_FAIL = {
-    "the reward raises": (rewarded(REAL + "raise KeyError(answer)"), "reward.py:3"),
-    "the reward is no number": (rewarded(REAL + "return float('nan')"), "must be finite"),
-    "the reward is text": (rewarded(REAL + "return 'good'"), "must be a number"),
-    "the reward ends its process": (rewarded(REAL + "os._exit(3)"), "did not return"),
-    "every reward is late": (rewarded(REAL + "time.sleep(1e6)"), "raise reward.timeout_s"),
-    "no episode begins": (game(reset="raise ValueError('no board')"), "ValueError: no board"),
-    "no turn ends": (game(step="import asyncio; await asyncio.sleep(1e6)"), "turn_timeout_s"),
+FEW = {"progress.failed_groups": 8, "algorithm.group_size": 2}
+ALL_FAIL: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "the reward raises": (rewarded(REAL + "raise KeyError(answer)"), {}, "reward.py:3"),
+    "the reward is no number": (rewarded(REAL + "return float('nan')"), {}, "must be finite"),
+    "the reward is text": (rewarded(REAL + "return 'good'"), {}, "must be a number"),
+    "the reward ends its process": (rewarded(REAL + "os._exit(3)"), FEW, "its process ended with exit code 3"),
+    "every reward is late": (
+        rewarded(REAL + "time.sleep(1e6)"),
+        FEW | {"reward.timeout_s": 1},
+        "raise reward.timeout_s",
+    ),
+    "no episode begins": (game(reset="raise ValueError('no board')"), {}, "ValueError: no board"),
+    "no turn ends": (
+        game(step="import asyncio; await asyncio.sleep(1e6)"),
+        FEW | {"roles.env.turn_timeout_s": 1},
+        "raise roles.env.turn_timeout_s",
+    ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ALL_FAIL)
 def test_run_ends_with_cause_when_every_group_fails(make: Make, what: str) -> None:
-    files, cause = ALL_FAIL[what]
-    late = "late" in what or "turn" in what
-    sets = {"progress.failed_groups": 8, "reward.timeout_s": 0.2} if late else {"progress.failed_groups": 16}
-    run = make(files, **sets).start()
+    files, sets, cause = ALL_FAIL[what]
+    run = make(files, **{"progress.failed_groups": 16, **sets}).start()
     assert run.wait() == 1, run.text()
     assert cause in run.text() and "failed in a row, and none was trained" in run.text()
     assert run.events("no_progress") and not run.events("item_retired") and not run.records("step")
