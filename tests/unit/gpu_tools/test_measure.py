@@ -244,7 +244,7 @@ def test_every_test_and_figure_of_a_device_is_in_a_probe() -> None:
 def test_the_command_line_refuses_before_it_starts(tmp_path: Path) -> None:
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(TOOLS / "measure.py"), *arguments, "--out", str(tmp_path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     assert "invalid choice: 'alll'" in call("alll").stderr
     assert "no such file" in call("check", "--resume", str(tmp_path / "none")).stderr
