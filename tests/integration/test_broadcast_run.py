@@ -24,6 +24,7 @@ OVERRIDES: dict[str, Any] = {
     "algorithm.steps": 100_000,
     "checkpoint.every_steps": 50,
     "evaluation.items": 16,
+    "evaluation.every_steps": 20,
     "roles.rollout.count": 2,
     "publication.carrier": '"collective"',
     "publication.communicator": '"gloo"',
@@ -55,6 +56,7 @@ def strike(run: TinyRun) -> None:
     reaches_both(run)
     os.kill(rank_of(run), signal.SIGSTOP)
     reaches_both(run, 10)
+    run.until("an evaluation", lambda: any(e["by"].startswith("evaluator/0") for e in run.events("weights_swapped")))
 
 
 def reaches_both(run: TinyRun, more: int = 2) -> None:
