@@ -202,7 +202,7 @@ def test_two_slots_play_and_the_second_one_waits_for_the_first_evaluation(make: 
     assert first["when"] == "before" and first["versions"] == [first["version"]] * 2
 
 
-SLOW = {"roles.env.episode_timeout_s": 7}
+SLOW = {"roles.env.turn_timeout_s": 6, "roles.env.episode_timeout_s": 7}
 """Two turns of 4 s, each in time, take longer."""
 
 
