@@ -47,9 +47,14 @@ class TinyRun:
             self.process.wait()
             raise AssertionError(f"the run did not end:\n{self.text()}") from None
 
+    def down(self) -> None:
+        """End it in order, with a last checkpoint."""
+        subprocess.run([RELAX, "down", str(self.run_dir)], timeout=DEADLINE_S, check=True)
+        assert self.wait() == 0, self.text()
+
     def end(self) -> None:
         """Leave nothing of it running, whatever became of the test."""
-        if self.process.poll() is None:
+        if hasattr(self, "process") and self.process.poll() is None:
             subprocess.run([RELAX, "down", str(self.run_dir), "--kill"], timeout=DEADLINE_S, check=False)
             self.process.kill()
             self.process.wait()
@@ -147,6 +152,10 @@ class TinyRun:
         old = self.until(f"{slot} to be ready", ready)
         os.kill(old["pid"], signal.SIGKILL)
         return int(self.until(f"{slot} to be back", lambda: ready(old["epoch"]))["pid"])
+
+
+Make = Callable[..., TinyRun]
+"""What the fixture `make` of the integration tests is."""
 
 
 def processes() -> Iterator[int]:

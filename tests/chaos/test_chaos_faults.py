@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +41,7 @@ capacity_mib = 16
 slab_mib = 1
 lease_s = 5
 [roles.idler]
-hang_after_s = 5
+hang_after_s = 60
 [roles.maker]
 count = 2
 [roles.eater]
@@ -210,5 +209,4 @@ def test_schedules_by_time_fall_in_order_and_interruptions_undo(toys: ToyRun) ->
         toys.until("the stop", lambda: is_stopped(pid))
         again = injector.strike(Strike(number=2, fault="stop", slot="idler/0", seconds=60.0))
         assert "still lasts" in again.withheld
-    time.sleep(0.05)
-    assert not is_stopped(pid)
+    toys.until("its going on", lambda: not is_stopped(pid))

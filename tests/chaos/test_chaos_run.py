@@ -98,7 +98,7 @@ def test_what_was_overtaken_while_it_was_stopped_writes_nothing_any_more(runs: l
 
 @pytest.mark.long
 def test_what_is_stopped_beyond_its_deadline_is_replaced(runs: list[TinyRun], tmp_path: Path) -> None:
-    settings = {"algorithm.steps": 100, "roles.rollout.hang_after_s": 2.0, "queue.lease_s": 2.0}
+    settings = {"algorithm.steps": 100, "roles.rollout.hang_after_s": 8.0, "queue.lease_s": 8.0}
     run = TinyRun(tmp_path / "run", **settings)
     runs.append(run.start())
     run.until("some steps", lambda: run.last_step() >= 12)

@@ -137,7 +137,7 @@ async def test_the_registry_dies_and_calls_go_on(run: LiveRun) -> None:
         os.kill(await pid_of(run, "registry/0"), signal.SIGKILL)
         assert await reward.score("four") == 2.0
         await asyncio.to_thread(run.event, "slot_ready", 1, slot="registry/0")
-        await discovery.known().until(lambda m: not m.away and len(m.ready_of("reward2")) == 2, "back", timeout_s=20)
+        await discovery.known().until(lambda m: not m.away and len(m.ready_of("reward2")) == 2, "back", timeout_s=120)
         assert await reward.score("four") == 2.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from tiny_run import TinyRun, steps_that_count
 
 from relax_rt.roles.cold_start.kept import finished, read_mark
-from relax_rt.roles.models.resolve import resolve_model
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -19,10 +17,8 @@ COLD, STEPS = 60, 24
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
+def start(tmp_path: Path, runs: list[TinyRun]) -> Any:
     """Starts a run of the tiny job; whatever is left of it is ended here."""
-    resolve_model("package:tiny", Path())
-    made: list[TinyRun] = []
 
     def begin(**overrides: Any) -> TinyRun:
         given = {
@@ -35,14 +31,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
             "checkpoint.every_steps": STEPS,
             **overrides,
         }
-        made.append(TinyRun(tmp_path / "run", **given).start())
-        return made[-1]
+        runs.append(TinyRun(tmp_path / "run", **given).start())
+        return runs[-1]
 
-    yield begin
-    for run in made:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    return begin
 
 
 def at(run: TinyRun) -> int:

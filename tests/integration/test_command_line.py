@@ -281,8 +281,8 @@ def test_commands_that_look_do_so_at_a_run_that_was_harmed(toys: Toys) -> None:
     (incident,) = json.loads(toys.call("why", "worker", "--json"))["incidents"]
     assert incident["diagnosis"]["kind"] == "killed" and incident["away_s"] > 0
     assert "worker-0" in toys.call("logs", "work*", "-n", "5")
-    frame = {row["slot"]: row for row in json.loads(toys.call("top", "--json", "--every", "0.3"))}
-    assert frame["worker/0"]["rate"] > 0 and frame["worker/0"]["rss"] > frame["worker/0"]["own"] > 0
+    frame = until("progress between two looks", lambda: frame_of(toys))
+    assert frame["worker/0"]["rss"] > frame["worker/0"]["own"] > 0
     assert frame["agent"]["threads"] > 0
     assert "worker/0" in toys.call("top", "--once", "--every", "0.1")
     text = toys.call("export", "--prometheus")
@@ -293,6 +293,12 @@ def test_commands_that_look_do_so_at_a_run_that_was_harmed(toys: Toys) -> None:
     files = json.loads(toys.call("export", "--json"))["files"]
     assert {"run.json", "events.jsonl", "failures.csv", "logs/worker-0.log"} <= set(files)
     toys.call("down")
+
+
+def frame_of(toys: Toys) -> dict[str, Any]:
+    """What `top` says by slot, once the worker has moved while it looked."""
+    frame = {row["slot"]: row for row in json.loads(toys.call("top", "--json", "--every", "0.3"))}
+    return frame if frame["worker/0"]["rate"] > 0 else {}
 
 
 @of("[roles.worker]")

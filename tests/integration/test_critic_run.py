@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tiny_run import TinyRun, steps_that_count
-
-from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -28,13 +25,9 @@ PPO = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TinyRun]:
-    resolve_model("package:tiny", Path())
-    made = TinyRun(tmp_path / "run", **PPO)
-    yield made
-    if made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
+    runs.append(TinyRun(tmp_path / "run", **PPO))
+    return runs[-1]
 
 
 def test_policy_and_critic_stay_together_whoever_dies(run: TinyRun) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import TinyRun
+from tiny_run import CONFIG as TINY
+from tiny_run import Make
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -60,42 +61,42 @@ weight = 1
 """
 
 
-def config(folder: Path) -> Path:
+def job() -> dict[str, str]:
     """The tiny job with these sources in place of its task."""
-    text = (Path(__file__).parents[1] / "tiny_job" / "roles.toml").read_text()
-    head, _, rest = text.partition("[data]")
-    tail = rest[rest.index("held_out") :]
-    (folder / "roles.toml").write_text(f"{head}[data]\n{tail}{CONFIG}")
-    (folder / "reward.py").write_text(REWARD)
+    head, _, rest = TINY.read_text().partition("[data]")
+    return {"roles.toml": f"{head}[data]\n{rest[rest.index('held_out') :]}{CONFIG}", "reward.py": REWARD}
+
+
+SMALL: dict[str, Any] = {
+    "algorithm.steps": 1,
+    "algorithm.group_size": 2,
+    "evaluation.items": 4,
+    "evaluation.during_items": 4,
+    **{f"roles.{role}.dtype": '"float32"' for role in ("rollout", "trainer", "evaluator")},
+}
+
+
+def test_two_weighted_sources_are_trained_on_and_a_resume_holds_to_them(make: Make) -> None:
+    run = make(job(), **SMALL)
+    folder = run.config.parent
     write_sources(folder)
-    return folder / "roles.toml"
-
-
-def test_two_weighted_sources_are_trained_on_and_a_resume_holds_to_them(tmp_path: Path) -> None:
-    steps: dict[str, Any] = {"algorithm.steps": 2, "checkpoint.every_steps": 1}
-    run = TinyRun(tmp_path / "run", config(tmp_path), **steps).start()
-    try:
-        assert run.wait() == 0, run.text()
-        text = run.output.read_text()
-        assert "form of the rows: prompt 200, verl 300" in text
-        assert "column 'tag' (200 rows" in text
-        seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
-        kinds = Counter((source, kind) for source, kind, _, _ in seen)
-        assert {("a", "float"), ("b", "int")} <= set(kinds)
-        assert kinds["a", "float"] > kinds["b", "int"], "three to one"
-        assert {tuple(keys) for source, _, _, keys in seen if source == "a"} == {("reward_model", "source")}
-        assert {tuple(keys) for source, _, _, keys in seen if source == "b"} == {("source", "tag")}
-        record = json.loads((tmp_path / "run" / "data.json").read_text())
-        assert record["rows"] == 500
-        # More steps on the same rows, written again; then on others.
-        write_table = (tmp_path / "a.parquet").read_bytes()
-        (tmp_path / "a.parquet").write_bytes(write_table)
-        run.overrides["algorithm.steps"] = 3
-        assert run.start().wait() == 0, run.text()
-        assert run.last_step() == 3
-        (tmp_path / "b" / "1.jsonl.gz").unlink()
-        run.overrides["algorithm.steps"] = 4
-        assert run.start().wait() == 2, "refused before a role is started"
-        assert "not those that the run was started with: 500 then, 400 now" in run.output.read_text()
-    finally:
-        run.end()
+    assert run.start().wait() == 0, run.text()
+    text = run.output.read_text()
+    assert "form of the rows: prompt 200, verl 300" in text
+    assert "column 'tag' (200 rows" in text
+    seen = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+    kinds = Counter((source, kind) for source, kind, _, _ in seen)
+    assert {("a", "float"), ("b", "int")} <= set(kinds)
+    assert kinds["a", "float"] > kinds["b", "int"], "three to one"
+    assert {tuple(keys) for source, _, _, keys in seen if source == "a"} == {("reward_model", "source")}
+    assert {tuple(keys) for source, _, _, keys in seen if source == "b"} == {("source", "tag")}
+    assert json.loads((run.run_dir / "data.json").read_text())["rows"] == 500
+    # More steps on the same rows, written again; then on others.
+    (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes())
+    run.overrides["algorithm.steps"] = 2
+    assert run.start().wait() == 0, run.text()
+    assert run.last_step() == 2
+    (folder / "b" / "1.jsonl.gz").unlink()
+    run.overrides["algorithm.steps"] = 3
+    assert run.start().wait() == 2, "refused before a role is started"
+    assert "not those that the run was started with: 500 then, 400 now" in run.output.read_text()

@@ -32,7 +32,7 @@ at_steps = [{chosen}]
 reward = "reward.py:held_out"
 """
 CHOSEN, LAST = 2, 8
-GIVE_UP_S = 60.0
+GIVE_UP_S = 180.0
 PACED = """
 
 import functools

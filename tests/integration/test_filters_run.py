@@ -6,14 +6,11 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_run import TinyRun, steps_that_count
-
-from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -22,20 +19,13 @@ GROUPS, MEMBERS = 8, 8
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    resolve_model("package:tiny", Path())
-    runs: list[TinyRun] = []
-
+def make(tmp_path: Path, runs: list[TinyRun]) -> Any:
     def start(steps: int, **overrides: Any) -> TinyRun:
         sets = {"algorithm.steps": steps, "evaluation.items": 4, "evaluation.during_items": 4}
         runs.append(TinyRun(tmp_path / f"run-{len(runs)}", **sets, **overrides))
         return runs[-1].start()
 
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    return start
 
 
 def path_of(run: TinyRun, steps: int) -> list[dict[str, Any]]:

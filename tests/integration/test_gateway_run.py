@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tiny_run import TinyRun, steps_that_count
 from relax_rt import discovery
 from relax_rt.roles.gateway.api import GatewayApi, SessionLimits
 from relax_rt.roles.gateway.endpoint import endpoint
-from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
@@ -25,19 +23,15 @@ STEPS = 20
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TinyRun]:
-    resolve_model("package:tiny", Path())
+def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
     overrides: dict[str, Any] = {
         "algorithm.steps": STEPS,
         "evaluation.items": 16,
         "roles.gateway.count": 1,
         "roles.gateway.max_new_tokens": 12,
     }
-    started = TinyRun(tmp_path / "run", **overrides).start()
-    yield started
-    if started.process.poll() is None:
-        started.process.kill()
-        started.process.wait()
+    runs.append(TinyRun(tmp_path / "run", **overrides).start())
+    return runs[-1]
 
 
 async def talk(client: Any, turns: int) -> list[str]:

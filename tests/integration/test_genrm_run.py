@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ JUDGE = {"prompt": "{completion} + {answer} =", "highest": 200.0, "otherwise": 0
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TinyRun]:
-    resolve_model("package:tiny", Path())
+def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
     shutil.copytree(Path(__file__).parent.parent / "tiny_job", tmp_path / "job")
     (tmp_path / "job/reward.py").write_text(REWARD.format(seen=str(tmp_path / "seen.jsonl")))
     overrides: dict[str, Any] = {
@@ -41,11 +39,8 @@ def run(tmp_path: Path) -> Iterator[TinyRun]:
         "roles.genrm.dtype": '"float32"',
         **{f"reward.judge.{key}": json.dumps(value) for key, value in JUDGE.items()},
     }
-    made = TinyRun(tmp_path / "run", tmp_path / "job/roles.toml", **overrides)
-    yield made
-    if hasattr(made, "process") and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+    runs.append(TinyRun(tmp_path / "run", tmp_path / "job/roles.toml", **overrides))
+    return runs[-1]
 
 
 def test_verdicts_depend_on_the_completion_and_a_death_of_the_judge_costs_only_time(run: TinyRun) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_run import DEADLINE_S, TinyRun, steps_that_count
-
-from relax_rt.roles.models.resolve import resolve_model
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -22,10 +19,7 @@ MEMORY = {"roles.rollout.max_sequences": 512}
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    resolve_model("package:tiny", Path())
-    made: list[TinyRun] = []
-
+def start(tmp_path: Path, runs: list[TinyRun]) -> Any:
     def begin(mode: str, staleness: int, **overrides: Any) -> TinyRun:
         given = {
             "algorithm.mode": f'"{mode}"',
@@ -35,14 +29,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
             **MEMORY,
             **overrides,
         }
-        made.append(TinyRun(tmp_path / "run", **given).start())
-        return made[-1]
+        runs.append(TinyRun(tmp_path / "run", **given).start())
+        return runs[-1]
 
-    yield begin
-    for run in made:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    return begin
 
 
 def turns_of(run: TinyRun) -> tuple[int, int]:

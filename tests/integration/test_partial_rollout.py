@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import pytest
 import xxhash
 from tiny_run import TinyRun
 
-from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.transport.journal import Journal
 from relax_rt.transport.ledger import Entry
 from relax_rt.transport.ledger import events as ev
@@ -48,15 +47,11 @@ LONG = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TinyRun]:
-    resolve_model("package:tiny", Path())
+def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
     shutil.copytree(JOB, tmp_path / "job")
     (tmp_path / "job" / "reward.py").write_text(REWARD)
-    made = TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 18})
-    yield made
-    if made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+    runs.append(TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **LONG, **{"algorithm.steps": 18}))
+    return runs[-1]
 
 
 class Held:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tiny_run import TinyRun, steps_that_count
+from tiny_run import Make, steps_that_count
 from tiny_sight import build_seeing_model
 
 pytest.importorskip("torch")
@@ -82,15 +80,12 @@ class Lights:
 '''
 
 
-def test_a_model_that_sees_is_trained_on_episodes_of_pictures(tmp_path: Path) -> None:
-    job = tmp_path / "job"
-    job.mkdir()
-    (job / "model").mkdir()
-    build_seeing_model(job / "model")
-    (job / "roles.toml").write_text(CONFIG)
-    (job / "lights.py").write_text(GAME)
-    run = TinyRun(tmp_path / "run", job / "roles.toml").start()
-    assert run.wait() == 0, run.text()
+def test_a_model_that_sees_is_trained_on_episodes_of_pictures(make: Make) -> None:
+    run = make({"roles.toml": CONFIG, "lights.py": GAME})
+    model = run.config.parent / "model"
+    model.mkdir()
+    build_seeing_model(model)
+    assert run.start().wait() == 0, run.text()
     path = steps_that_count(run.records("step"))
     assert sorted(path) == [1, 2]
     made = {name: digest for record in run.records("made") for name, digest, _ in record["samples"]}

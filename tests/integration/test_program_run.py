@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_run import TinyRun, processes, steps_that_count
+from tiny_run import Make, TinyRun, processes, steps_that_count
 
-from relax_rt.roles.models.resolve import resolve_model
 from relax_rt.supervision import procfs
 
 pytest.importorskip("torch")
@@ -83,26 +80,7 @@ for turn in range(2):
 print("done")
 print(json.dumps({"reward": right / 2, "info": {"right": right}}))
 '''
-Make = Callable[..., TinyRun]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    resolve_model("package:tiny", Path())
-    made: list[TinyRun] = []
-
-    def run(**overrides: Any) -> TinyRun:
-        (tmp_path / "job").mkdir()
-        (tmp_path / "job/roles.toml").write_text(CONFIG)
-        (tmp_path / "job/agent.py").write_text(AGENT)
-        made.append(TinyRun(tmp_path / "run", tmp_path / "job/roles.toml", **overrides))
-        return made[0]
-
-    yield run
-    for one in made:
-        if hasattr(one, "process") and one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
+JOB = {"roles.toml": CONFIG, "agent.py": AGENT}
 
 
 def playing(run: TinyRun) -> list[int]:
@@ -143,7 +121,7 @@ def check(run: TinyRun, steps: int) -> None:
 
 
 def test_a_program_s_episodes_are_trained_once_though_gateway_spawner_and_env_die_in_the_middle(make: Make) -> None:
-    run = make().start()
+    run = make(JOB).start()
     run.until("a few steps", lambda: run.last_step() >= 2)
     run.kill("gateway/0")
     run.until("episodes at the new gateway", lambda: run.last_step() >= 6)

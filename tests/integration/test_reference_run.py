@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ PROMPTS = [f"<|user|>{a} + {b} =<|end|><|assistant|>" for a in range(12, 90, 7) 
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
+def start(tmp_path: Path, runs: list[TinyRun]) -> Any:
     """Starts a run of the tiny job; whatever is left of it is ended here."""
-    resolve_model("package:tiny", Path())
-    made: list[TinyRun] = []
 
     def begin(reward: str = "", **overrides: Any) -> TinyRun:
         config = None
@@ -33,14 +30,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
             (tmp_path / "job" / "reward.py").write_text(f"def right(completion, answer):\n    return {reward}\n")
             config = tmp_path / "job" / "roles.toml"
         given = {"roles.reference.dtype": '"float32"', "roles.evaluator.count": 0, **overrides}
-        made.append(TinyRun(tmp_path / "run", *([config] if config else []), **given).start())
-        return made[-1]
+        runs.append(TinyRun(tmp_path / "run", *([config] if config else []), **given).start())
+        return runs[-1]
 
-    yield begin
-    for run in made:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    return begin
 
 
 def model_of(folder: Path) -> Any:

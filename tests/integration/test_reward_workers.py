@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from tiny_run import CONFIG, TinyRun
-
-from relax_rt.roles.models.resolve import resolve_model
+from tiny_run import CONFIG, Make
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -40,7 +35,7 @@ def right(completion, answer, finish_reason):
     return float(finish_reason == "stop" and completion.strip() == answer)
 '''
 TABLE = """[reward]
-timeout_s = 2.0
+timeout_s = 10.0
 processes = 16
 components = [
   { function = "mine.py:right" },
@@ -49,25 +44,15 @@ components = [
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[TinyRun]:
-    resolve_model("package:tiny", Path())
-    (tmp_path / "marks").mkdir()
-    (tmp_path / "mine.py").write_text(REWARD)
+def test_a_reward_that_hangs_and_forks_costs_samples_and_no_role(make: Make) -> None:
     config = CONFIG.read_text().replace('[reward]\nfunction = "reward.py:right"\n', TABLE)
-    (tmp_path / "roles.toml").write_text(config)
     sets = {"algorithm.steps": 4, "evaluation.items": 4, "evaluation.during_items": 4}
-    made = TinyRun(tmp_path / "run", tmp_path / "roles.toml", **sets).start()
-    yield made
-    if made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
-
-
-def test_a_reward_that_hangs_and_forks_costs_samples_and_no_role(run: TinyRun, tmp_path: Path) -> None:
-    assert run.wait() == 0, run.text()
+    run = make({"roles.toml": config, "mine.py": REWARD}, **sets)
+    marks = run.config.parent / "marks"
+    marks.mkdir()
+    assert run.start().wait() == 0, run.text()
     run.gone(run.run_id())
-    assert {path.name for path in (tmp_path / "marks").iterdir()} == {"hung", "forked", "slipped"}
+    assert {path.name for path in marks.iterdir()} == {"hung", "forked", "slipped"}
     assert [record["step"] for record in run.records("step")] == [1, 2, 3, 4]
     lost = [event["reason"] for event in run.events("reward_worker_lost")]
     assert len(lost) == 3 and all("mine.py:right did not return" in reason for reason in lost), lost

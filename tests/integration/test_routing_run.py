@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TinyRun]:
+def run(tmp_path: Path, runs: list[TinyRun]) -> TinyRun:
     build_sparse_model(tmp_path / "model")
     shutil.copytree(JOB, tmp_path / "job")
     (tmp_path / "job" / "reward.py").write_text(REWARD)
@@ -43,11 +42,8 @@ def run(tmp_path: Path) -> Iterator[TinyRun]:
         "roles.rollout.routing": "true",
         "roles.rollout.kv_on_update": '"recompute"',
     }
-    made = TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **settings)
-    yield made
-    if made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+    runs.append(TinyRun(tmp_path / "run", tmp_path / "job" / "roles.toml", **settings))
+    return runs[-1]
 
 
 class RowsHeld(Held):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,17 @@ def easy(completion: str, answer: str) -> float:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    resolve_model("package:tiny", Path())
+def make(tmp_path: Path, runs: list[TinyRun]) -> Any:
     (tmp_path / "rewards.py").write_text(REWARDS)
     config = tmp_path / "roles.toml"
     config.write_text(TINY.read_text().replace("reward.py:right", "rewards.py:easy"))
-    runs: list[TinyRun] = []
 
     def start(name: str, steps: int, **overrides: Any) -> TinyRun:
         sets = {"algorithm.steps": steps, "data.size": 80, "evaluation.items": 4, "evaluation.during_items": 4}
         runs.append(TinyRun(tmp_path / name, config, **sets, **overrides))
         return runs[-1].start()
 
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    return start
 
 
 def prompts(run: TinyRun) -> list[PromptItem]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tiny_run import TinyRun, steps_that_count
-
-from relax_rt.roles.models.resolve import resolve_model
+from tiny_run import Make, steps_that_count
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -25,7 +21,7 @@ max_turns = 2
 max_tokens = 64
 rewards = [{ function = "duel.py:brief", weight = 0.5 }]
 [reward]
-timeout_s = 2
+timeout_s = 10
 [sampling]
 max_new_tokens = 5
 [algorithm]
@@ -80,12 +76,8 @@ def brief(completion, answer, item, turns):
 """
 
 
-def test_both_seats_are_trained_and_a_reward_that_hangs_costs_its_group_only(tmp_path: Path) -> None:
-    resolve_model("package:tiny", Path())
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job/roles.toml").write_text(CONFIG)
-    (tmp_path / "job/duel.py").write_text(GAME)
-    run = TinyRun(tmp_path / "run", tmp_path / "job/roles.toml").start()
+def test_both_seats_are_trained_and_a_reward_that_hangs_costs_its_group_only(make: Make) -> None:
+    run = make({"roles.toml": CONFIG, "duel.py": GAME}).start()
     assert run.wait() == 0, run.text()
     path = steps_that_count(run.records("step"))
     assert sorted(path) == [1, 2, 3, 4]
@@ -99,8 +91,8 @@ def test_both_seats_are_trained_and_a_reward_that_hangs_costs_its_group_only(tmp
             assert reward + rewards[f"{group}.{int(member) ^ 1}"] in (0.0, 0.5, 1.0)
     parts = [record["rewards"] for record in run.records("env") if record["episodes"]]
     assert parts and all(part.keys() == {"episode", "environment", "brief"} for part in parts)
-    assert (tmp_path / "job/hung").exists()
+    assert (run.config.parent / "hung").exists()
     (lost,) = run.events("reward_worker_lost")
-    assert "did not return within reward.timeout_s = 2 s" in lost["reason"]
+    assert "did not return within reward.timeout_s = 10 s" in lost["reason"]
     assert {event["item"] for event in run.events("environment_failed")} == {"train-3"}
     run.gone(run.run_id())

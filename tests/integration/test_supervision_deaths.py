@@ -49,7 +49,7 @@ def test_killed_role_takes_its_children_with_it(tmp_path: Path) -> None:
 
 
 def test_hang_in_native_code_dumps_stacks_then_kills_and_restarts(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "[roles.hanger]\nhang_after_s = 0.6\n[roles.worker]", FAST) as run:
+    with LiveRun(tmp_path, "[roles.hanger]\nhang_after_s = 4\n[roles.worker]", FAST) as run:
         hung = run.event("slot_hung", slot="hanger/0")
         assert "hang_after_s" in hung["reason"]
         end = run.event("slot_exited", slot="hanger/0")["diagnosis"]
@@ -61,7 +61,7 @@ def test_hang_in_native_code_dumps_stacks_then_kills_and_restarts(tmp_path: Path
 
 
 def test_stopped_role_is_a_hang(tmp_path: Path) -> None:
-    with LiveRun(tmp_path, "[roles.worker]\nhang_after_s = 0.6", FAST) as run:
+    with LiveRun(tmp_path, "[roles.worker]\nhang_after_s = 4", FAST) as run:
         run.ready("worker/0")
         os.kill(run.pid("worker/0"), signal.SIGSTOP)
         assert run.event("slot_exited", slot="worker/0")["diagnosis"]["kind"] == "hang"

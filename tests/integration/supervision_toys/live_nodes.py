@@ -17,7 +17,8 @@ from netns import Nodes
 from relax_rt.supervision import control, procfs
 from relax_rt.supervision.rundir import RunPaths, read_run
 
-LEASE_S = 1.0
+LEASE_S = 5.0
+"""A node that is not heard of for so long is lost: longer than a slow machine makes its agent wait for a core."""
 FILE_TOYS = f"""
 [roles.echo]
 target = "{TOYS}/node_toys.py:Echo"
@@ -35,7 +36,7 @@ def nodes_table(host: str, on_loss: str = "replace") -> str:
 class Far:
     """`up --join` on the second host."""
 
-    def __init__(self, run: LiveRun, where: list[str], key: Path | None = None, wait_s: float = 20.0) -> None:
+    def __init__(self, run: LiveRun, where: list[str], key: Path | None = None, wait_s: float = WAIT_S) -> None:
         self.run, self.where, self.wait_s = run, where, wait_s
         self.key = key or run.run_dir / "join.key"
         self.run_dir = run.run_dir / "nodes" / "b"

@@ -84,7 +84,7 @@ class AtQueue(Toy):
             slab_bytes=self.MIB,
             capacity_bytes=16 * self.MIB,
             fetcher=ctx.fetcher,
-            fetch_s=2.0,
+            fetch_s=10.0,
         )
         async with client:
             await ctx.ready()

@@ -67,7 +67,7 @@ async def test_without_news_of_the_end_the_caller_waits_no_longer_than_its_deadl
     who = registry.enter("judge/0", "")
     process, real = await spawn(f"unix://{tmp_path}/j.sock", who.epoch)
     async with directory({"judge/0": real}, registry) as known:
-        judge = known.actor("judge/0", Judge, timeout_s=0.5)
+        judge = known.actor("judge/0", Judge, timeout_s=3.0)
         once = asyncio.create_task(judge.hold_once())
         await judge.pid()
         process.kill()
@@ -134,15 +134,15 @@ async def test_members_that_are_not_ready_get_nothing(tmp_path: pathlib.Path) ->
     ):
         registry.enter("judge/0", one, "starting")
         registry.enter("judge/1", "", "draining")
-        judge = known.actor("judge", Judge, timeout_s=0.3)
+        judge = known.actor("judge", Judge, timeout_s=2.0)
         with pytest.raises(Unreachable, match=r"no member is ready: judge/0#1 is starting, judge/1#2 is draining"):
             await judge.pid()
         with pytest.raises(Unreachable, match=r"no member is ready: it has no members"):
-            await known.actor("judges", Judge, timeout_s=0.1).all()
+            await known.actor("judges", Judge, timeout_s=1.0).all()
         registry.enter("judge/0", one)
         # One that says it is ready and cannot be reached is passed over.
         registry.enter("judge/1", "")
-        patient = judge.with_options(timeout_s=20.0)
+        patient = judge.with_options(timeout_s=60.0)
         assert len({await patient.pid() for _ in range(4)}) == 1
 
 
@@ -244,7 +244,7 @@ async def test_what_kills_its_actor_does_not_go_through_the_pool(kind: str, tmp_
     async with contextlib.AsyncExitStack() as stack:
         await pool.enter(stack)
         known = await stack.enter_async_context(directory(pool.addresses, pool.registry))
-        judge = known.actor("judge", Judge, timeout_s=10.0)
+        judge = known.actor("judge", Judge, timeout_s=60.0)
         died = await fails(judge.hold() if kind == "call" else anext(judge.held()), ActorDied)
         assert len(pool.asked) == 3 and died.who == pool.asked[-1]
         assert died.diagnosis == "signal: killed by SIGSEGV" and all(who in str(died) for who in pool.asked)
@@ -258,7 +258,7 @@ async def test_what_kills_its_actor_is_not_sent_to_each_incarnation(kind: str, t
     registry = Registry()
     address = f"unix://{tmp_path}/j.sock"
     async with directory({"judge/0": address}, registry) as known:
-        judge = known.actor("judge/0", Judge, timeout_s=20.0)
+        judge = known.actor("judge/0", Judge, timeout_s=60.0)
         call = asyncio.ensure_future(judge.hold() if kind == "call" else anext(judge.held()))
         asked = 0
         while not call.done() and asked < 5:
@@ -301,11 +301,11 @@ async def test_following_goes_on_after_whatever_goes_wrong(
     registry = Faulty()
     async with living(f"unix://{tmp_path}/0.sock") as (_, one), directory({"judge/0": one}, registry) as known:
         registry.enter("judge/0", one)
-        judge = known.actor("judge", Judge, timeout_s=0.2)
+        judge = known.actor("judge", Judge, timeout_s=2.0)
         with pytest.raises(Unreachable, match=r"the registry is away: following failed: ValueError: half an answer"):
             await judge.pid()
         registry.wrong = None
-        patient = judge.with_options(timeout_s=20.0)
+        patient = judge.with_options(timeout_s=60.0)
         assert await patient.pid()
         assert not known.members("them").away
         following = known._following

@@ -82,15 +82,15 @@ async def test_an_error_in_the_middle_comes_after_the_items_before_it(tmp_path: 
 
 async def test_the_deadline_is_between_items(tmp_path: pathlib.Path) -> None:
     async with living(f"unix://{tmp_path}/j.sock") as (actor, real), directory({"judge/0": real}) as known:
-        judge = known.actor("judge/0", Judge).with_options(timeout_s=0.2, window=2)
+        judge = known.actor("judge/0", Judge).with_options(timeout_s=1.0, window=2)
         seen = []
         # Slower as a whole than the deadline of one item, and the consumer's own pauses do not count.
         async for i in judge.count(4):
             seen.append(i)
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.35)
         assert seen == [0, 1, 2, 3]
         actor.ended.clear()
-        with pytest.raises(DeadlineExceeded, match=r"no item in the 0\.2 s"):
+        with pytest.raises(DeadlineExceeded, match="no item in the 1 s"):
             async for _ in judge.count(4, wait_at=2):
                 pass
         await eventually(lambda: actor.ended == ["cancelled"])
@@ -98,16 +98,16 @@ async def test_the_deadline_is_between_items(tmp_path: pathlib.Path) -> None:
 
 async def test_a_consumer_that_takes_nothing_loses_its_stream(tmp_path: pathlib.Path) -> None:
     async with (
-        living(f"unix://{tmp_path}/j.sock", stream_idle_s=0.2) as (actor, real),
+        living(f"unix://{tmp_path}/j.sock", stream_idle_s=1.0) as (actor, real),
         directory({"judge/0": real}) as known,
     ):
-        items = known.actor("judge/0", Judge).with_options(window=3, timeout_s=0.1).count(100)
+        items = known.actor("judge/0", Judge).with_options(window=3, timeout_s=60.0).count(100)
         assert await anext(items) == 0
         await eventually(lambda: actor.ended == ["cancelled"])
         # What was under way is still delivered.
         assert [await anext(items) for _ in range(3)] == [1, 2, 3]
         error = await fails(anext(items), DeadlineExceeded)
-        assert "its consumer took nothing for 0.2 s" in str(error)
+        assert "its consumer took nothing for 1 s" in str(error)
 
 
 async def test_wrong_arguments_and_a_call_for_a_stream(tmp_path: pathlib.Path) -> None:
@@ -150,7 +150,7 @@ async def test_items_beyond_the_credit_end_the_connection(tmp_path: pathlib.Path
 
     server = await asyncio.start_unix_server(flood, tmp_path / "f.sock")
     client = Client(f"unix://{tmp_path}/f.sock", make_hello("cafe0001", Incarnation("tester/0", 2)))
-    items = client.bind(Judge, timeout_s=5.0, window=4).count(100)
+    items = client.bind(Judge, timeout_s=60.0, window=4).count(100)
     with pytest.raises(Exception, match="beyond the 4 granted"):
         async for _ in items:
             await asyncio.sleep(0.01)

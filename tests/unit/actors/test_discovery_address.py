@@ -46,14 +46,14 @@ async def test_by_address_and_key(tmp_path: pathlib.Path) -> None:
         who = Incarnation("judge/0", await service.issue_epoch("judge/0"))
         assert who == actor.ctx.who
         own = Client(address, make_hello(RUN, who), curve=keys)
-        lease = own.bind(RegistryApi, timeout_s=5.0)
+        lease = own.bind(RegistryApi, timeout_s=60.0)
         # The socket is of another node: what counts is where it can be reached from elsewhere.
         await lease.announce(1, f"unix://{tmp_path}/elsewhere.sock", 60.0, "n1", real)
         await lease.renew("ready", 0, "", 0)
         assert await judge.score(Text(["a", "b"])) == 2.0
         assert [i async for i in judge.count(100)] == list(range(100))
         assert await discovery.actor("judge/0", Judge).who_asks() == discovery._hello.who.slot
-        await discovery.known().until(lambda m: len(m.ready_of("judge")) == 1, "it", timeout_s=20)
+        await discovery.known().until(lambda m: len(m.ready_of("judge")) == 1, "it", timeout_s=60)
         await own.close()
 
 

@@ -74,7 +74,7 @@ def numbers(prompt: str) -> str:
 
 
 def limits(**changes: Any) -> Limits:
-    values: dict[str, Any] = {"max_turns": 8, "max_new_tokens": 16, "turn_timeout_s": 5.0, "episode_timeout_s": 20.0}
+    values: dict[str, Any] = {"max_turns": 8, "max_new_tokens": 16, "turn_timeout_s": 60.0, "episode_timeout_s": 120.0}
     return Limits(**{**values, **changes})
 
 

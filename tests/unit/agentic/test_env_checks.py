@@ -135,7 +135,7 @@ def test_the_first_held_out_task_is_begun_before_a_run(tmp_path: Path) -> None:
 def test_a_task_that_cannot_be_begun_is_told(tmp_path: Path, body: str, why: str, monkeypatch: Any) -> None:
     text = GAME.replace('return "go " * 20', body)
     monkeypatch.setattr(f"{__name__}.GAME", text)
-    assert why in looked_at(tmp_path, "roles.env.turn_timeout_s=0.2")[0]
+    assert why in looked_at(tmp_path, "roles.env.turn_timeout_s=2")[0]
 
 
 OFFERS = (

@@ -99,7 +99,7 @@ async def test_episodes_of_one_process_and_their_errors_do_not_touch_each_other(
 
 
 async def test_one_that_hangs_is_killed_and_named_and_its_neighbours_are_lost(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, timeout_s=1.0) as pool:
+    async with pool_of(tmp_path, timeout_s=3.0) as pool:
         stuck, neighbour = await pool.environment("1.0"), await pool.environment("1.1")
         await stuck.reset(task("hang"))
         await neighbour.reset(task("play"))

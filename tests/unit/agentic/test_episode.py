@@ -119,13 +119,13 @@ class Bad(Environment):
         ("a state that is no text", Broken, r"in step 1.*its state"),
         ("times out itself", Broken, "TimeoutError: its own"),
         ("returns a dict", Broken, "which is no Step"),
-        ("sleeps", Stuck, "in reset.*did not return within 0.05 s"),
+        ("sleeps", Stuck, "in reset.*did not return within 0.5 s"),
     ],
 )
 async def test_an_environment_that_fails_fails_its_episode_and_is_named(what: str, error: type, why: str) -> None:
     game = Bad(what)
     with pytest.raises(error, match=why):
-        await played(game, talk(Engine(numbers).generate), turn_timeout_s=0.05)
+        await played(game, talk(Engine(numbers).generate), turn_timeout_s=0.5)
     assert game.closed
 
 
@@ -139,8 +139,8 @@ async def test_tokens_that_do_not_come_are_not_the_environments_fault() -> None:
 
     with pytest.raises(Lost, match="a sequence is late"):
         await played(Count(), talk(refuse))
-    with pytest.raises(Lost, match=r"waits for tokens of reply 1.*not over within 0.05 s"):
-        await played(Count(), talk(never, episode_timeout_s=0.05), episode_timeout_s=0.05)
+    with pytest.raises(Lost, match=r"waits for tokens of reply 1.*not over within 0.5 s"):
+        await played(Count(), talk(never, episode_timeout_s=0.5), episode_timeout_s=0.5)
 
 
 async def test_an_episode_may_be_a_function() -> None:

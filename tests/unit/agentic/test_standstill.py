@@ -44,7 +44,7 @@ class Slow(Count):
     """Each call is in time, and all of them together are not."""
 
     async def step(self, reply: Reply) -> Step:
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.2)
         return await super().step(reply)
 
 
@@ -70,7 +70,7 @@ class Slot:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.returned: list[tuple[str, dict[str, Any]]] = []
         self.put = 0
-        table = EnvSettings(environment="slow.py:Slow", max_tokens=400, **{"episode_timeout_s": 1.0, **settings})
+        table = EnvSettings(environment="slow.py:Slow", max_tokens=400, **{"episode_timeout_s": 2.0, **settings})
         made = factory((lambda: environment) if plays else environment, plays=plays)
         self.role = role = EnvRole.__new__(EnvRole)
         vars(role).update(
@@ -121,7 +121,7 @@ async def test_an_environment_whose_turns_take_too_long_in_all_has_failed() -> N
     slot = Slot(Slow, Engine(numbers).generate)
     await slot.play()
     ((why, how),) = slot.returned
-    assert how == TOO_LATE and "is in step 2: not over within 1 s" in why
+    assert how == TOO_LATE and "is in step 2: not over within 2 s" in why
     (stuck,) = slot.told("environment_stuck")
     assert stuck["why"] == why and "roles.env.episode_timeout_s" in why
     assert not slot.told("episode_lost")
@@ -159,7 +159,7 @@ async def test_a_function_that_has_its_reply_and_dawdles_has_failed() -> None:
 
 
 async def test_one_that_waits_for_tokens_is_lost_and_the_queue_is_told_how_often() -> None:
-    slot = Slot(Count, silent, episode_timeout_s=0.1)
+    slot = Slot(Count, silent, episode_timeout_s=0.3)
     await slot.play()
     ((why, how),) = slot.returned
     assert how == {"losses": LOSSES} and "waits for tokens of reply 1" in why

@@ -121,13 +121,13 @@ async def test_a_fetch_whose_caller_is_gone_keeps_others_out_until_it_has_ended(
 
     def slow() -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         writes.append("first")
 
     first = driver.source(lambda folder, version: MemorySource(folder, version, slow))
     second = driver.source(lambda folder, version: MemorySource(folder, version, lambda: writes.append("second")))
     fetch = asyncio.create_task(driver.engine.prepare(first))
-    await asyncio.to_thread(begun.wait, 30)
+    await asyncio.to_thread(begun.wait, 120)
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetch

@@ -124,7 +124,7 @@ class Run:
 
     def start(self) -> TrainerTurns:
         self.ctx = Ctx(self, TRAINER_SLOT)
-        self.trainer = TrainerTurns(self.ctx, 1.0)  # type: ignore[arg-type]
+        self.trainer = TrainerTurns(self.ctx, 3.0)  # type: ignore[arg-type]
         self.ctx.announce()
         return self.trainer
 

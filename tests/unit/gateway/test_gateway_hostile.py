@@ -159,7 +159,7 @@ async def test_an_image_bomb_is_not_opened(nbytes: int) -> None:
 
 
 async def test_a_head_that_comes_slowly_or_never_loses_its_connection() -> None:
-    async with running(echo, head_s=0.2) as world:
+    async with running(echo, head_s=1.0) as world:
         silent, slow = await Raw.to(world), await Raw.to(world)
         await slow.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
 
@@ -181,7 +181,7 @@ async def test_a_head_that_comes_slowly_or_never_loses_its_connection() -> None:
 
 
 async def test_a_body_that_comes_slowly_is_not_waited_for() -> None:
-    async with running(echo, bounds=Bounds(body_s=0.2)) as world:
+    async with running(echo, bounds=Bounds(body_s=1.0)) as world:
         raw = await Raw.to(world)
         await raw.send(head(1000) + b'{"model"')
         status, told = await raw.answer()
@@ -235,7 +235,7 @@ async def test_requests_at_hand_are_bounded_together() -> None:
 
 
 async def test_who_does_not_read_his_answer_loses_it() -> None:
-    async with running(lambda p, w: "x" * 190, send_s=0.2) as world:
+    async with running(lambda p, w: "x" * 190, send_s=1.0) as world:
         host, port = world.url.removeprefix("http://").split(":")
         deaf = socket.socket()
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)

@@ -68,7 +68,7 @@ def script(prompt: str, wanted: Wanted) -> str:
 
 
 async def play(world: Running, here: Here, host: ProgramHost, name: str, question: str, turns: int = 4) -> Played:
-    limits = Limits(max_turns=turns, max_new_tokens=100, turn_timeout_s=5, episode_timeout_s=60)
+    limits = Limits(max_turns=turns, max_new_tokens=100, turn_timeout_s=60, episode_timeout_s=120)
     program = load_program(COMMAND, OPTIONS, EXAMPLE)
     task = Task(index=0, item=name, split="train", seed=1, question=question, answer="851")
     async with Lessee(here, "gateway/0") as lessee:  # type: ignore[arg-type]

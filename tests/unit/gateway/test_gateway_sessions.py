@@ -260,7 +260,7 @@ async def test_a_session_says_how_it_is_sampled() -> None:
 
 
 async def test_an_answer_that_nobody_takes_is_not_trained_and_does_not_count() -> None:
-    async with running(lambda p, w: "x" * 150, send_s=0.2) as world:
+    async with running(lambda p, w: "x" * 150, send_s=1.0) as world:
         key = world.episode(calls=1)
         session = world.sessions.find("episode-1", "")
         host, port = world.url.removeprefix("http://").split(":")

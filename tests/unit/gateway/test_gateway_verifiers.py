@@ -33,7 +33,7 @@ def adds(prompt: str, wanted: Wanted) -> str:
 
 
 async def play(world: Running, number: int) -> Played:
-    limits = Limits(max_turns=3, max_new_tokens=20, turn_timeout_s=5, episode_timeout_s=60)
+    limits = Limits(max_turns=3, max_new_tokens=20, turn_timeout_s=60, episode_timeout_s=120)
     program = load_program(f"{PYTHON} play.py sums", {}, EXAMPLE)
     task = Task(index=number, item=f"train-{number}", split="train", seed=1)
     async with ProgramHost(EXAMPLE) as host, Lessee(Here(world), "gateway/0") as lessee:  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ async def opened(tmp_path: Path) -> AsyncIterator[Head]:
 
 
 @asynccontextmanager
-async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 5.0) -> AsyncIterator[HeadApi]:
+async def node(head: Head, keys: CurveKeys | None = None, timeout_s: float = 60.0) -> AsyncIterator[HeadApi]:
     client = Client(head.door.address, make_hello(DOOR, Incarnation("b/0", 0)), curve=keys or head.keys)
     try:
         yield client.bind(HeadApi, timeout_s=timeout_s)

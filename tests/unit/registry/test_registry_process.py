@@ -23,7 +23,7 @@ from relax_rt.transport.versions import VersionRecord
 
 RUN_ID = "0123abcd"
 FAR_END = Path(__file__).with_name("registry_far_end.py")
-ENOUGH_S = 30.0
+ENOUGH_S = 120.0
 
 
 class Process:

@@ -238,7 +238,7 @@ ITEM = PromptItem(item="i", split="train", question="q", answer="42", metadata={
 def test_a_dry_run_names_the_component(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     parts = ({"name": "exact"}, {"function": "mine.py:hangs"})
-    (problem,) = dry_run(table(*parts, timeout_s=0.2), tmp_path, [ITEM], None)
+    (problem,) = dry_run(table(*parts, timeout_s=1.0), tmp_path, [ITEM], None)
     assert problem.path == ("reward", "components", 1) and "its process was killed" in problem.message
     (problem,) = dry_run(table({"name": "exact"}, {"function": "mine.py:nothing"}), tmp_path, [ITEM], None)
     assert problem.path == ("reward", "components", 1, "function") and "has no 'nothing'" in problem.message

@@ -185,7 +185,7 @@ async def test_without_any_judge_verdicts_wait_for_one_and_are_late_after_their_
     async with judging(run, timeout_s=0.5) as (router, judge):
         (late,) = await judge.verdicts(requests(1))
         assert isinstance(late, Late) and "an engine" in late.reason
-    async with judging(run, timeout_s=20.0) as (router, judge):
+    async with judging(run, timeout_s=60.0) as (router, judge):
         asking = asyncio.create_task(judge.verdicts(requests(3)))
         await asyncio.sleep(0.2)
         assert not asking.done() and router.waiting_on()

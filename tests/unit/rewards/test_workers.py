@@ -105,7 +105,7 @@ def word(monkeypatch: pytest.MonkeyPatch) -> str:
     return word
 
 
-async def made(folder: Path, word: str, level: str, timeout_s: float = 0.6, size: int = 1) -> AsyncIterator[Pool]:
+async def made(folder: Path, word: str, level: str, timeout_s: float = 1.5, size: int = 1) -> AsyncIterator[Pool]:
     """All functions in one pool."""
     (folder / "mine.py").write_text(FUNCTIONS)
     parts = [Part(f"mine.py:{name}", group=name == "ranks") for name in NAMES]
@@ -131,7 +131,7 @@ def reason(result: Score | Failed) -> str:
     return result.reason
 
 
-LATE = "did not return within reward.timeout_s = 0.6 s: its process was killed"
+LATE = "did not return within reward.timeout_s = 1.5 s: its process was killed"
 EXPECTED = {
     "hangs": LATE,
     "forks": f"more than 24 processes|{LATE}",

@@ -256,7 +256,7 @@ class Friendly:
 
 async def test_peers_follow_a_slot_to_its_next_incarnation(place: Place) -> None:
     asker = place.context("rollout/0")
-    peer = await asker.peer("reward/0", Greeter, timeout_s=20)
+    peer = await asker.peer("reward/0", Greeter, timeout_s=60)
     for _ in range(2):
         server = place.context("reward/0")
         server.serve(Greeter, Friendly())
@@ -281,7 +281,7 @@ async def test_events_metrics_and_seed_name_the_incarnation(place: Place) -> Non
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = control_pair()
-    ours.settimeout(20)
+    ours.settimeout(60)
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -382,7 +382,7 @@ class Patient(Role):
 
 async def test_live_probe_ends_the_role_that_fails_it() -> None:
     with pytest.raises(LiveProbeFailed, match="live probe failed: ValueError: the socket is gone"):
-        await probe(Patient(0, 0, ValueError("the socket is gone")), 0.01)
+        await probe(Patient(0, 0, ValueError("the socket is gone")), 0.2)
     with pytest.raises(LiveProbeFailed, match="no answer within live_every_s"):
         await probe(Patient(0, 60), 0.05)
 

@@ -119,7 +119,7 @@ def context(*, close_s: float = 0.0, free: Any = False) -> Any:
 
     return SimpleNamespace(
         stopping=asyncio.Event(),
-        settings=SimpleNamespace(live_every_s=0.01),
+        settings=SimpleNamespace(live_every_s=0.2),
         membership=None,
         log=structlog.get_logger(),
         listen=listen,

@@ -18,7 +18,7 @@ from relax_rt.roles.trainers.channel import Channel  # noqa: E402
 from relax_rt.transport.errors import RelaxError, Unreachable  # noqa: E402
 
 END_S = 120
-GATHER_S = 1.0
+GATHER_S = 2.0
 
 
 def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHER_S) -> list[Any]:
@@ -46,7 +46,7 @@ def meet(work: Callable[[Channel], Any], world: int = 3, gather_s: float = GATHE
     return found
 
 
-def gather(channel: Channel, parts: int = 3, late_s: float = 0.3) -> list[int]:
+def gather(channel: Channel, parts: int = 3, late_s: float = 0.6) -> list[int]:
     """All of rank 1, then all of rank 2; each receive is late."""
     got = []
     for rank in (1, 2):

@@ -321,7 +321,7 @@ class Slow:
     def _work(self, what: str) -> None:
         self.said.append(f"{what} begins")
         (self.again if self.begun.is_set() else self.begun).set()
-        self.go_on.wait(20)
+        self.go_on.wait(120)
         self.said.append(f"{what} ends")
 
     def values(self, samples: list[Sample]) -> list[Any]:

@@ -67,7 +67,7 @@ def test_a_rank_says_that_it_waits_for_its_copy_of_the_weights() -> None:
     follower._copied.clear()
     thread = threading.Thread(target=follower._weights_may_change, daemon=True)
     thread.start()
-    assert waits.wait(10) and thread.is_alive()
+    assert waits.wait(120) and thread.is_alive()
     follower._copied.set()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive() and said == ["this rank's copy of its weights for a publication", ""]

@@ -1,6 +1,7 @@
 """The mapping between Megatron's parameters and a checkpoint's tensors against golden tables of two released models.
 
-`tests/engines/megatron/test_full_size.py` holds the same tables against the models that Megatron-Core itself makes.
+`tests/engines/megatron_gang/test_full_size.py` holds the same tables against the models that
+Megatron-Core itself makes.
 """
 
 from __future__ import annotations

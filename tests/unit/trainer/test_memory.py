@@ -37,7 +37,7 @@ def test_holes_between_blocks_that_stay_are_given_back() -> None:
         env=os.environ | KEEP_PAGES,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     held, left = map(int, done.stdout.split())

@@ -4,8 +4,8 @@ Which layers there are, how they are nested and cut is Megatron's own doing; the
 it takes them from are stood in for, as far as their parameters go: names and shapes are those that
 transformer_engine/pytorch/module/{linear,layernorm_linear,grouped_linear,rmsnorm}.py register. Nothing can be computed.
 
-``python transformer_engine_stand_in.py CONFIG_FOLDER SIZES RANK…``: as tests/engines/megatron/full_size.py, with these
-layers.
+``python transformer_engine_stand_in.py CONFIG_FOLDER SIZES RANK…``: as tests/engines/megatron_gang/full_size.py, with
+these layers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Finder(MetaPathFinder, Loader):
 
 def main() -> None:
     sys.meta_path.insert(0, Finder())
-    sys.path.append(str(Path(__file__).parents[2] / "engines" / "megatron"))
+    sys.path.append(str(Path(__file__).parents[2] / "engines" / "megatron_gang"))
     full_size: Any = import_module("full_size")
     model: Any = import_module("relax_rt.roles.trainers.megatron.model")
     full_size.transformer_config = lambda of, table, _: model.transformer_config(of, table, NAME)

@@ -56,7 +56,7 @@ async def connect(folder: Path, slot: str, epoch: int = 1) -> AsyncIterator[Queu
     who = Incarnation(slot, epoch)
     rpc = Client(f"unix://{folder}/queue.sock", make_hello(RUN_ID, who))
     client = QueueClient(
-        rpc.bind(QueueApi, timeout_s=20.0),
+        rpc.bind(QueueApi, timeout_s=120.0),
         who,
         folder / "shm",
         slab_bytes=1 << 16,

@@ -34,7 +34,7 @@ def tokens(key: SampleKey) -> np.ndarray:
 def connect(folder: Path, who: Incarnation) -> tuple[Client, QueueClient]:
     rpc = Client(f"unix://{folder}/queue.sock", make_hello(RUN_ID, who))
     queue = QueueClient(
-        rpc.bind(QueueApi, timeout_s=20.0), who, folder / "shm", slab_bytes=1 << 16, capacity_bytes=1 << 20
+        rpc.bind(QueueApi, timeout_s=120.0), who, folder / "shm", slab_bytes=1 << 16, capacity_bytes=1 << 20
     )
     return rpc, queue
 

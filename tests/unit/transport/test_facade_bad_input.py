@@ -378,7 +378,7 @@ async def test_keys_and_addresses(tmp_path: Path) -> None:
         assert keys.stat().st_mode & 0o777 == 0o600
 
         async def enter(where: str, **settings: Any) -> None:
-            async with TransferQueue.connect(where, patience_s=0.5, **settings) as other:
+            async with TransferQueue.connect(where, patience_s=3.0, **settings) as other:
                 await other.put([row()])
 
         # On the same node memory is shared, whatever the address.

@@ -86,7 +86,7 @@ async def test_a_partition_that_lasts_ends_the_connection(
 ) -> None:
     monkeypatch.setattr(impair, "CUT_AFTER_S", 0.2)
     async with pair("unix", tmp_path) as (client, far):
-        impair.impair(drop=1.0, for_s=0.6)
+        impair.impair(drop=1.0, for_s=2.0)
         # Sent again on another connection once there is one.
         assert await far.echo(b"late") == b"late"
         assert client.reconnects >= 1

@@ -368,9 +368,9 @@ async def test_threads_that_all_wait_for_the_queue_do_not_hold_it_up(
         loop.set_default_executor(ThreadPoolExecutor(1))
 
         def work() -> list[int]:
-            here = SyncQueue(queue, loop, timeout_s=10)
+            here = SyncQueue(queue, loop, timeout_s=60)
             here._run(offer(queue, 0, 2))
-            with here.loader(TASK, groups=2, steps=1, wait_s=10) as loader:
+            with here.loader(TASK, groups=2, steps=1, wait_s=60) as loader:
                 return [number for step in loader for number in sorted(int(one["number"]) for one in step.samples)]
 
         assert await asyncio.to_thread(work) == [0, 1]

@@ -129,9 +129,9 @@ async def test_who_cannot_wait_longer_is_told_and_the_others_go_on() -> None:
     far = Far()
     far.room.clear()
     box = Outbox(far.send)
-    under_way = [asyncio.create_task(put(box, n, wait_s=30.0 if n else 0.03)) for n in range(3)]
+    under_way = [asyncio.create_task(put(box, n, wait_s=60.0 if n else 0.3)) for n in range(3)]
     await asyncio.sleep(0.01)
-    behind = [asyncio.create_task(put(box, n, wait_s=30.0 if n > 10 else 0.06)) for n in range(10, 13)]
+    behind = [asyncio.create_task(put(box, n, wait_s=60.0 if n > 10 else 0.6)) for n in range(10, 13)]
     for late in (under_way[0], behind[0]):
         with pytest.raises(OutOfSpace, match="full"):
             await late

@@ -48,7 +48,7 @@ async def test_extents_arrive_whole_whatever_their_sizes() -> None:
         data = write_slab(directory, offsets[-1])
         for verify in (False, True):
             async with serving(directory) as server, reading(verify=verify, connections=2) as fetcher:
-                found = await fetcher.fetch(server.address, extents, lease=1, deadline_s=10.0)
+                found = await fetcher.fetch(server.address, extents, lease=1, deadline_s=60.0)
                 assert list(found) == extents
                 for extent in extents:
                     expected = data[extent.offset : extent.offset + extent.nbytes]
@@ -69,7 +69,7 @@ async def test_a_readers_blocks_are_decoded_from_what_was_fetched(tmp_path: path
         assert placed.block.extent is not None
         extents = [placed.block.extent, *(blob.extent for blob in placed.blobs)]
         async with serving(directory) as server, reading() as fetcher:
-            await fetcher.fetch(server.address, extents, lease=1, deadline_s=10.0)
+            await fetcher.fetch(server.address, extents, lease=1, deadline_s=60.0)
             writer.close()
             blobs = {blob.digest: blob.extent for blob in placed.blobs}
             block = Reader(tmp_path, source=fetcher.memory).block(placed.block, blobs)
@@ -89,7 +89,7 @@ async def test_a_prefetched_extent_is_there_when_it_is_fetched() -> None:
             await eventually(lambda: fetcher.memory(extent) is not None)
             # The server is not needed any more.
             await server.close()
-            found = await fetcher.fetch(server.address, [extent], lease=1, deadline_s=5.0)
+            found = await fetcher.fetch(server.address, [extent], lease=1, deadline_s=60.0)
             assert np.array_equal(found[extent], data)
             assert fetcher.statistics().cache.hits == 1
 
@@ -99,12 +99,12 @@ async def test_an_extent_that_its_owner_used_again_is_fetched_again() -> None:
         write_slab(directory, MIB)
         extent = Extent(SLAB, 4096, 100_000)
         async with serving(directory) as server, reading() as fetcher:
-            first = (await fetcher.fetch(server.address, [extent], lease=1, deadline_s=5.0))[extent]
+            first = (await fetcher.fetch(server.address, [extent], lease=1, deadline_s=60.0))[extent]
             kept = first.copy()
             fetcher.release(1)
             slab = np.memmap(directory / SLAB, np.uint8, "r+")
             slab[4096:104_096] ^= 0xFF
-            second = (await fetcher.fetch(server.address, [extent], lease=2, deadline_s=5.0))[extent]
+            second = (await fetcher.fetch(server.address, [extent], lease=2, deadline_s=60.0))[extent]
             assert np.array_equal(second, kept ^ 0xFF)
             assert np.array_equal(first, kept)
 
@@ -149,7 +149,7 @@ async def test_spilled_extents_come_from_the_servers_disk(tmp_path: pathlib.Path
         await server.listen("tcp://127.0.0.1:0")
         async with reading() as fetcher:
             extent = Extent("spill-17", 0, 10_000)
-            found = await fetcher.fetch(server.address, [extent], lease=1, deadline_s=5.0)
+            found = await fetcher.fetch(server.address, [extent], lease=1, deadline_s=60.0)
             assert np.array_equal(found[extent], data)
         await server.close()
 
@@ -171,10 +171,10 @@ async def test_a_full_cache_says_so_and_goes_on_when_a_lease_ends() -> None:
         write_slab(directory, 12 * MIB)
         first, second = [Extent(SLAB, 0, 6 * MIB)], [Extent(SLAB, 6 * MIB, 6 * MIB)]
         async with serving(directory) as server, reading(segment_bytes=8 * MIB) as fetcher:
-            held = await fetcher.fetch(server.address, first, lease=1, deadline_s=5.0)
+            held = await fetcher.fetch(server.address, first, lease=1, deadline_s=60.0)
             with pytest.raises(OutOfSpace, match="are in use by 1 leases"):
                 await fetcher.fetch(server.address, second, lease=2, deadline_s=0.05)
-            waiting = asyncio.create_task(fetcher.fetch(server.address, second, lease=2, deadline_s=10.0))
+            waiting = asyncio.create_task(fetcher.fetch(server.address, second, lease=2, deadline_s=60.0))
             await eventually(lambda: any("waits for room" in text for text in fetcher.waiting_on()))
             cancelled = asyncio.create_task(fetcher.fetch(server.address, second, lease=9, deadline_s=60.0))
             await eventually(lambda: fetcher.statistics().cache.waiting_for_space == 2)
@@ -297,7 +297,7 @@ def test_the_server_goes_on_whatever_a_peer_sends(messages: list[list[bytes]], t
                     await intruder.send_multipart(parts)
                 await intruder.send(good)
                 extent = Extent(SLAB, 0, 1000)
-                found = await fetcher.fetch(server.address, [extent], lease=1, deadline_s=5.0)
+                found = await fetcher.fetch(server.address, [extent], lease=1, deadline_s=60.0)
                 assert np.array_equal(found[extent], data)
                 await eventually(lambda: server.statistics().protocol_errors >= 2)
                 intruder.close(linger=0)
@@ -320,7 +320,7 @@ async def test_a_peer_that_asks_and_does_not_read_is_bounded_and_holds_up_nobody
         await eventually(lambda: server.statistics().dropped > 0)
         assert server.statistics().held_bytes <= 8 * MIB
         async with reading(None) as fetcher:
-            await fetcher.fetch(server.address, [Extent(SLAB, 0, 4 * MIB)], lease=1, deadline_s=10.0)
+            await fetcher.fetch(server.address, [Extent(SLAB, 0, 4 * MIB)], lease=1, deadline_s=60.0)
         lazy.close(linger=0)
         context.term()
         await eventually(lambda: server.statistics().held_ranges == 0)

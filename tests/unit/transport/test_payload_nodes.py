@@ -88,7 +88,7 @@ async def test_a_server_that_is_killed_in_the_middle_and_does_not_return(slabs: 
     ) as fetcher:
         with Far(slabs) as far:
             address = far.address
-            waiting = asyncio.create_task(fetcher.fetch(address, extents, lease=1, deadline_s=3.0))
+            waiting = asyncio.create_task(fetcher.fetch(address, extents, lease=1, deadline_s=8.0))
             await eventually(lambda: fetcher.statistics().bytes_in > 5 * MIB)
             far.kill()
             with pytest.raises(Unreachable, match=rf"slab {SLAB} bytes \d+ to \d+, asked of {address}") as caught:
@@ -126,11 +126,11 @@ async def test_a_stopped_server_is_waited_for_and_goes_on(slabs: pathlib.Path) -
     whole = Extent(SLAB, 0, 8 * MIB)
     async with reading(capacity_bytes=16 * MIB, segment_bytes=16 * MIB) as fetcher:
         with Far(slabs) as far:
-            await fetcher.fetch(far.address, [Extent(SLAB, 0, 100)], lease=1, deadline_s=10.0)
+            await fetcher.fetch(far.address, [Extent(SLAB, 0, 100)], lease=1, deadline_s=60.0)
             far.signal(signal.SIGSTOP)
             with pytest.raises(Unreachable, match="bytes are here; the last came"):
                 await fetcher.fetch(far.address, [whole], lease=2, deadline_s=0.6)
-            waiting = asyncio.create_task(fetcher.fetch(far.address, [whole], lease=3, deadline_s=20.0))
+            waiting = asyncio.create_task(fetcher.fetch(far.address, [whole], lease=3, deadline_s=60.0))
             far.signal(signal.SIGCONT)
             assert np.array_equal((await waiting)[whole], data)
 
@@ -146,7 +146,7 @@ async def test_several_servers_are_read_side_by_side_and_one_lost_does_not_hurt_
             second.kill()
             results = await asyncio.gather(
                 fetcher.fetch(second.address, [lost], lease=1, deadline_s=0.5),
-                fetcher.fetch(first.address, [whole], lease=1, deadline_s=10.0),
+                fetcher.fetch(first.address, [whole], lease=1, deadline_s=60.0),
                 return_exceptions=True,
             )
             assert isinstance(results[0], Unreachable) and lost.slab in str(results[0])

@@ -110,7 +110,7 @@ async def test_a_server_that_closes_answers_what_is_at_work_and_turns_away_the_r
     async with calling(address) as (_, far):
         at_work, held = asyncio.create_task(far.hold_once("a")), asyncio.create_task(far.hold_once("b"))
         await impl.until_working(1)
-        closing = asyncio.create_task(server.close(5.0))
+        closing = asyncio.create_task(server.close(60.0))
         await asyncio.sleep(0.1)
         impl.release.set()
         assert await at_work > 0
@@ -161,7 +161,7 @@ async def test_the_address_is_asked_for_at_every_connect(tmp_path: pathlib.Path)
         return where[0]
 
     client = Client(find, hello())
-    far = client.bind(FarEnd, timeout_s=10)
+    far = client.bind(FarEnd, timeout_s=60)
     async with serving(f"unix://{tmp_path}/a.sock"):
         await far.nothing()
     where[0] = f"unix://{tmp_path}/b.sock"
@@ -186,7 +186,7 @@ async def test_who_is_not_expected_at_an_address_is_not_spoken_to(tmp_path: path
         await server.listen(address)
     client = Client(find, hello("trainer/0"), slot="queue/0")
     try:
-        await client.bind(FarEnd, timeout_s=10.0).nothing()
+        await client.bind(FarEnd, timeout_s=60.0).nothing()
         assert client.peer is not None and client.peer.who.slot == "queue/0"
         assert other.statistics().requests == 0
         stubborn = Client(here, hello("trainer/0"), slot="queue/0")
@@ -207,10 +207,10 @@ async def test_other_protocol_other_run(carrier: str, tmp_path: pathlib.Path) ->
         with pytest.raises(
             ProtocolError, match=rf"speaks protocol version {PROTOCOL}, this process version {PROTOCOL + 1}"
         ):
-            await newer.bind(FarEnd, timeout_s=10).nothing()
+            await newer.bind(FarEnd, timeout_s=60).nothing()
         other = Client(real, hello(run_id="beef0002"))
         with pytest.raises(ProtocolError, match=r"queue/0#3 belongs to run cafe0001, this process to run beef0002"):
-            await other.bind(FarEnd, timeout_s=10).nothing()
+            await other.bind(FarEnd, timeout_s=60).nothing()
         assert server.statistics().requests == 0
         async with calling(real) as (_, far):
             await far.nothing()
@@ -262,7 +262,7 @@ async def test_garbage_ends_its_connection_and_nothing_else(garbage: bytes, tmp_
 
 
 async def test_a_silent_connection_is_closed_and_connections_are_bounded(tmp_path: pathlib.Path) -> None:
-    async with serving(f"unix://{tmp_path}/q.sock", hello_timeout_s=0.2, max_connections=2) as (server, _, _):
+    async with serving(f"unix://{tmp_path}/q.sock", hello_timeout_s=1.0, max_connections=2) as (server, _, _):
         opened = [await asyncio.open_unix_connection(str(tmp_path / "q.sock")) for _ in range(3)]
         for reader, writer in opened:
             assert await asyncio.wait_for(reader.read(), 120) == b""

@@ -184,7 +184,7 @@ def test_a_server_that_dies_while_the_base_crosses_is_found_again(tmp_path: Path
         far.kill()
         time.sleep(0.1)
         far.start()
-        thread.join(20)
+        thread.join(120)
         assert found and found[0][0] and mirror.payload == "adapters"
 
 

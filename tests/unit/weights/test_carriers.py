@@ -151,7 +151,7 @@ class Disk:
 
         def slow(directory: WeightDirectory, record: VersionRecord, *rest: Any) -> Path:
             self.begun.append(record.version)
-            assert self.may.acquire(timeout=10)
+            assert self.may.acquire(timeout=120)
             return write(directory, record, *rest)
 
         monkeypatch.setattr(WeightDirectory, "write", slow)

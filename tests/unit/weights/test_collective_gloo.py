@@ -30,7 +30,7 @@ from relax_rt.transport.weights.collective.worker import digest_of
 NAMES = ("root", "a", "b", "c")
 BUCKET, BUCKETS = 64 << 10, 16
 NBYTES = BUCKET * BUCKETS
-START_S = 60.0
+START_S = 240.0
 """The first ranks wait for torch to be imported; those after it are forked."""
 TIGHT = Limits(hello_s=6.0, start_s=6.0, join_s=6.0, stall_s=4.0, abort_s=4.0)
 WORST_S = 2 * (TIGHT.hello_s + TIGHT.join_s + TIGHT.stall_s + TIGHT.abort_s)

@@ -94,7 +94,7 @@ def held_at(some: int) -> Iterator[tuple[threading.Event, threading.Event]]:
         there = entry.extent.nbytes - entry.missing_bytes
         if threading.current_thread().name == HELD and there >= some and not reached.is_set():
             reached.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
 
     stream._Reader.arrived = counted  # type: ignore[method-assign]
     try:
@@ -358,14 +358,14 @@ def test_a_server_that_dies_while_a_delta_crosses_is_found_again(tmp_path: Path)
         with held_at(nbytes // 2) as (reached, go_on):
             thread = threading.Thread(target=lambda: found.append(content(home, mirror, record)), name=HELD)
             thread.start()
-            assert reached.wait(20)
+            assert reached.wait(120)
             far.kill()
             go_on.set()
             while not any(waits):
                 assert thread.is_alive(), "all of it had crossed before"
                 time.sleep(0.01)
             far.start()
-            thread.join(30)
+            thread.join(120)
         assert found and found[0][0] and came(mirror) == ("delta", "")
         # What was there of it crossed again.
         assert nbytes + nbytes // 2 <= found[0][1] < 2 * nbytes + SMALL
@@ -417,11 +417,11 @@ def test_deltas_push_no_version_out_from_under_its_reader(tmp_path: Path) -> Non
 
             thread = threading.Thread(target=read, name=HELD)
             thread.start()
-            assert reached.wait(20)
+            assert reached.wait(120)
             for _ in range(4):
                 assert content(home, quick, home.publish())[0] and came(quick) == ("delta", "")
             go_on.set()
-            thread.join(20)
+            thread.join(120)
         assert came_whole == [True] and slow.bytes_in < home.layout.nbytes + SMALL, "not a byte twice"
 
 

@@ -202,7 +202,7 @@ def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path) -> Non
         pytest.skip("no file system of its own can be made here")
     here = [str(Path(__file__).parent)]
     done = subprocess.run(
-        [*command, sys.executable, "-c", FULL, str(tmp_path), *here], capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", FULL, str(tmp_path), *here], capture_output=True, text=True, timeout=300
     )
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"full: policy version 2 in {tmp_path}: [Errno {errno.ENOSPC}]"), done.stderr
