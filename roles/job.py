@@ -303,9 +303,9 @@ def _prompt_limit(config: RLConfig) -> int | None:
 
 
 def _contention(config: RLConfig) -> float:
-    """How many times as long trainer and evaluator take while both compute on the cores of this machine."""
-    trainer, evaluator = config.roles["trainer"], config.roles["evaluator"]
-    if not evaluator.count or gpus_a_slot(trainer) or gpus_a_slot(evaluator):
+    """Slowdown of trainer and evaluator while both compute; 1: they share no cores of this machine."""
+    tables = (config.roles["trainer"], config.roles["evaluator"])
+    if not all(table.count for table in tables) or any(t.cpus or t.node or gpus_a_slot(t) for t in tables):
         return 1.0
-    threads: int = trainer.threads * trainer.count + evaluator.threads * evaluator.count
+    threads: int = sum(table.threads * table.count for table in tables)
     return max(1.0, threads / len(os.sched_getaffinity(0)))

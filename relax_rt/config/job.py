@@ -45,7 +45,7 @@ class Pacing(msgspec.Struct, frozen=True):
         work: keys of its other durations (s).
         ahead: steps whose input may be produced before the first has its own; 0: input and work alternate.
         repeated: kinds of record whose `seconds` with `when` = "before" are spent again after the last step.
-        contention: how many times as long steps and these take while they share the cores.
+        contention: slowdown of steps and evaluations while both run (1: none).
     """
 
     wait: str = ""

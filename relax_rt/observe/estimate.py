@@ -71,7 +71,7 @@ class Estimator:
         self._before_s: float | None = None
         self._measured: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
         self._repeated: dict[tuple[str, str], float] = {}
-        self._contended_until = float("inf") if pacing.contention > 1 else 0.0
+        self._evaluated_t: float | None = None
 
     def take(self, record: dict[str, Any]) -> None:
         """Update from one metrics record; most kinds are ignored."""
@@ -80,7 +80,7 @@ class Estimator:
             self._take_step(step, record)
         elif kind in self._pacing.repeated and record.get("when") == "before" and len(self._repeated) < MAX_REPEATED:
             self._repeated[kind, str(record.get("set", ""))] = _seconds(record, "seconds") / self._pacing.contention
-            self._contended_until = _seconds(record, "t")
+            self._evaluated_t = _seconds(record, "t")
 
     def _take_step(self, step: int, record: dict[str, Any]) -> None:
         by, t = str(record.get("by", "")), _seconds(record, "t")
@@ -103,10 +103,16 @@ class Estimator:
         return max(work, wait / (1 + ahead)) if ahead else wait + work
 
     def _spans(self) -> list[tuple[int, float]]:
-        """Steps and the seconds that they took, as if nothing had been evaluated before training."""
+        """Steps and their seconds, less the slowdown by an evaluation before training that ran beside them.
+
+        Its record comes when it ends. Until then, for WINDOW steps at most, it is taken to be running.
+        """
+        until = self._evaluated_t
+        if until is None:
+            until = self._t if self._step <= WINDOW else 0.0
         found = []
         for steps, seconds, end in self._measured:
-            contended = min(seconds, max(0.0, self._contended_until - (end - seconds)))
+            contended = min(seconds, max(0.0, until - (end - seconds)))
             found.append((steps, seconds - contended + contended / self._pacing.contention))
         return found
 

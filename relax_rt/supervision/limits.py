@@ -10,6 +10,7 @@ the kernel's exact figure would walk all page tables of the process, under a loc
 from __future__ import annotations
 
 import os
+import random
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ from relax_rt.supervision import procfs
 KIB = 1 << 10
 MIB = 1 << 20
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
-AUTOGROUP_ATTEMPTS = 5
+AUTOGROUP_ATTEMPTS = 20
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,19 +71,22 @@ def _nice_session(nice: int, pid: int) -> list[str]:
 
     With CONFIG_SCHED_AUTOGROUP (on by default in Debian, Ubuntu and Fedora) the scheduler shares cores between sessions
     first, and `nice` weighs only the processes within one: see sched(7), "The autogroup feature". Every role has a
-    session of its own. The kernel takes one such change every 0.1 s from users other than root.
+    session of its own. From users other than root the kernel takes one such change every 0.1 s in all, so that roles
+    that start together wait for each other, at irregular intervals.
     """
-    if os.getsid(pid) != (pid or os.getpid()) or not AUTOGROUP.exists() or AUTOGROUP.read_text().strip() != "1":
-        return []
-    for attempt in range(AUTOGROUP_ATTEMPTS):
-        try:
-            Path(f"/proc/{pid or 'self'}/autogroup").write_text(str(nice))
+    try:
+        if os.getsid(pid) != (pid or os.getpid()) or AUTOGROUP.read_text().strip() != "1":
             return []
-        except BlockingIOError:
-            if attempt + 1 < AUTOGROUP_ATTEMPTS:
-                time.sleep(0.11)
-        except OSError as error:
-            return [f"nice = {nice} was refused for the session, whose weight counts here: {error}"]
+        for _ in range(AUTOGROUP_ATTEMPTS):
+            try:
+                Path(f"/proc/{pid or 'self'}/autogroup").write_text(str(nice))
+                return []
+            except BlockingIOError:
+                time.sleep(random.uniform(0.05, 0.15))
+    except FileNotFoundError:
+        return []  # a kernel without autogroups, or the process has ended
+    except OSError as error:
+        return [f"nice = {nice} was refused for the session, whose weight counts here: {error}"]
     return [f"nice = {nice} was not taken for the session: the kernel was busy with other such changes"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -90,6 +91,24 @@ def test_what_cannot_work_is_refused_at_its_key(toml: Path, override: str, key: 
 
 def test_evaluation_during_the_run_needs_an_evaluator(toml: Path) -> None:
     assert list(problems(toml, "evaluation.every_steps=5", "roles.evaluator.count=0")) == ["evaluation.every_steps"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "slowdown"),
+    [
+        ((), 1.0),
+        (("roles.trainer.threads=2",), 1.5),
+        (("roles.trainer.threads=2", "roles.evaluator.count=0", "evaluation.every_steps=0"), 1.0),
+        (("roles.trainer.threads=2", "roles.trainer.cpus=[0]"), 1.0),
+        (("roles.trainer.threads=2", 'roles.evaluator.node="other"'), 1.0),
+    ],
+)
+def test_the_time_left_knows_when_trainer_and_evaluator_share_cores(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], slowdown: float
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    config = loaded(toml, *overrides)
+    assert RLJob().pacing(config).contention == slowdown
 
 
 def test_no_data_at_all(toml: Path) -> None:

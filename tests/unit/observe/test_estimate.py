@@ -84,6 +84,14 @@ def test_steps_beside_the_evaluation_before_training_do_not_count_as_the_pace(do
     assert left(fed(records[:5], 130), times[4]) > 1.3 * (4.2 * 125 + 17.0), "without it the time left is too long"
 
 
+def test_an_evaluation_whose_record_was_not_read_is_not_taken_to_run_for_ever() -> None:
+    """Of long metrics files only the beginning and the end are read."""
+    shared = Pacing("wait_s", ("train_s",), 1, ("evaluation",), contention=2.0)
+    records = [step(n, 4.0 * n, work=4.0) for n in range(1, 2 * WINDOW)]
+    assert at(fed(records[:5], 200, shared), 20.0).step_s == pytest.approx(2.0)
+    assert at(fed(records, 200, shared), 4.0 * len(records)).step_s == pytest.approx(4.0)
+
+
 def test_before_the_first_step_nothing_is_made_up() -> None:
     found = at(fed([evaluated(9.0)], 10), 5.0)
     assert (found.step_s, found.left_s) == (None, None) and "measured on the first step" in str(found)

@@ -53,6 +53,24 @@ def test_a_role_in_a_session_of_its_own_has_its_niceness_among_sessions_too() ->
             member.kill()
 
 
+def test_niceness_among_sessions_is_no_condition_for_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(SLEEP, stdin=subprocess.PIPE, start_new_session=True) as leader:
+        try:
+            before = Path(f"/proc/{leader.pid}/autogroup").read_text() if limits.AUTOGROUP.exists() else ""
+            off, closed = tmp_path / "off", tmp_path / "closed"
+            off.write_text("0\n")
+            closed.mkdir()
+            for path in (off, tmp_path / "missing"):
+                monkeypatch.setattr(limits, "AUTOGROUP", path)
+                assert limits.apply(limits.Limits(nice=9), leader.pid) == []
+            monkeypatch.setattr(limits, "AUTOGROUP", closed)
+            (problem,) = limits.apply(limits.Limits(nice=9), leader.pid)
+            assert "was refused for the session" in problem
+            assert not before or Path(f"/proc/{leader.pid}/autogroup").read_text() == before
+        finally:
+            leader.kill()
+
+
 def test_what_cannot_be_done_is_said(child: subprocess.Popen[bytes]) -> None:
     hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[1]
     impossible = limits.Limits(cpus=[100_000], open_files=hard + 1)
