@@ -506,16 +506,19 @@ class TrainerRole(Role):
         self._early = advice.checkpoint_now
 
     def _note_empty(self, batch: Batch, result: StepResult, *, empty: bool) -> None:
-        """Count consecutive steps that trained nothing: without a token to train, or with advantages that are all 0.
+        """Count consecutive steps that trained nothing: no sample of them had a part in the gradient.
 
-        They are reported after `progress.empty_steps` of them, and whenever their number has doubled.
+        They are reported after `progress.empty_steps` of them, and whenever their number has doubled. A step whose
+        update was thrown away says nothing of its samples: the count stays.
         """
+        if not result.applied:
+            return
         self._empty_why = ""
         if empty:
             self._empty_why = no_token(self.config, batch.samples)
             self.ctx.event("step_empty", step=self.step + 1, why=self._empty_why)
-        elif result.applied and self.objective.by_advantage and not batch.left_out_tokens:
-            self._empty_why = no_advantage(self.config, batch.samples)
+        elif all(self.objective.idle(sample) for sample in batch.samples):
+            self._empty_why = no_advantage(self.config, batch.samples, batch.left_out_tokens)
         self._empty = self._empty + 1 if self._empty_why else 0
         times, rest = divmod(self._empty, self.config.progress.empty_steps)
         if times and not rest and not times & (times - 1):
@@ -529,8 +532,8 @@ class TrainerRole(Role):
         epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
-        told = self._empty >= self.config.progress.empty_steps
-        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if told else ""}
+        reported = self._empty >= self.config.progress.empty_steps
+        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
             self._worked = True

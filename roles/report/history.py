@@ -24,7 +24,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
-    was thrown away, if it was (not finite). `empty`: it trained nothing, for lack of tokens or of an advantage.
+    was thrown away, if it was (not finite). `empty`: it was applied, but no sample had a part in the gradient.
     """
 
     step: int
@@ -311,7 +311,8 @@ def _step(record: dict[str, Any]) -> Step:
         staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
         keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
         skipped=str(record.get("skipped") or ""),
-        empty=bool(record.get("empty_steps")),
+        # A step that was thrown away has the count of the step before.
+        empty=bool(record.get("empty_steps")) and not record.get("skipped"),
     )
 
 

@@ -289,13 +289,14 @@ def test_losses_of_all_starts_are_named_with_their_line(tmp_path: Path) -> None:
 
 def test_steps_that_trained_nothing_are_counted(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(1)
-    for step, empty in enumerate((0, 1, 2, 0, 1), 1):
+    for step, empty in enumerate((0, 1, 2, 2, 0, 1), 1):
         record = {**step_record(step, 6, 1 + 12 * step, rng), "empty_steps": empty}
+        record |= {"skipped": "loss is nan"} if step == 4 else {}
         out.metric("step", START + 30 * step, "trainer/0#6", **record)
     out.close()
     summary = report(tmp_path)
     assert summary["steps"]["empty"] == 3
-    assert "5, 480 samples, 3 trained nothing" in "\n".join(render_summary(summary))
+    assert "6, 480 samples, 1 skipped (not finite), 3 trained nothing" in "\n".join(render_summary(summary))
 
 
 def test_a_run_that_lost_nothing_says_nothing_of_losses(tmp_path: Path) -> None:

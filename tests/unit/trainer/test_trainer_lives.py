@@ -473,6 +473,62 @@ async def test_steps_without_an_advantage_are_reported_and_trained_on(lives: Liv
     assert "skipped" not in await lives.world.account()
 
 
+@pytest.mark.parametrize("term", ["kl", "entropy"])
+async def test_steps_that_train_a_term_of_the_loss_are_not_reported_as_empty(
+    lives: Lives, model: Path, term: str
+) -> None:
+    """The rewards are equal, but KL or entropy moves the weights."""
+
+    def harm(role: TrainerRole) -> None:
+        equal_rewards(*range(1, 9))(role)
+        collect = role.collector.collect
+
+        async def with_reference(step: int) -> Any:
+            batch = await collect(step)
+            for sample in batch.samples if batch is not None else []:
+                sample.reference_logprobs = sample.behaviour_logprobs - np.float32(0.5)
+            return batch
+
+        role.collector.collect = with_reference  # type: ignore[method-assign]
+
+    part = {"name": "k3" if term == "kl" else "bonus", "coefficient": 0.5}
+    ctx = await lives.life(model, steps=20, stop_after=4, harm=harm, **{term: part})
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    assert all(record["grad_norm"] > 0 for record in records) and not ctx.told("steps_empty")
+    assert [record["empty_steps"] for record in records] == [0] * 4
+
+
+async def test_steps_whose_advantages_the_loss_sets_to_0_are_reported(lives: Lives, model: Path) -> None:
+    def harm(role: TrainerRole) -> None:
+        collect = role.collector.collect
+
+        async def far_off(step: int) -> Any:
+            batch = await collect(step)
+            for sample in batch.samples if batch is not None else []:
+                # Its token was likelier in the policy that sampled it if it was punished, else less likely.
+                sample.behaviour_logprobs = np.full_like(sample.behaviour_logprobs, -50.0 * (sample.reward or 0.0))
+            return batch
+
+        role.collector.collect = far_off  # type: ignore[method-assign]
+
+    loss = {"name": "m2po", "threshold": 1e-9}
+    ctx = await lives.life(model, steps=20, stop_after=3, harm=harm, loss=loss)
+    (told,) = ctx.told("steps_empty")
+    assert "the loss set the advantages of all " in told["why"] and "algorithm.max_staleness" in told["why"]
+
+
+async def test_a_step_that_was_thrown_away_leaves_the_count_of_empty_steps_as_it_is(lives: Lives, model: Path) -> None:
+    def harm(role: TrainerRole) -> None:
+        equal_rewards(2, 3, 5)(role)
+        spoil(4, 7)(role)
+
+    ctx = await lives.life(model, steps=20, stop_after=7, harm=harm)
+    assert [one["step"] for one in ctx.told("step_skipped")] == [4, 7]
+    assert [(one["step"], one["steps"]) for one in ctx.told("steps_empty")] == [(5, 3)]
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    assert [record["empty_steps"] for record in records] == [0, 1, 2, 2, 3, 0, 0]
+
+
 async def test_a_long_row_of_empty_steps_is_reported_when_its_length_has_doubled(lives: Lives, model: Path) -> None:
     ctx = await lives.life(model, steps=20, stop_after=10, harm=equal_rewards(*range(1, 21)))
     assert [one["steps"] for one in ctx.told("steps_empty")] == [3, 6]
