@@ -85,7 +85,7 @@ class TrainerRole(Role):
         self._skipped = self._empty = 0
         self._worked = False
         self._longest_s = 0.0
-        self._early = self._passed_over = self._empty_why = ""
+        self._early = self._skipped_checkpoints = self._empty_why = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.objective: Objective
@@ -248,7 +248,7 @@ class TrainerRole(Role):
             # It waits for a version that, as it looks, never comes.
             if self.publisher.overdue and self._saved_version is self.publisher.current:
                 self._saving.cancel()
-            # Its failure was raised in `run`, or `run` has a failure of its own to tell.
+            # Its failure was raised in `run`, or `run` has a failure of its own to report.
             await asyncio.gather(self._saving, return_exceptions=True)
         if hasattr(self, "publisher"):
             await self.publisher.close()
@@ -325,7 +325,7 @@ class TrainerRole(Role):
         )
 
     async def _restore(self) -> CheckpointState | None:
-        """Take the newest checkpoint that can be read; those passed over are said, and no longer count.
+        """Take the newest checkpoint that can be read; those skipped are reported, and no longer count.
 
         Raises:
             BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
@@ -344,7 +344,7 @@ class TrainerRole(Role):
                 self._choices.ahead.restore(read_sampling(folder))
 
         found, passed = await take_newest(self.ctx, self.store, take)
-        self._passed_over = f" (passed over, and set aside: {', '.join(passed)})" if passed else ""
+        self._skipped_checkpoints = f" (skipped, and set aside: {', '.join(passed)})" if passed else ""
         if found is None:
             if self.critic is not None:
                 await self.critic.begin(0, None)
@@ -395,13 +395,13 @@ class TrainerRole(Role):
             await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
         batch.spent.on("publish")
         self._longest_s = max(self._longest_s, batch.spent["train"] + batch.spent["publish"])
-        self._tell(batch, result)
+        self._record(batch, result)
         await self._save_if_due()
 
     def _doing(self, what: str) -> None:
         """Say what is done for the step that is being made."""
         step, steps = self.step + 1, self.config.algorithm.steps
-        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._passed_over}")
+        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._skipped_checkpoints}")
 
     async def _collect(self) -> Batch | None:
         try:
@@ -525,7 +525,7 @@ class TrainerRole(Role):
             self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
             self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
 
-    def _tell(self, batch: Batch, result: StepResult) -> None:
+    def _record(self, batch: Batch, result: StepResult) -> None:
         """The step's record, and a line of the log."""
         from relax_rt.roles.trainers.record import step_record
 
@@ -540,7 +540,7 @@ class TrainerRole(Role):
             self.ctx.event("first_work", what=f"step {self.step}")
         shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
         self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._passed_over}")
+        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._skipped_checkpoints}")
 
     async def _save_if_due(self) -> None:
         if self._saving is not None and self._saving.done():
@@ -626,7 +626,7 @@ class TrainerRole(Role):
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
         await self.queue.committed(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
-        self._passed_over = ""
+        self._skipped_checkpoints = ""
 
     def _newest_step(self) -> int:
         found = self.store.newest()

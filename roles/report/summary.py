@@ -51,7 +51,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
         },
         "tokens": {
             "generated": history.generated_tokens,
-            "generated_at_least": history.untold,
+            "generated_at_least": history.incomplete,
             "generated_per_s": _ratio(history.generated_tokens, history.generated_s),
             "trained": int(sum(step.tokens for step in steps if not step.skipped)),
             "computed": int(sum(step.computed_tokens for step in [*steps, *history.redone])),

@@ -79,9 +79,7 @@ async def test_a_damaged_checkpoint_no_longer_counts(
     (aside,) = ctx.told("checkpoint_set_aside")
     assert aside["folder"] == "damaged-step-000004" and aside["why"]
     assert [one["step"] for one in ctx.told("resumed")] == [2]
-    assert any(
-        "step 3 of 9 is done (passed over" in detail and "step-000004" in detail for detail in ctx.progress.details
-    )
+    assert any("step 3 of 9 is done (skipped" in detail and "step-000004" in detail for detail in ctx.progress.details)
     assert any("asked to stop: finishing the step" in detail for detail in ctx.progress.details)
     # Asked to stop at step 3, it leaves a checkpoint of it, though a damaged one was of a later step.
     assert lives.folders() == ["damaged-step-000004", "step-000002", "step-000003"]
