@@ -22,7 +22,7 @@ REPORTED = ("by_state", "outstanding", "bound", "payload_bytes", "refused_stale"
 
 
 class Stage:
-    """Tells other nodes where the weights are. Implements StageApi."""
+    """Answers other nodes where the weights are. Implements StageApi."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -93,7 +93,7 @@ class QueueRole(Role):
         if kind == "members_lost":
             fields = {**fields, "hint": advice(self.ctx.config, fields)}
         if kind == "no_progress":
-            # The run ends: who looks at the queue meanwhile finds the number that ended it.
+            # The run ends: show the number of failed groups that ended it in the queue's status.
             self.ctx.progress.advance(0, self.broker.summary())
         self.ctx.event(kind, **fields)
 
@@ -106,17 +106,27 @@ class QueueRole(Role):
         finally:
             report.cancel()
             await asyncio.gather(report, return_exceptions=True)
-        # Whoever reads the event log of the ended run finds the numbers that the queue had.
-        self.broker.report_losses()
+        # The event log of the ended run then has the same counts as the queue.
+        self._report_losses(0.0)
         # The account of the whole run, across incarnations: it comes from the journaled ledger.
         self.ctx.event("queue_account", **await self.broker.account())
 
     async def _report(self) -> None:
         while True:
-            self.broker.report_losses(REPORT_EVERY_S)
-            stats = await self.broker.stats()
-            self.ctx.metrics({"kind": "queue", **{name: getattr(stats, name) for name in REPORTED}})
+            self._report_losses(REPORT_EVERY_S)
+            try:
+                stats = await self.broker.stats()
+                self.ctx.metrics({"kind": "queue", **{name: getattr(stats, name) for name in REPORTED}})
+            except Exception:
+                self.ctx.log.exception("the queue's metrics were not written")
             await asyncio.sleep(METRICS_EVERY_S)
+
+    def _report_losses(self, older_s: float) -> None:
+        """Report losses. A failure is logged: it costs neither the metrics nor the account."""
+        try:
+            self.broker.report_losses(older_s)
+        except Exception:
+            self.ctx.log.exception("losses were not reported")
 
     async def _serve(self) -> None:
         failed = asyncio.ensure_future(self.broker.run())

@@ -74,10 +74,15 @@ def no_token(config: RLConfig, samples: Sequence[Sample]) -> str:
     )
 
 
-def no_advantage(config: RLConfig, samples: Sequence[Sample]) -> str:
-    """Say why the advantages of a step are all 0, and what helps; empty if one is not 0."""
-    if any(sample.advantages is not None and sample.advantages.any() for sample in samples):
-        return ""
+def no_advantage(config: RLConfig, samples: Sequence[Sample], left_out_tokens: int) -> str:
+    """Say why the advantages of a step are all 0, and what helps.
+
+    Args:
+        left_out_tokens: tokens whose advantage the loss set to 0 before the update.
+    """
+    if left_out_tokens:
+        hint = "a lower algorithm.max_staleness, or a wider trust region in algorithm.loss"
+        return f"the loss set the advantages of all {left_out_tokens} tokens that had one to 0; what helps: {hint}"
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.meta.group, set()).add(sample.reward or 0.0)

@@ -85,7 +85,7 @@ class TrainerRole(Role):
         self._skipped = self._empty = 0
         self._worked = False
         self._longest_s = 0.0
-        self._early = self._passed_over = self._empty_why = ""
+        self._early = self._skipped_checkpoints = self._empty_why = ""
         self._trained_before_s = 0.0
         self._started = time.monotonic()
         self.objective: Objective
@@ -248,7 +248,7 @@ class TrainerRole(Role):
             # It waits for a version that, as it looks, never comes.
             if self.publisher.overdue and self._saved_version is self.publisher.current:
                 self._saving.cancel()
-            # Its failure was raised in `run`, or `run` has a failure of its own to tell.
+            # Its failure was raised in `run`, or `run` has a failure of its own to report.
             await asyncio.gather(self._saving, return_exceptions=True)
         if hasattr(self, "publisher"):
             await self.publisher.close()
@@ -325,7 +325,7 @@ class TrainerRole(Role):
         )
 
     async def _restore(self) -> CheckpointState | None:
-        """Take the newest checkpoint that can be read; those passed over are said, and no longer count.
+        """Take the newest checkpoint that can be read; those skipped are reported, and no longer count.
 
         Raises:
             BadInput: the run has checkpoints, and none can be read. GivenUp: the queue forgot what one was trained on.
@@ -344,7 +344,7 @@ class TrainerRole(Role):
                 self._choices.ahead.restore(read_sampling(folder))
 
         found, passed = await take_newest(self.ctx, self.store, take)
-        self._passed_over = f" (passed over, and set aside: {', '.join(passed)})" if passed else ""
+        self._skipped_checkpoints = f" (skipped, and set aside: {', '.join(passed)})" if passed else ""
         if found is None:
             if self.critic is not None:
                 await self.critic.begin(0, None)
@@ -395,13 +395,13 @@ class TrainerRole(Role):
             await self.critic.learn(batch.samples, self.objective.returns(batch.samples), self.step - 1)
         batch.spent.on("publish")
         self._longest_s = max(self._longest_s, batch.spent["train"] + batch.spent["publish"])
-        self._tell(batch, result)
+        self._record(batch, result)
         await self._save_if_due()
 
     def _doing(self, what: str) -> None:
         """Say what is done for the step that is being made."""
         step, steps = self.step + 1, self.config.algorithm.steps
-        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._passed_over}")
+        self.ctx.progress.advance(0, f"step {step} of {steps}: {what}{self._skipped_checkpoints}")
 
     async def _collect(self) -> Batch | None:
         try:
@@ -506,38 +506,41 @@ class TrainerRole(Role):
         self._early = advice.checkpoint_now
 
     def _note_empty(self, batch: Batch, result: StepResult, *, empty: bool) -> None:
-        """Count consecutive steps that trained nothing: without a token to train, or with advantages that are all 0.
+        """Count consecutive steps that trained nothing: no sample of them had a part in the gradient.
 
-        They are reported after `progress.empty_steps` of them, and whenever their number has doubled.
+        They are reported after `progress.empty_steps` of them, and whenever their number has doubled. A step whose
+        update was thrown away says nothing of its samples: the count stays.
         """
+        if not result.applied:
+            return
         self._empty_why = ""
         if empty:
             self._empty_why = no_token(self.config, batch.samples)
             self.ctx.event("step_empty", step=self.step + 1, why=self._empty_why)
-        elif result.applied and self.objective.by_advantage and not batch.left_out_tokens:
-            self._empty_why = no_advantage(self.config, batch.samples)
+        elif all(self.objective.idle(sample) for sample in batch.samples):
+            self._empty_why = no_advantage(self.config, batch.samples, batch.left_out_tokens)
         self._empty = self._empty + 1 if self._empty_why else 0
         times, rest = divmod(self._empty, self.config.progress.empty_steps)
         if times and not rest and not times & (times - 1):
             self.ctx.event("steps_empty", step=self.step + 1, steps=self._empty, why=self._empty_why)
             self.ctx.log.warning("steps that trained nothing", steps=self._empty, why=self._empty_why)
 
-    def _tell(self, batch: Batch, result: StepResult) -> None:
+    def _record(self, batch: Batch, result: StepResult) -> None:
         """The step's record, and a line of the log."""
         from relax_rt.roles.trainers.record import step_record
 
         epoch, steps = self.ctx.who.epoch, self.config.algorithm.steps
         elapsed_s = self._trained_before_s + time.monotonic() - self._started
         record = step_record(batch, result, step=self.step, weights=self.weights, epoch=epoch, elapsed_s=elapsed_s)
-        told = self._empty >= self.config.progress.empty_steps
-        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if told else ""}
+        reported = self._empty >= self.config.progress.empty_steps
+        record |= {"empty_steps": self._empty, "empty_why": self._empty_why if reported else ""}
         self.ctx.metrics(record)
         if not self._worked:
             self._worked = True
             self.ctx.event("first_work", what=f"step {self.step}")
         shown = {name: round(record[name], 4) for name in ("reward_mean", "loss", "grad_norm", "wait_s", "train_s")}
         self.ctx.log.info(f"step {self.step} of {steps}", version=self.weights.version, **shown)
-        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._passed_over}")
+        self.ctx.progress.advance(1, f"step {self.step} of {steps} is done{self._skipped_checkpoints}")
 
     async def _save_if_due(self) -> None:
         if self._saving is not None and self._saving.done():
@@ -623,7 +626,7 @@ class TrainerRole(Role):
         folder: Path = await asyncio.to_thread(self.store.save, state, fill)
         await self.queue.committed(state.step, folder.name)
         self.ctx.event("checkpoint", step=state.step, folder=folder.name, seconds=round(time.monotonic() - began, 2))
-        self._passed_over = ""
+        self._skipped_checkpoints = ""
 
     def _newest_step(self) -> int:
         found = self.store.newest()

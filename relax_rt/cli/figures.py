@@ -22,7 +22,7 @@ from relax_rt.transport.versions import VersionRecord, VersionTree
 ASK_TIMEOUT_S = 1.0
 LOOK_BACK_BYTES = 256 << 10
 STEP_LOOK_BACK_BYTES = 2 << 20
-"""A slow step has more records of other roles after it."""
+"""The newest step record may stand far from the end: other roles write many records during a slow step."""
 
 
 class Figures(msgspec.Struct, frozen=True):

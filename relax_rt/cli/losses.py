@@ -23,7 +23,8 @@ def show_losses(console: Console, losses: Iterable[ReportedLoss], retired: Itera
         console.print(Text(f"  {describe_loss(loss)}", "red"), soft_wrap=True)
         whose = f"item {loss.item} ({loss.about})" if loss.item else f"prompt {loss.prompt}"
         more = f": {clip(loss.example, EXAMPLE)}" if len(loss.example) > len(loss.cause) else ""
-        console.print(Text(f"    e.g. {whose}{more}"), soft_wrap=True)
+        if loss.item or loss.prompt >= 0:
+            console.print(Text(f"    e.g. {whose}{more}"), soft_wrap=True)
         if loss.hint:
             console.print(Text(f"    what helps: {loss.hint}", "yellow"), soft_wrap=True)
     if workers:
@@ -40,8 +41,8 @@ def show_retired(console: Console, items: Iterable[Retired]) -> None:
     for one in found:
         about = f" ({one.about})" if one.about else ""
         console.print(Text(f"  {one.item}{about}  {one.timeouts} whole groups: {one.reason}"), soft_wrap=True)
-    told = "  taken back by `relax-rt reinstate ITEM` while the run lives, or progress.kept_items at its next start"
-    console.print(Text(told, "bright_black"), soft_wrap=True)
+    hint = "  taken back by `relax-rt reinstate ITEM` while the run lives, or progress.kept_items at its next start"
+    console.print(Text(hint, "bright_black"), soft_wrap=True)
 
 
 def show_recent(console: Console, report: ProgressReport) -> None:

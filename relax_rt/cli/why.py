@@ -10,7 +10,7 @@ import msgspec
 
 from relax_rt.cli.incidents import Incident, Incidents
 from relax_rt.observe.losses import Losses, ReportedLoss
-from relax_rt.observe.story import MAX_SLOTS, Note, RequestedEnds, Story
+from relax_rt.observe.story import MAX_SLOTS, Note, Story
 from relax_rt.observe.text import lacks
 from relax_rt.supervision.api import RunStatus
 from relax_rt.supervision.diagnosis import Diagnosis
@@ -26,7 +26,7 @@ ENDED = ("ended", "pending")
 
 
 QUIET = ("slot_exited", "slot_ready", "members_lost", "item_retired", "item_reinstated")
-"""Told by the incidents, or by the losses, already."""
+"""Events that the incidents or the losses report."""
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,6 @@ class _Start:
         self.notes: deque[tuple[Note, dict[str, Any]]] = deque(maxlen=MAX_NOTES)
         self.noted = 0
         self.story = Story()
-        self.requested = RequestedEnds()
         self.incidents = Incidents()
         self.agent_died = ""
         self.first_event: float | None = None
@@ -147,7 +146,7 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "",
     Args:
         events: the event log, oldest first.
         status: how the run does now.
-        slot: tell of this slot only; a kind of role means all of its slots.
+        slot: report this slot only; a kind of role means all of its slots.
         empty_steps: see Account.
     """
     found = _Start()
@@ -165,9 +164,9 @@ def account(events: Iterable[dict[str, Any]], status: RunStatus, slot: str = "",
     incidents = [i for i in found.incidents.found if not slot or any(_matches(name, slot) for name in i.slots)]
     failed = [s.first_failure for s in found.slots.values() if s.first_failure is not None]
     died = found.agent_died
-    # A fault that stands with the failure that it caused needs no second line.
-    told = set(found.incidents.told)
-    notes = [note for note, fault in found.notes if (fault.get("seed"), fault.get("number")) not in told or not fault]
+    # A fault that is printed with the failure that it caused needs no second line.
+    shown = set(found.incidents.told)
+    notes = [note for note, fault in found.notes if (fault.get("seed"), fault.get("number")) not in shown or not fault]
     if status.status == AGENT_DIED:
         died = died or status.reason or KILLED_WITH_KEEPER
     return Account(
@@ -203,9 +202,9 @@ def _gather(found: _Start, event: dict[str, Any], slot: str, quiet: Collection[s
         found.end = str(event.get("status", "")), str(event.get("reason", ""))
     if kind == "agent_died":
         found.agent_died = str(event.get("cause", ""))
-    if found.requested.take(event):
+    if found.story.requested.take(event):
         return
-    # Incidents see everything: what the queue says of a death names no slot, and a gang has several.
+    # Before the filter by slot: what the queue says of a death names no slot, and a gang has several.
     found.incidents.take(event)
     if slot and about and not _matches(about, slot):
         return

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from relax_rt.transport.queue.api import Loss, Retired
 
 MAX_SHOWN = 12
+MAX_CAUSES = 64
+"""Causes counted apart; the rarest are summed under OTHERS, by task. More than the queue counts apart at a time."""
+OTHERS = "other causes"
+
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ReportedLoss(Loss, frozen=True, kw_only=True):
-    """Samples lost for one cause in this start of the run, as last reported.
+    """Samples lost for one cause, as last reported.
 
     While the run lives that was a few seconds ago; the last report is made when the queue ends.
 
@@ -23,20 +29,29 @@ class ReportedLoss(Loss, frozen=True, kw_only=True):
     hint: str = ""
 
 
+Counts = dict[tuple[str, str], ReportedLoss]
+"""Losses by task and gist."""
+
+
 class Losses:
     """Takes the events of a run, oldest first. Losses are of the newest start; retired items outlive a start."""
 
     def __init__(self) -> None:
         self._retired: dict[str, Retired] = {}
-        self._before: dict[tuple[str, str], ReportedLoss] = {}
-        self._losses: dict[tuple[str, str], ReportedLoss] = {}
+        self._earlier: Counts = {}
+        """Losses of earlier starts."""
+        self._ended: Counts = {}
+        """Losses of this start that the queue no longer counts."""
+        self._newest: Counts = {}
+        """Newest report of each cause of this start."""
         self.killed_workers = 0
         self.killed_because = ""
 
     def _begin(self) -> None:
-        for key, loss in self._losses.items():
-            self._before[key] = _sum(self._before.get(key), loss)
-        self._losses.clear()
+        for counts in (self._ended, self._newest):
+            for key, loss in counts.items():
+                _add(self._earlier, key, loss)
+            counts.clear()
         self.killed_workers = 0
         self.killed_because = ""
 
@@ -46,15 +61,27 @@ class Losses:
             case "run_started":
                 self._begin()
             case "members_lost":
-                key = (str(event.get("task", "")), str(event.get("gist", "")))
-                self._losses[key] = _read(event, ReportedLoss)
+                if (loss := _read(event, ReportedLoss)) is not None:
+                    self._take_loss((loss.task, str(event.get("gist", ""))), loss)
             case "item_retired":
-                self._retired[str(event.get("item", ""))] = _read(event, Retired)
+                if (item := _read(event, Retired)) is not None:
+                    self._retired[item.item] = item
             case "item_reinstated":
                 self._retired.pop(str(event.get("item", "")), None)
             case "reward_worker_lost":
                 self.killed_workers += 1
                 self.killed_because = str(event.get("reason", ""))
+
+    def _take_loss(self, key: tuple[str, str], loss: ReportedLoss) -> None:
+        """Keep the newest report of a cause. A count below the last one is a new count: the queue dropped the cause to
+        make room for another, and met it again."""
+        before = self._newest.get(key)
+        if before is not None and loss.members < before.members:
+            _add(self._ended, key, before)
+        self._newest[key] = loss
+        if len(self._newest) > MAX_CAUSES:
+            rarest = _rarest(self._newest, besides=key)
+            _add(self._ended, (rarest[0], OTHERS), _nameless(self._newest.pop(rarest)))
 
     @property
     def workers(self) -> str:
@@ -65,16 +92,13 @@ class Losses:
 
     @property
     def losses(self) -> list[ReportedLoss]:
-        """The most frequent causes first."""
-        return sorted(self._losses.values(), key=lambda loss: -loss.members)[:MAX_SHOWN]
+        """Losses of the newest start, the most frequent causes first."""
+        return _sorted(self._ended, self._newest)[:MAX_SHOWN]
 
     @property
     def total(self) -> list[ReportedLoss]:
-        """Of all starts of the run, the most frequent causes first."""
-        found = dict(self._before)
-        for key, loss in self._losses.items():
-            found[key] = _sum(found.get(key), loss)
-        return sorted(found.values(), key=lambda loss: -loss.members)
+        """Losses of all starts of the run, the most frequent causes first."""
+        return _sorted(self._earlier, self._ended, self._newest)
 
     @property
     def retired(self) -> list[Retired]:
@@ -82,14 +106,48 @@ class Losses:
         return list(self._retired.values())
 
 
+def _sorted(*parts: Counts) -> list[ReportedLoss]:
+    """Sum the parts, given oldest first, by cause; the most frequent causes first."""
+    found: Counts = {}
+    for part in parts:
+        for key, loss in part.items():
+            found[key] = _sum(found.get(key), loss)
+    return sorted(found.values(), key=lambda loss: -loss.members)
+
+
+def _add(counts: Counts, key: tuple[str, str], loss: ReportedLoss) -> None:
+    """Add a loss to the counts, and bound them."""
+    counts[key] = _sum(counts.get(key), loss)
+    if key[1] != OTHERS and len(counts) > MAX_CAUSES:
+        rarest = _rarest(counts, besides=key)
+        _add(counts, (rarest[0], OTHERS), _nameless(counts.pop(rarest)))
+
+
+def _rarest(counts: Counts, besides: tuple[str, str]) -> tuple[str, str]:
+    return min((key for key in counts if key[1] != OTHERS and key != besides), key=lambda key: counts[key].members)
+
+
+def _nameless(loss: ReportedLoss) -> ReportedLoss:
+    """Return the loss without what is particular to its cause."""
+    members, groups, prompts = loss.members, loss.groups, loss.prompts
+    return ReportedLoss(task=loss.task, cause=OTHERS, members=members, groups=groups, prompts=prompts)
+
+
 def _sum(before: ReportedLoss | None, loss: ReportedLoss) -> ReportedLoss:
-    """The newer loss with the counts of both."""
+    """Return the newer loss with its samples and groups added to those of the older one.
+
+    Its prompts are the larger of the two numbers: which prompts they were is not known.
+    """
     if before is None:
         return loss
     members, groups = before.members + loss.members, before.groups + loss.groups
     return msgspec.structs.replace(loss, members=members, groups=groups, prompts=max(before.prompts, loss.prompts))
 
 
-def _read(event: dict[str, Any], kind: type[Any]) -> Any:
+def _read(event: dict[str, Any], kind: type[T]) -> T | None:
+    """Read a record of the event log; None if its fields are not of their types."""
     known = {name: event[name] for name in kind.__struct_fields__ if name in event}
-    return msgspec.convert(known, kind, strict=False)
+    try:
+        return msgspec.convert(known, kind, strict=False)
+    except msgspec.ValidationError:
+        return None

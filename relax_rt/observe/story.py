@@ -14,7 +14,7 @@ LINE, ADVICE = 160, 320
 MAX_SLOTS, MAX_REQUESTS = 4096, 64
 
 
-TOLD: dict[str, tuple[Tone, str]] = {
+NOTED: dict[str, tuple[Tone, str]] = {
     "slot_restart_requested": ("warning", "{slot} is restarted: {reason}"),
     "slot_hung": ("warning", "{slot} hangs: {reason}"),
     "slot_recovered": ("good", "{slot} goes on"),
@@ -44,7 +44,7 @@ TOLD: dict[str, tuple[Tone, str]] = {
     "supervisor_fault": ("error", "fault of the supervisor: {error}"),
     "keeper_died": ("warning", "the keeper died; another takes its place"),
     "unkillable": ("error", "these processes could not be killed: {pids}"),
-    "checkpoint_damaged": ("error", "checkpoint {checkpoint} cannot be read and is passed over: {why}"),
+    "checkpoint_damaged": ("error", "checkpoint {checkpoint} cannot be read and is skipped: {why}"),
     "checkpoint_set_aside": ("warning", "checkpoint {checkpoint} is now {folder}, and counts as none"),
     "checkpoint_unnamed": ("warning", "checkpoint {checkpoint} was taken, but {why}"),
     "agent_died": ("error", "the node agent died: {cause}"),
@@ -59,8 +59,8 @@ TOLD: dict[str, tuple[Tone, str]] = {
     ),
     "steps_empty": ("warning", "{steps} consecutive steps trained nothing: {why}"),
 }
-"""Events that are told as they are, with the fields they carry."""
-TOLD_ONCE: dict[str, tuple[Tone, str]] = {
+"""Events that each give a note, with the fields they carry."""
+NOTED_ONCE: dict[str, tuple[Tone, str]] = {
     "weights_not_filed": ("warning", "version {version} is not in publication.directory: {why}"),
     "weights_from_files": ("warning", "version {version} is taken from publication.directory: {why}"),
     "handles_unused": ("warning", "the SGLang server takes version {version} from the file: {why}"),
@@ -72,11 +72,11 @@ TOLD_ONCE: dict[str, tuple[Tone, str]] = {
     "update_skipped": ("warning", "of the updates of step {step} some were thrown away: {why}"),
     "step_short": ("warning", "step {step} was taken with fewer groups than prompts_per_step"),
 }
-"""Events that may come at each step: the first one is told, the others are in the event log."""
+"""Events that may come at each step: the first one gives a note, the others are only in the event log."""
 
 
 class _Fields(dict[str, Any]):
-    """An event's fields; one that it lacks is told as a dash."""
+    """An event's fields; one that it lacks is shown as a dash."""
 
     def __missing__(self, key: str) -> str:
         return NOTHING
@@ -115,15 +115,15 @@ class Story:
 
     def __init__(self) -> None:
         self._down: dict[str, float] = {}
-        self._told: set[str] = set()
-        self._requested = RequestedEnds()
+        self._noted: set[str] = set()
+        self.requested = RequestedEnds()
 
     def note(self, event: dict[str, Any]) -> Note | None:
         """The note for one event of the event log, if it deserves one."""
         t = event.get("t")
         at = float(t) if isinstance(t, int | float) else 0.0
         slot, kind = str(event.get("slot", "")), event.get("kind")
-        if self._requested.take(event):
+        if self.requested.take(event):
             return None
         match kind:
             case "slot_exited":
@@ -134,17 +134,17 @@ class Story:
                 self._mark_down(slot, at)
             case "run_draining":
                 return self._ending(at, event)
-        told = TOLD.get(str(kind)) or self._first(str(kind))
-        if told is None:
+        found = NOTED.get(str(kind)) or self._first(str(kind))
+        if found is None:
             return None
-        tone, text = told
+        tone, text = found
         return Note(at, tone, clip(text.format_map(_Fields(event)), ADVICE))
 
     def _first(self, kind: str) -> tuple[Tone, str] | None:
-        if kind not in TOLD_ONCE or kind in self._told:
+        if kind not in NOTED_ONCE or kind in self._noted:
             return None
-        self._told.add(kind)
-        return TOLD_ONCE[kind]
+        self._noted.add(kind)
+        return NOTED_ONCE[kind]
 
     def _ending(self, at: float, event: dict[str, Any]) -> Note:
         reason, exit_code, most_s = str(event.get("reason", "")), event.get("exit_code"), event.get("slot_most_s")
@@ -176,21 +176,21 @@ class Story:
 
 
 class Starts:
-    """Tells of each slot that has become ready for the first time, with the seconds it took. Bounded; no I/O."""
+    """Reports each slot that has become ready for the first time, with the seconds it took. Bounded; no I/O."""
 
     def __init__(self) -> None:
         self._spawned: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     def take(self, event: dict[str, Any]) -> str:
         """The line for one event of the event log; empty if it deserves none."""
         slot, t = str(event.get("slot", "")), event.get("t")
-        if not isinstance(t, int | float) or slot in self._told or len(self._told) >= MAX_SLOTS:
+        if not isinstance(t, int | float) or slot in self._noted or len(self._noted) >= MAX_SLOTS:
             return ""
         if event.get("kind") == "slot_spawned" and len(self._spawned) < MAX_SLOTS:
             self._spawned[slot] = float(t)
         if event.get("kind") != "slot_ready":
             return ""
-        self._told.add(slot)
+        self._noted.add(slot)
         began = self._spawned.pop(slot, None)
         return f"{slot} ready in {duration(max(0.0, float(t) - began))}" if began is not None else ""

@@ -136,11 +136,6 @@ class Objective:
         """Whether a group can be trained on before the rest of the batch is there."""
         return "batch" not in self.needs
 
-    @property
-    def by_advantage(self) -> bool:
-        """Whether the loss trains nothing on a sample whose advantages are all 0."""
-        return "by_advantage" in self.parts.loss.part.traits
-
     def advantages(self, samples: Sequence[Sample]) -> int:
         """Give each sample its advantages, float32 [T], 0 where nothing is trained.
 
@@ -253,7 +248,7 @@ class Objective:
         if not sample.loss_mask.any():
             return True
         terms = (self.parts.kl is not None and not self._kl_in_reward) or self.parts.entropy is not None
-        if terms or not self.by_advantage:
+        if terms or "by_advantage" not in self.parts.loss.part.traits:
             return False
         return sample.advantages is None or not bool(sample.advantages.any())
 

@@ -56,10 +56,10 @@ def cold_lines(cold: dict[str, Any] | None) -> list[str]:
     """The lines of the summary."""
     if cold is None:
         return []
-    told = [
+    losses = [
         f"{name} {number(ends[0], '.4f')} -> {number(ends[1], '.4f')}"
         for name, ends in (("loss", cold["loss"]), ("validation loss", cold["validation_loss"]))
         if ends
     ]
     of = count(cold["of"])
-    return [", ".join([f"{cold['kind']}, {count(cold['done'])} of {of} steps", *told])]
+    return [", ".join([f"{cold['kind']}, {count(cold['done'])} of {of} steps", *losses])]

@@ -24,7 +24,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     Times in seconds, `t` wall-clock at its end; `staleness` counts samples by staleness; `skipped` says why the step
-    was thrown away, if it was (not finite). `empty`: it trained nothing, for lack of tokens or of an advantage.
+    was thrown away, if it was (not finite). `empty`: it was applied, but no sample had a part in the gradient.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Life(msgspec.Struct, kw_only=True):
     """One process in a slot. `ready` is None until it did its work; `failure` is the kind of a death, or empty; `cut`:
-    it ended with the agent, which told of no end."""
+    it ended with the agent, which recorded no end."""
 
     slot: str
     start: float
@@ -97,8 +97,8 @@ class History(msgspec.Struct):
         evaluations: of what [data] holds out, in the order made. sets: those of further sets, and of the same where
             there are several completions an item; by name.
         cold: of the cold start, if there was one.
-        generated_tokens: by all rollouts together, as far as they told; generated_s: from their first record of each
-            session to the last one that told of more.
+        generated_tokens: by all rollouts together, as far as they reported; generated_s: from their first record of
+            each session to the last one that reported more.
         lives: every process known of, in the order started.
         restarts: by role.
         account: the queue's last account of itself, if it gave one.
@@ -124,7 +124,7 @@ class History(msgspec.Struct):
         return sum(max(0.0, min(t, end) - start) for start, end in self.sessions if start <= t)
 
     @property
-    def untold(self) -> bool:
+    def incomplete(self) -> bool:
         """Whether a rollout ended without its last word, so that some of what it generated is in no record."""
         return any((life.failure or life.cut) and life.slot.startswith("rollout/") for life in self.lives)
 
@@ -141,7 +141,7 @@ def read_history(run_dir: Path) -> History:
     ends = _Sessions(starts)
     path = _Path(history)
     rollouts: dict[str, int] = {}
-    told: list[tuple[float, bool]] = []
+    reports: list[tuple[float, bool]] = []
     for record in read_metrics(run_dir):
         t = _t(record)
         if t != t:
@@ -162,7 +162,7 @@ def read_history(run_dir: Path) -> History:
                 who = str(record.get("by") or record.get("slot"))
                 tokens, before = int(_number(record, "tokens", 0.0)), rollouts.get(who, 0)
                 rollouts[who] = max(before, tokens)
-                told.append((t, tokens > before))
+                reports.append((t, tokens > before))
     losses = Losses()
     for event in read_events(run_dir):
         ends.see(_t(event))
@@ -171,14 +171,14 @@ def read_history(run_dir: Path) -> History:
     history.sessions = ends.spans()
     history.steps = path.steps()
     history.generated_tokens = sum(rollouts.values())
-    history.generated_s = sum(_generating_s(told, start, end) for start, end in history.sessions)
+    history.generated_s = sum(_generating_s(reports, start, end) for start, end in history.sessions)
     _Supervision(history).read(read_events(run_dir))
     return history
 
 
-def _generating_s(told: Sequence[tuple[float, bool]], start: float, end: float) -> float:
+def _generating_s(reports: Sequence[tuple[float, bool]], start: float, end: float) -> float:
     """Of one session: a rollout that only started and had nothing to do was not generating slowly."""
-    within = [(t, more) for t, more in told if start <= t <= end]
+    within = [(t, more) for t, more in reports if start <= t <= end]
     if not within:
         return 0.0
     begun = within[0][0]
@@ -311,7 +311,8 @@ def _step(record: dict[str, Any]) -> Step:
         staleness=dict(Counter(int(s) for s in staleness)) if isinstance(staleness, list) else {},
         keys=[_key(str(key)) for key in keys] if isinstance(keys, list) else [],
         skipped=str(record.get("skipped") or ""),
-        empty=bool(record.get("empty_steps")),
+        # A step that was thrown away has the count of the step before.
+        empty=bool(record.get("empty_steps")) and not record.get("skipped"),
     )
 
 

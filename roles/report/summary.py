@@ -14,15 +14,15 @@ from relax_rt.observe.text import NOTHING, clip, count, duration, number
 from relax_rt.roles.report.cold import cold_lines, summarise_cold
 from relax_rt.roles.report.history import Evaluation, History, Step
 from relax_rt.roles.report.sets import set_lines, summarise_sets
+from relax_rt.transport.ledger.account import is_state
+from relax_rt.transport.queue.api import Loss, describe_loss
 
 ENDS = 10
 LABEL = 19
 LOSSES, CAUSE = 5, 78
-"""Causes of losses that are printed, and characters of each."""
+"""Number of printed causes of losses, and of characters of each cause."""
 FILTERED, RULE = "dropped(filter)", "filtered("
 """In the queue's account: samples that filters left out, and the same ones by rule."""
-NO_SAMPLES = ("trained_twice", "failed_groups", "groups_failed")
-"""In the queue's account: counts of other things than samples."""
 
 
 def summarise(history: History, *, run_dir: Path, target: int | None, bound: float | None) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def summarise(history: History, *, run_dir: Path, target: int | None, bound: flo
         },
         "tokens": {
             "generated": history.generated_tokens,
-            "generated_at_least": history.untold,
+            "generated_at_least": history.incomplete,
             "generated_per_s": _ratio(history.generated_tokens, history.generated_s),
             "trained": int(sum(step.tokens for step in steps if not step.skipped)),
             "computed": int(sum(step.computed_tokens for step in [*steps, *history.redone])),
@@ -293,7 +293,7 @@ def _queue_lines(summary: dict[str, Any]) -> list[str]:
     if account is None:
         return [f"no account; {seen} samples trained twice by the trainer's record"]
     twice = account.get("trained_twice", 0)
-    ends = [f"{count(n)} {_with_rules(name, account)}" for name, n in account.items() if n and not _is_total(name)]
+    ends = [f"{count(n)} {_with_rules(name, account)}" for name, n in account.items() if n and is_state(name)]
     issued = f"{count(account['samples_issued'])} samples: " if "samples_issued" in account else ""
     verdict = f"trained twice: {twice}" + ("" if twice == 0 else "  <- DEFECT, must be 0")
     if seen != twice:
@@ -312,18 +312,11 @@ def _with_rules(name: str, account: dict[str, Any]) -> str:
     return f"{FILTERED[:-1]}: {by_rule})" if rules else name
 
 
-def _is_total(name: str) -> bool:
-    return name.startswith(("samples_", "prompts_", RULE)) or name in NO_SAMPLES
-
-
 def _loss_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for loss in losses[:LOSSES]:
-        at = f"at task {loss['task']}" if loss["task"] else "while they were made"
-        lines.append(f"{count(loss['samples'])} samples of {count(loss['groups'])} groups failed {at}")
-        cause = clip(loss["cause"], CAUSE)
-        where = f" ({loss['where']})" if loss["where"] and loss["where"] not in cause else ""
-        lines.append(f"  {cause}{where}")
+        fields = {name: loss[name] for name in ("task", "where", "groups", "prompts")}
+        lines.append(describe_loss(Loss(**fields, members=loss["samples"], cause=clip(loss["cause"], CAUSE))))
     left = len(losses) - LOSSES
     return [*lines, f"and {left} more causes: `relax-rt why`"] if left > 0 else lines
 

@@ -11,6 +11,13 @@ from relax_rt.transport.ledger.state import Group, Sample
 from relax_rt.transport.queue.api import SampleKey
 
 STATES = ("reserved", "waiting", "ready", "leased", "trained", "freed", "finished")
+ENDS = ("skipped", "lost", "failed", "quarantined")
+"""States in which samples end, beside `dropped(…)` and `refused(…)`."""
+
+
+def is_state(name: str) -> bool:
+    """Whether a count of the account is of samples in a state; the other counts are of something else."""
+    return name in STATES or name in ENDS or name.startswith(("dropped(", "refused("))
 
 
 def by_state(core: Core) -> dict[str, int]:
@@ -64,7 +71,10 @@ def audit(core: Core) -> list[str]:
     """What is wrong with the ledger: empty, or there is a defect in it. For tests and simulations."""
     wrong: list[str] = []
     state = core.state
-    total = sum(by_state(core).values())
+    states = by_state(core)
+    total = sum(states.values())
+    if unknown := [name for name in states if not is_state(name)]:
+        wrong.append(f"samples are in unknown states {unknown}")
     if total != state.issued:
         wrong.append(f"{state.issued} samples were issued, {total} are accounted for")
     wrong += _audit_prompts(core)

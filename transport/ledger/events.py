@@ -89,6 +89,12 @@ class Reinstate(msgspec.Struct, frozen=True, tag="reinstate"):
     items: list[str]
 
 
+class ReportLosses(msgspec.Struct, frozen=True, tag="report_losses"):
+    """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago."""
+
+    older_s: float
+
+
 class Take(msgspec.Struct, frozen=True, tag="take", gc=False):
     """keys: what was chosen, in the journal; None while it is still to be chosen."""
 
@@ -187,6 +193,7 @@ Event = (
     | GiveBack
     | Skip
     | Reinstate
+    | ReportLosses
     | Take
     | Complete
     | Unpin

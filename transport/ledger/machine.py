@@ -159,6 +159,8 @@ class Ledger:
                 self._open(event)
             case ev.Reinstate(items):
                 progress.reinstate(core, items)
+            case ev.ReportLosses(older_s):
+                progress.report_losses(core, older_s)
             case ev.Spilled():
                 return spill.spilled(core, event)
             case ev.Lapse(groups, leases):

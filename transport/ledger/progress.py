@@ -78,7 +78,7 @@ def failed_group(core: Core, group: Group) -> None:
         state.prompts = [*state.prompts, group.prompt.index]
     enough = policy.failed_groups and state.failed_groups >= policy.failed_groups
     if enough and len(state.prompts) >= policy.failed_prompts:
-        # The row is as long as its end says; what is lost from here on is counted, as in the account of all samples.
+        # From here on failed groups no longer change the verdict's count; their losses are still counted by cause.
         state.verdict = True
         report_losses(core)
         core.note("no_progress", failed_groups=state.failed_groups, prompts=len(state.prompts))
@@ -203,11 +203,7 @@ def _count(core: Core, group: Group, task: str, failure: Failure) -> None:
         about=failure.about[:ABOUT],
         partial=loss.partial or any(task in sample.done if task else sample.generated for sample in group.samples),
     )
-    if (
-        cause.loss.members >= 2 * cause.reported
-        or core.now - cause.reported_at >= REPORT_EVERY_S
-        or core.now < cause.reported_at
-    ):
+    if cause.loss.members >= 2 * cause.reported or _reported_before(core, cause, REPORT_EVERY_S):
         _report_cause(core, cause)
 
 
@@ -220,8 +216,14 @@ def _prompt(group: Group) -> str:
 def report_losses(core: Core, older_s: float = 0.0) -> None:
     """Report the causes whose newest losses were not reported, and whose last report is at least this old."""
     for cause in core.state.progress.causes:
-        if cause.reported < cause.loss.members and core.now - cause.reported_at >= older_s:
+        if cause.reported < cause.loss.members and _reported_before(core, cause, older_s):
             _report_cause(core, cause)
+            core.changed = True
+
+
+def _reported_before(core: Core, cause: LossCause, older_s: float) -> bool:
+    """Whether the cause's last report is at least this old, or was made by a clock that a reboot set back."""
+    return core.now - cause.reported_at >= older_s or core.now < cause.reported_at
 
 
 def _report_cause(core: Core, cause: LossCause) -> None:

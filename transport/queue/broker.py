@@ -166,7 +166,7 @@ class Broker:
                 raise Corrupt(f"journal record {n}", why="its replay changes nothing", hint=_OTHER_VERSION)
         if recovered.torn_bytes:
             self._notify("queue_journal_torn", {"cut_bytes": recovered.torn_bytes, "n": self._ledger.n})
-        # A sampler that cannot be loaded is told of before anything changes.
+        # Fail on a sampler that cannot be loaded before anything changes.
         load_samplers(self._policy)
         self._apply(ev.Configure(self._policy, self._limits))
         self._apply(ev.Open(self._run_id, self._node, self._payloads))
@@ -304,7 +304,7 @@ class Broker:
         if here and pid and not started:
             raise Refused(f"joining as '{name}'", why=f"there is no process {pid} on this node")
         callers = self._ledger.state.callers
-        # Where a supervisor issued epochs too, those of this name are passed over.
+        # Skip the epochs that a supervisor issued for this name.
         who = Incarnation(name, max(self._ledger.state.next_epoch, callers.lowest.get(name, 0) + 1))
         # A caller on this node puts into this node's slabs, which its own payload server gives out.
         self._apply(ev.Join(node, "" if here else payloads, pid if here else 0, started, issued=True), who)
@@ -385,15 +385,15 @@ class Broker:
         return progress.report(self._ledger.core)
 
     def report_losses(self, older_s: float = 0.0) -> None:
-        """Note the counts of losses that were not noted, and whose cause was last noted at least this long ago.
+        """Report the losses that were not reported and whose cause was last reported at least `older_s` seconds ago.
 
-        Nothing else notes the last losses of a cause. Not journaled: after a restart they may be noted once more.
+        The ledger itself reports a cause only when another sample is lost for it, so without this call the last losses
+        are not reported.
+
+        Raises:
+            Unreachable: the broker failed.
         """
-        core = self._ledger.core
-        core.now, core.notices = self._clock(), []
-        progress.report_losses(core, older_s)
-        for kind, fields in core.notices:
-            self._notify(kind, {**fields, "n": self._ledger.n})
+        self._apply(ev.ReportLosses(older_s))
 
     async def reinstate(self, items: list[str]) -> None:
         """See QueueApi."""
@@ -590,7 +590,7 @@ class Broker:
                 try:
                     copied, unread = await asyncio.to_thread(self._disk.spill, moves)
                 except OutOfSpace as error:
-                    # Producers wait meanwhile, and are told that memory is full.
+                    # Producers wait meanwhile; their calls say that memory is full.
                     self._notify("queue_spill_failed", {"error": str(error), "n": self._ledger.n})
                     await asyncio.sleep(_SPILL_RETRY_S)
                     continue

@@ -9,15 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 from test_why import RUNNING, event
 
 from relax_rt.cli import retirement
 from relax_rt.cli.display import show_why
+from relax_rt.cli.losses import show_losses
 from relax_rt.cli.main import main
 from relax_rt.cli.retirement import progress_report, reinstate
 from relax_rt.cli.why import account
 from relax_rt.config.problems import BadInput
-from relax_rt.observe.losses import Losses
+from relax_rt.observe.losses import MAX_CAUSES, OTHERS, Losses
 from relax_rt.supervision import control
 from relax_rt.transport.queue.api import Loss, ProgressReport, Retired
 
@@ -86,6 +88,42 @@ def test_items_stay_retired_through_starts_until_they_are_taken_back() -> None:
 def test_damaged_event_is_tolerated() -> None:
     found = account([event(0.0, "run_started"), event(1.0, "members_lost"), event(2.0, "item_retired")], RUNNING)
     assert [loss.members for loss in found.losses] == [0] and [one.item for one in found.retired] == [""]
+
+
+def taken(*events: dict[str, Any]) -> Losses:
+    losses = Losses()
+    for one in events:
+        losses.take(one)
+    return losses
+
+
+def test_a_record_that_cannot_be_read_is_skipped() -> None:
+    odd = [lost(2.0, 1, groups="many"), event(3.0, "item_retired", item="q1", timeouts=[])]
+    losses = taken(lost(1.0, 8), *odd, lost(4.0, 9), RETIRED)
+    assert [loss.members for loss in losses.losses] == [9] and [one.item for one in losses.retired] == ["q7"]
+
+
+def test_a_count_that_falls_is_added_to_the_one_before() -> None:
+    """The queue dropped the cause to make room for another one, and counts it anew."""
+    losses = taken(lost(1.0, 40), lost(2.0, 3), lost(3.0, 5), event(4.0, "run_started"), lost(5.0, 2))
+    assert [loss.members for loss in losses.losses] == [2]
+    assert [(loss.members, loss.groups) for loss in losses.total] == [(47, 11)]
+
+
+@pytest.mark.parametrize("starts", [1, 5])
+def test_rare_causes_are_summed_under_one_name(starts: int, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [lost(n, 4, gist=f"g{n}", cause=f"c{n}") for n in range(10 * MAX_CAUSES)]
+    events.insert(1, lost(0.5, 900, gist="often", cause="often"))
+    for n in range(1, starts):
+        events.insert(n * len(events) // starts, event(0.0, "run_started"))
+    losses = taken(*events)
+    assert sum(loss.members for loss in losses.total) == 900 + 4 * 10 * MAX_CAUSES
+    assert sum(loss.groups for loss in losses.total) == 225 + 10 * MAX_CAUSES
+    names = [loss.cause for loss in losses.total]
+    assert len(names) <= 3 * MAX_CAUSES and "often" in names[:2] and names.count(OTHERS) == 1
+    show_losses(Console(), [loss for loss in losses.total if loss.cause == OTHERS], [], "")
+    out = capsys.readouterr().out
+    assert "failed at task reward: other causes" in out and "e.g." not in out
 
 
 @pytest.fixture

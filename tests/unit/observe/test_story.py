@@ -6,14 +6,14 @@ import string
 
 import pytest
 
-from relax_rt.observe.story import TOLD, Starts, Story
+from relax_rt.observe.story import NOTED, Starts, Story
 
 
-@pytest.mark.parametrize("kind", sorted(TOLD))
+@pytest.mark.parametrize("kind", sorted(NOTED))
 def test_every_sentence_has_its_fields_and_stands_without_them(kind: str) -> None:
-    names = [name for _, name, _, _ in string.Formatter().parse(TOLD[kind][1]) if name]
+    names = [name for _, name, _, _ in string.Formatter().parse(NOTED[kind][1]) if name]
     note = Story().note({"t": 5.0, "kind": kind, **{name: f"<{name}>" for name in names}})
-    assert note is not None and note.t == 5.0 and note.tone == TOLD[kind][0]
+    assert note is not None and note.t == 5.0 and note.tone == NOTED[kind][0]
     assert all(f"<{name}>" in note.text for name in names)
     bare = Story().note({"t": "torn", "kind": kind})
     assert bare is not None and bare.t == 0.0

@@ -56,7 +56,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert restarts["trainer"].away_s == pytest.approx(14.0)
     assert history.account is not None and history.account["trained_twice"] == 0
     # 60 + 7 steps, half of 15,000 tokens each for two rollouts, whoever died in between.
-    assert history.generated_tokens == 67 * 15_000 and history.untold
+    assert history.generated_tokens == 67 * 15_000 and history.incomplete
     assert [life.failure for life in history.lives if life.slot == "trainer/0"] == ["killed", ""]
     assert [e.when for e in history.evaluations] == ["before", "during", "during", "after"]
 
@@ -128,7 +128,7 @@ def test_who_generated_more_than_is_told(tmp_path: Path, slot: str, end: str, un
         out.event("slot_exited", START + 5, slot=slot, diagnosis={"kind": end, "cause": "x"})
     out.event("run_started", START + 9)
     out.close()
-    assert read_history(tmp_path).untold is untold
+    assert read_history(tmp_path).incomplete is untold
 
 
 def test_a_session_in_which_nothing_was_generated_makes_no_rate_lower(tmp_path: Path) -> None:

@@ -180,6 +180,18 @@ def test_what_was_lost_is_told_to_come_again(tmp_path: Path) -> None:
     assert "104 samples: 96 freed, 8 lost with the memory they were in, their prompts given out again\n" in text
 
 
+def test_only_states_of_samples_are_counted_as_samples(tmp_path: Path) -> None:
+    out = Writer(tmp_path)
+    states = {"freed": 90, "failed": 4, "quarantined": 1, "skipped": 3, "dropped(surplus)": 1, "refused(stale)": 1}
+    others = ("bytes_spilled", "groups_recycled", "groups_failed", "stragglers", "refused_tokens", "prompts_issued")
+    counts = {**states, **dict.fromkeys(others, 7), "samples_issued": 100}
+    out.event("queue_account", START + 99, "queue/0#2", **counts, trained_twice=0)
+    out.close()
+    text = "\n".join(render_summary(report(tmp_path)))
+    expected = ", ".join(f"{n} {name}" for name, n in states.items())
+    assert f"queue              100 samples: {expected}\n" in text
+
+
 def test_defects_are_not_hidden(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(0)
     out.event("run_started", START)
@@ -274,28 +286,30 @@ def test_losses_of_all_starts_are_named_with_their_line(tmp_path: Path) -> None:
     out.event("members_lost", START + 2, "queue/0#2", **lost(12))
     out.event("run_started", START + 9)
     out.event("members_lost", START + 10, "queue/0#4", **lost(4, cause="score raised KeyError: 'b'"))
-    out.event("members_lost", START + 10, "queue/0#4", **lost(3, gist="no room", task="", where="", cause="no room"))
+    made = {"task": "", "where": "", "cause": "no room", "groups": 1, "prompts": 1}
+    out.event("members_lost", START + 10, "queue/0#4", **lost(1, gist="no room", **made))
     out.close()
     summary = report(tmp_path)
     first, second = summary["losses"]
     assert (first["samples"], first["groups"], first["where"]) == (16, 4, "/home/me/mine.py:3")
     assert first["example"].startswith("score raised KeyError") and first["hint"] == "mend mine.py:3"
-    assert (second["samples"], second["task"]) == (3, "")
+    assert (second["samples"], second["task"]) == (1, "")
     text = "\n".join(render_summary(summary))
-    assert "lost               16 samples of 4 groups failed at task reward" in text
-    assert "score raised KeyError: 'b' (/home/me/mine.py:3)" in text
-    assert "3 samples of 0 groups failed while they were made" in text
+    line = "16 samples of 4 groups (3 prompts) failed at task reward: score raised KeyError: 'b' at /home/me/mine.py:3"
+    assert f"lost               {line}\n" in text
+    assert "1 sample of 1 group (1 prompt) failed while they were made: no room\n" in text
 
 
 def test_steps_that_trained_nothing_are_counted(tmp_path: Path) -> None:
     out, rng = Writer(tmp_path), random.Random(1)
-    for step, empty in enumerate((0, 1, 2, 0, 1), 1):
+    for step, empty in enumerate((0, 1, 2, 2, 0, 1), 1):
         record = {**step_record(step, 6, 1 + 12 * step, rng), "empty_steps": empty}
+        record |= {"skipped": "loss is nan"} if step == 4 else {}
         out.metric("step", START + 30 * step, "trainer/0#6", **record)
     out.close()
     summary = report(tmp_path)
     assert summary["steps"]["empty"] == 3
-    assert "5, 480 samples, 3 trained nothing" in "\n".join(render_summary(summary))
+    assert "6, 480 samples, 1 skipped (not finite), 3 trained nothing" in "\n".join(render_summary(summary))
 
 
 def test_a_run_that_lost_nothing_says_nothing_of_losses(tmp_path: Path) -> None:

@@ -79,9 +79,7 @@ async def test_a_damaged_checkpoint_no_longer_counts(
     (aside,) = ctx.told("checkpoint_set_aside")
     assert aside["folder"] == "damaged-step-000004" and aside["why"]
     assert [one["step"] for one in ctx.told("resumed")] == [2]
-    assert any(
-        "step 3 of 9 is done (passed over" in detail and "step-000004" in detail for detail in ctx.progress.details
-    )
+    assert any("step 3 of 9 is done (skipped" in detail and "step-000004" in detail for detail in ctx.progress.details)
     assert any("asked to stop: finishing the step" in detail for detail in ctx.progress.details)
     # Asked to stop at step 3, it leaves a checkpoint of it, though a damaged one was of a later step.
     assert lives.folders() == ["damaged-step-000004", "step-000002", "step-000003"]
@@ -471,6 +469,62 @@ async def test_steps_without_an_advantage_are_reported_and_trained_on(lives: Liv
     # Such a step is published like any other, and its samples count as trained.
     assert len({record["version"] for record in records}) == 9
     assert "skipped" not in await lives.world.account()
+
+
+@pytest.mark.parametrize("term", ["kl", "entropy"])
+async def test_steps_that_train_a_term_of_the_loss_are_not_reported_as_empty(
+    lives: Lives, model: Path, term: str
+) -> None:
+    """The rewards are equal, but KL or entropy moves the weights."""
+
+    def harm(role: TrainerRole) -> None:
+        equal_rewards(*range(1, 9))(role)
+        collect = role.collector.collect
+
+        async def with_reference(step: int) -> Any:
+            batch = await collect(step)
+            for sample in batch.samples if batch is not None else []:
+                sample.reference_logprobs = sample.behaviour_logprobs - np.float32(0.5)
+            return batch
+
+        role.collector.collect = with_reference  # type: ignore[method-assign]
+
+    part = {"name": "k3" if term == "kl" else "bonus", "coefficient": 0.5}
+    ctx = await lives.life(model, steps=20, stop_after=4, harm=harm, **{term: part})
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    assert all(record["grad_norm"] > 0 for record in records) and not ctx.told("steps_empty")
+    assert [record["empty_steps"] for record in records] == [0] * 4
+
+
+async def test_steps_whose_advantages_the_loss_sets_to_0_are_reported(lives: Lives, model: Path) -> None:
+    def harm(role: TrainerRole) -> None:
+        collect = role.collector.collect
+
+        async def far_off(step: int) -> Any:
+            batch = await collect(step)
+            for sample in batch.samples if batch is not None else []:
+                # Its token was likelier in the policy that sampled it if it was punished, else less likely.
+                sample.behaviour_logprobs = np.full_like(sample.behaviour_logprobs, -50.0 * (sample.reward or 0.0))
+            return batch
+
+        role.collector.collect = far_off  # type: ignore[method-assign]
+
+    loss = {"name": "m2po", "threshold": 1e-9}
+    ctx = await lives.life(model, steps=20, stop_after=3, harm=harm, loss=loss)
+    (told,) = ctx.told("steps_empty")
+    assert "the loss set the advantages of all " in told["why"] and "algorithm.max_staleness" in told["why"]
+
+
+async def test_a_step_that_was_thrown_away_leaves_the_count_of_empty_steps_as_it_is(lives: Lives, model: Path) -> None:
+    def harm(role: TrainerRole) -> None:
+        equal_rewards(2, 3, 5)(role)
+        spoil(4, 7)(role)
+
+    ctx = await lives.life(model, steps=20, stop_after=7, harm=harm)
+    assert [one["step"] for one in ctx.told("step_skipped")] == [4, 7]
+    assert [(one["step"], one["steps"]) for one in ctx.told("steps_empty")] == [(5, 3)]
+    records = [record for record in ctx.records if record["kind"] == "step"]
+    assert [record["empty_steps"] for record in records] == [0, 1, 2, 2, 3, 0, 0]
 
 
 async def test_a_long_row_of_empty_steps_is_reported_when_its_length_has_doubled(lives: Lives, model: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from broker_world import AGENT, World, until, world
@@ -325,6 +326,18 @@ async def test_the_last_losses_of_a_cause_are_reported_on_request(tmp_path: Path
         w.broker.report_losses()
         w.broker.report_losses()
         assert counts() == [1, 2, 4, 6] == [*counts()[:-1], (await trainer.progress()).losses[0].members]
+        live = msgspec.msgpack.decode(w.broker._ledger.snapshot())
+        await w.kill()
+        replayed = msgspec.msgpack.decode((await w.start())._ledger.snapshot())
+        assert replayed == live, "its journal has the reports too"
+
+
+async def test_a_broker_that_failed_reports_no_losses(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        assert w.broker is not None
+        w.broker._fail(OSError("no disk"))
+        with pytest.raises(Unreachable, match="no disk"):
+            w.broker.report_losses()
 
 
 async def test_what_is_flushed_is_on_disk_also_while_the_journal_begins_anew(

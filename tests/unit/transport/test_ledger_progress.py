@@ -191,6 +191,10 @@ def test_a_loss_is_reported_at_once_and_then_at_doublings_or_every_few_seconds()
     q.d.now += 60
     q.scored()
     assert told[-1]["members"] == 65
+    q.d.now -= 59
+    q.d.own(ev.ReportLosses(0.0))
+    assert told[-1]["members"] == 66, "also where a reboot set the clock back"
+    q.d.check_replay()
 
 
 def test_a_run_that_is_started_again_counts_anew_and_keeps_its_retired_items() -> None:

@@ -31,6 +31,12 @@ class Context:
         self.is_ready = asyncio.Event()
         self.done = 0
         self.progress = SimpleNamespace(advance=self._advance)
+        self.records: list[dict[str, Any]] = []
+        self.logged: list[str] = []
+        self.log = SimpleNamespace(exception=self.logged.append)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
 
     def _advance(self, n: int, detail: str) -> None:
         assert "step 0" in detail
@@ -82,6 +88,38 @@ async def test_the_last_counts_of_losses_are_reported_before_it_ends(ctx: Contex
     await running
     await role.teardown()
     assert ctx.events == ["queue_recovered", "members_lost", "queue_account"]
+
+
+async def test_a_report_that_fails_is_logged_and_the_next_ones_are_made(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_role, "METRICS_EVERY_S", 0.01)
+    monkeypatch.setattr(queue_role, "advice", lambda config, loss: {}[loss["where"]])
+    role = QueueRole(ctx)  # type: ignore[arg-type]
+    await role.setup()
+    progress = role.broker._ledger.core.state.progress
+    progress.causes.append(LossCause("mine.py:3", Loss(members=9, where="mine.py:3"), reported=8))
+    full = ctx.metrics
+    failures = [OSError("disk is full"), None]
+    again = asyncio.Event()
+
+    def metrics(record: dict[str, Any]) -> None:
+        if (error := failures.pop(0)) is not None:
+            raise error
+        full(record)
+        failures.append(None)
+        again.set()
+
+    ctx.metrics = metrics  # type: ignore[method-assign]
+    running = asyncio.create_task(role.run())
+    async with asyncio.timeout(120):
+        await again.wait()
+    progress.causes.append(LossCause("mine.py:5", Loss(members=9, where="mine.py:5"), reported=8))
+    ctx.stopping.set()
+    await running
+    await role.teardown()
+    assert ctx.records and ctx.events[-1] == "queue_account"
+    assert set(ctx.logged) == {"losses were not reported", "the queue's metrics were not written"}
 
 
 async def test_the_number_that_ends_a_run_is_shown_at_once(ctx: Context) -> None:
