@@ -49,12 +49,28 @@ def figures_of(status: RunStatus) -> dict[str, Figures]:
     return judge(status, changes, records, newest(_metrics(Path(status.run_dir))))
 
 
-def empty_steps(run_dir: Path) -> str:
-    """Why the newest steps of a run trained nothing, by the record of the newest one; empty if it trained."""
+class EmptySteps(msgspec.Struct, frozen=True):
+    """The newest steps of a run, which trained nothing: their count, the newest one, and why."""
+
+    count: int
+    step: int
+    why: str
+
+
+def empty_steps(run_dir: Path) -> EmptySteps | None:
+    """Return the newest steps if they trained nothing, by the record of the newest one; None if it trained."""
     steps = [record for record in _metrics(run_dir, STEP_LOOK_BACK_BYTES) if record.get("kind") == "step"]
     if not steps or not (why := steps[-1].get("empty_why")):
+        return None
+    return EmptySteps(int(steps[-1].get("empty_steps", 0)), int(steps[-1].get("step", 0)), str(why))
+
+
+def describe_empty_steps(run_dir: Path) -> str:
+    """Say why the newest steps of a run trained nothing; empty if the newest one trained."""
+    found = empty_steps(run_dir)
+    if found is None:
         return ""
-    return f"the last {steps[-1].get('empty_steps')} steps, up to step {steps[-1].get('step')}, trained nothing: {why}"
+    return f"the last {found.count} steps, up to step {found.step}, trained nothing: {found.why}"
 
 
 def judge(

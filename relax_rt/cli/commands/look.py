@@ -15,7 +15,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
     from relax_rt.cli.brief import choices
     from relax_rt.cli.display import say, show_json, show_status
     from relax_rt.cli.ended import ended
-    from relax_rt.cli.figures import Figures, empty_steps, figures_of
+    from relax_rt.cli.figures import Figures, describe_empty_steps, empty_steps, figures_of
     from relax_rt.cli.retirement import progress_report
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.time_left import estimate_of
@@ -40,7 +40,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
         plain["ended"] = end if end is None else as_dict(end)
         show_json({**plain, "empty_steps": empty_steps(run_dir), "chosen": chosen})
     else:
-        show_status(status, figures, estimate, progress_report(run_dir), empty_steps(run_dir), end)
+        show_status(status, figures, estimate, progress_report(run_dir), describe_empty_steps(run_dir), end)
         for line in choices({key: Chosen(**one) for key, one in chosen.items()}):
             say(line)
     return OK
@@ -81,7 +81,7 @@ def why(
     """Why a run, or a role, is as it is: who waits for what, and of each failure the cause, what was done, and whom it
     touched."""
     from relax_rt.cli.display import show_json, show_why
-    from relax_rt.cli.figures import empty_steps
+    from relax_rt.cli.figures import describe_empty_steps
     from relax_rt.cli.runs import split_run
     from relax_rt.cli.why import account, known_names
     from relax_rt.config.problems import BadInput, did_you_mean
@@ -94,7 +94,7 @@ def why(
     if asked and known and asked not in known:
         hint = did_you_mean(asked, known) or f"slots and roles: {', '.join(known)}"
         raise BadInput(f"there is no slot, role or run {asked!r}", hint=hint)
-    found = account(read_events(run_dir), status, asked, empty_steps=empty_steps(run_dir))
+    found = account(read_events(run_dir), status, asked, empty_steps=describe_empty_steps(run_dir))
     show_json(found) if json else show_why(found, asked)
     return OK
 

@@ -63,7 +63,7 @@ def export(
     from relax_rt.cli.display import say, show_json
     from relax_rt.cli.export import export
     from relax_rt.cli.export import prometheus as as_prometheus
-    from relax_rt.cli.figures import empty_steps, figures_of
+    from relax_rt.cli.figures import describe_empty_steps, figures_of
     from relax_rt.cli.runs import find_run_dir
     from relax_rt.cli.time_left import estimate_of
     from relax_rt.cli.why import account
@@ -81,7 +81,7 @@ def export(
     path = out or Path(f"{status.name or 'run'}.tar.gz")
     if path.exists() and not force:
         raise BadInput(f"{path} is there already", hint="give another --out, or --force to overwrite it")
-    found = account(read_events(run_dir), status, empty_steps=empty_steps(run_dir))
+    found = account(read_events(run_dir), status, empty_steps=describe_empty_steps(run_dir))
     names = export(run_dir, path, found, most_mib=most_mib)
     show_json({"out": str(path), "files": names}) if json else say(f"{path}: {', '.join(names)}")
     return OK

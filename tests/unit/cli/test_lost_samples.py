@@ -185,6 +185,9 @@ def test_steps_that_train_nothing_are_shown_until_one_trains(
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     told = f"the last 4 steps, up to step 8, trained nothing: {WHY}"
     assert (told in ps(run_dir, capsys)) == bool(newest)
+    assert main(["ps", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["empty_steps"]
+    assert found == ({"count": 4, "step": 8, "why": WHY} if newest else None)
     assert main(["why", "--run", str(run_dir)]) == 0
     assert (told in capsys.readouterr().out) == bool(newest)
 
