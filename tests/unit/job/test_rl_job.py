@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -178,6 +179,11 @@ GOOD_ROW = '{"prompt": "1?", "answer": 1}\n'
             'columns = { prompt = "q" }',
             ["c.jsonl:1: data.sources[2].columns.prompt = 'q', and the row has no 'q'"],
         ),
+        (
+            {"c.jsonl": GOOD_ROW.replace("1}", f"{2**64}}}")},
+            "",
+            ["c.jsonl:1: an integer in it has more than 64 bits"],
+        ),
         ({"c.jsonl/x.jsonl": ""}, "", ["there are no rows in it"]),
         ({"c.jsonl/x.jsonl": GOOD_ROW + "[]"}, "", ["x.jsonl:2: a row is an object"]),
     ],
@@ -198,6 +204,40 @@ def test_an_error_of_a_source_names_it_and_its_line(
     assert problem.place is not None and problem.place.text == 'path = "c.jsonl"'
     told = f"{problem.message} {problem.hint}"
     assert told.startswith("data.sources[2].path = 'c.jsonl'") and all(word in told for word in words), told
+
+
+@pytest.mark.parametrize(
+    ("paths", "wrong"), [(["*.jsonl.gz", "b.jsonl"], "b.jsonl"), (["long_folder", "*2.jsonl"], "long_folder2.jsonl")]
+)
+@pytest.mark.parametrize("overlong", [False, True])
+def test_an_error_is_placed_at_its_source_whatever_the_other_paths_are(
+    toml: Path, paths: list[str], wrong: str, overlong: bool
+) -> None:
+    text = toml.read_text()
+    task, reward = text.index("task ="), text.index("[reward]")
+    limit = 'overlong = "error"\nmax_prompt_tokens = 20\n' if overlong else ""
+    tables = "".join(f"[[data.sources]]\npath = {name!r}\n" for name in paths)
+    toml.write_text(f"{text[:task]}{limit}{tables}\n{text[reward:]}")
+    (toml.parent / "long_folder").mkdir()
+    (toml.parent / "long_folder" / "x.jsonl").write_text(GOOD_ROW)
+    with gzip.open(toml.parent / "a.jsonl.gz", "wt") as packed:
+        packed.write(GOOD_ROW)
+    row = json.dumps({"prompt": "12 " * 100, "answer": 1}) if overlong else "{"
+    (toml.parent / wrong).write_text(GOOD_ROW + row)
+    (problem,) = problems(toml, preflight=True).values()
+    assert problem.path == ("data", "sources", 1, "path"), problem
+    assert f"{wrong}:2" in problem.message
+
+
+def test_a_column_of_all_sources_is_named_by_its_own_key(toml: Path) -> None:
+    text = toml.read_text()
+    task, reward = text.index("task ="), text.index("[reward]")
+    toml.write_text(f'{text[:task]}columns = {{ prompt = "q" }}\n[[data.sources]]\npath = "a.jsonl"\n{text[reward:]}')
+    (toml.parent / "a.jsonl").write_text(GOOD_ROW)
+    (problem,) = problems(toml, preflight=True).values()
+    assert problem.path == ("data", "sources", 0, "path")
+    assert "a.jsonl:1: data.columns.prompt = 'q'" in problem.message
+    assert problem.hint == "mend data.columns.prompt, or the row"
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
