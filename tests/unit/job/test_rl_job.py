@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -393,12 +394,14 @@ def test_sampling_before_the_first_checkpoint_says_so(tmp_path: Path) -> None:
 
 def test_sampling_takes_the_newest_checkpoint(toml: Path, model: Path) -> None:
     run_dir = toml.parent / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
+    store = CheckpointStore(run_dir / "checkpoints", 1, 2)
     for step in (2, 10):
-        (run_dir / "checkpoints" / f"step-{step:06d}").symlink_to(model)
+        store.save(CheckpointState(step, step, "", 1, step), lambda to: shutil.copytree(model, to, dirs_exist_ok=True))
+    # The trainer died while it replaced the newest one.
+    (store.folder / "step-000010").rename(store.folder / "step-000010-replaced")
     found = RLJob().sample(loaded(toml, "roles.evaluator.max_sequences=4"), run_dir, 3, held_out=True)
     assert [(s.step, s.split, s.index) for s in found] == [(10, "held_out", n) for n in range(3)]
-    assert found[0].model.endswith("step-000010")
+    assert found[0].model.endswith("step-000010-replaced")
 
 
 def test_sampling_refuses_weights_that_are_not_what_was_written(tmp_path: Path) -> None:
@@ -408,9 +411,12 @@ def test_sampling_refuses_weights_that_are_not_what_was_written(tmp_path: Path) 
 
     folder = CheckpointStore(tmp_path / "checkpoints", 1, 1).save(CheckpointState(5, 6, "d", 1, 5), fill)
     (folder / "optimizer-00001-of-00001.safetensors").unlink()
-    assert newest_checkpoint(tmp_path) == folder
+    assert newest_checkpoint(tmp_path) == (folder, 5)
     (folder / "model.safetensors").write_bytes(b"12340")
     with pytest.raises(Corrupt, match=r"step-000005: model\.safetensors is not what was written"):
+        newest_checkpoint(tmp_path)
+    (folder / "relax_rt.json").write_text("{")
+    with pytest.raises(RelaxError, match=r"no checkpoint of .* can be read: step-000005: "):
         newest_checkpoint(tmp_path)
 
 
