@@ -255,7 +255,7 @@ class RowIndex:
 
     def source(self, number: int) -> SourceSpec:
         """The source of a row."""
-        return self.contents.sources[self.rows[number]["source"]]
+        return self.contents.sources[int(self.rows[number]["source"])]
 
     def _changed(self, at: str) -> RelaxError:
         return RelaxError(at, why="the file changed since it was indexed", hint="put it back, or start the run again")
