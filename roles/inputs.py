@@ -1,4 +1,4 @@
-"""Find what a config names and what does not exist: files, and tasks of reasoning-gym. Only source code is read."""
+"""Find what a config names and what does not exist: files, and tasks of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def missing_inputs(config: RLConfig, config_dir: Path) -> Iterator[Problem]:
     tables: list[tuple[KeyPath, DataTable | EvaluationSet]] = [(("data",), config.data)]
     tables += [(("evaluation", "sets", number), one) for number, one in enumerate(config.evaluation.sets)]
     for at, table in tables:
-        if table.task and (fault := find_fault(table.task, table.options)):
+        if table.task and (fault := find_fault(table.task, table.options, dotted(at))):
             key = (*at, *fault.key)
             what = f"{dotted(key)} = {table.task!r}" if fault.key == ("task",) else dotted(key)
             yield Problem(key, f"{what}: {fault.why}", fault.hint, at="value" if fault.key == ("task",) else "key")

@@ -19,7 +19,6 @@ from relax_rt.roles.agentic.checks import preflight_environment
 from relax_rt.roles.agentic.settings import env_settings
 from relax_rt.roles.algorithms.dry_run import check_own_parts
 from relax_rt.roles.cold_start.checks import preflight_cold_start
-from relax_rt.roles.data.index import sources_of
 from relax_rt.roles.data.source import RECORD, PromptSource, check_data
 from relax_rt.roles.engines.model_checks import check_engine_model, engine_warnings
 from relax_rt.roles.engines.sglang.interpreter import check_sglang
@@ -171,7 +170,7 @@ def _prompts(
     try:
         return PromptSource.load(config.data, tokenizer, seed=config.run.seed, config_dir=config_dir, run_dir=resumed)
     except RelaxError as error:
-        problems.append(_data_problem(error, config.data, config_dir))
+        problems.append(as_problem(error, ("data",)))
         return None
 
 
@@ -194,7 +193,7 @@ def _without_prompts(config: RLConfig, config_dir: Path, *, data: bool) -> list[
         try:
             check_data(config.data, config_dir)
         except RelaxError as error:
-            problems.append(_data_problem(error, config.data, config_dir))
+            problems.append(as_problem(error, ("data",)))
     # No item to call it on: it is loaded only.
     return [*problems, *dry_run(config.reward, config_dir, [], None)]
 
@@ -240,27 +239,10 @@ def _slow_numbers(config: RLConfig) -> list[str]:
 def as_problem(error: RelaxError, default: KeyPath) -> Problem:
     """An error as a problem of the setting that it names, else of `default`."""
     named = SETTING.match(error.what)
-    path = _key_path(named[0]) if named else default
+    path: KeyPath = default
+    if named:
+        path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", named[0]))
     return Problem(path, error.what + (f": {error.why}" if error.why else ""), error.hint)
-
-
-def _key_path(key: str) -> KeyPath:
-    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", key))
-
-
-def _data_problem(error: RelaxError, data: DataTable, config_dir: Path) -> Problem:
-    """An error of the data as a problem of the setting that it names, else of the source whose file it names."""
-    problem = as_problem(error, ("data",))
-    sources = sources_of(data, config_dir) if data.sources and problem.path == ("data",) else []
-    named = [(len(one.path), number) for number, one in enumerate(sources) if one.path.partition("*")[0] in error.what]
-    if not named:
-        return problem
-    number = max(named)[1]
-    columns = f"data.sources[{number}].columns"
-    own = data.sources[number].columns is not None
-    message = problem.message.replace("data.columns", columns) if own else problem.message
-    what = f"{sources[number].key} = {sources[number].setting!r}: {message}"
-    return Problem(_key_path(sources[number].key), what, problem.hint.replace("data.columns", columns))
 
 
 def _division(config: RLConfig, folder: Path) -> list[Problem]:

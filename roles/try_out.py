@@ -37,24 +37,25 @@ class Asked(msgspec.Struct, frozen=True):
     temperature: float
 
 
-def newest_checkpoint(run_dir: Path) -> Path:
-    """The folder of the highest step; its weights are those that were written, as far as it says.
+def newest_checkpoint(run_dir: Path) -> tuple[Path, int]:
+    """Find the checkpoint that the run would resume from: its folder and step.
 
     Raises:
-        RelaxError: the run has no checkpoint yet, or its newest one is damaged.
+        RelaxError: the run has no checkpoint yet, none can be read, or the weights are not those that were written, as
+            far as it says.
     """
-    from relax_rt.roles.trainers.checkpoint import PREFIX, STATE_FILE, read_state
+    from relax_rt.roles.trainers.checkpoint import find_checkpoints
     from relax_rt.roles.trainers.digests import compare
 
-    found = (run_dir / "checkpoints").glob(f"{PREFIX}*")
-    folders = sorted(folder for folder in found if folder.name.removeprefix(PREFIX).isdecimal())
-    if not folders:
-        hint = "the first one comes after checkpoint.every_steps steps"
-        raise RelaxError(f"{run_dir} has no checkpoint yet", hint=hint)
-    if (folders[-1] / STATE_FILE).exists():
-        files = read_state(folders[-1]).files
-        compare(folders[-1], {name: of for name, of in files.items() if name.startswith("model")})
-    return folders[-1]
+    found = find_checkpoints(run_dir / "checkpoints")
+    for folder, state, _ in found:
+        if state is not None:
+            compare(folder, {name: of for name, of in state.files.items() if name.startswith("model")})
+            return folder, state.step
+    if found:
+        raise RelaxError(f"no checkpoint of {run_dir} can be read", why=f"{found[0].folder.name}: {found[0].why}")
+    hint = "the first one comes after checkpoint.every_steps steps"
+    raise RelaxError(f"{run_dir} has no checkpoint yet", hint=hint)
 
 
 def sample(
@@ -77,7 +78,9 @@ def sample(
 
     logging.disable_progress_bar()
     config_dir = Path(config.config_dir)
-    folder = resolve_model(config.model.path, config_dir) if run_dir is None else newest_checkpoint(run_dir)
+    folder, step = (
+        (resolve_model(config.model.path, config_dir), None) if run_dir is None else newest_checkpoint(run_dir)
+    )
     tokenizer = load_tokenizer(folder)
     results: Sequence[Score | Failed | None]
     if prompts:
@@ -88,7 +91,6 @@ def sample(
         asked = _of_the_data(config, tokenizer, items, held_out=held_out)
         done = _complete(folder, config, asked, tokenizer.stop_ids, evaluating=held_out)
         results, words = _score(config, tokenizer, asked, done)
-    step = None if run_dir is None else int(folder.name.rpartition("-")[2])
     return [
         _tried(config, tokenizer, one, completion, result, said, str(folder), step)
         for one, completion, result, said in zip(asked, done, results, words, strict=True)

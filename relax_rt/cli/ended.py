@@ -1,10 +1,11 @@
-"""What a run that has ended left: when it ended, how far it came, its last evaluation, where its files are."""
+"""Result of a run that has ended: end time, steps done, last evaluation and files."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,7 +41,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     files: list[str] = []
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and texts, for people."""
+        """Return the lines that `ps` prints, as pairs of a name and a text."""
         found = []
         if self.ended_at is not None:
             ran = f", after {duration(self.ran_s)}" if self.ran_s is not None else ""
@@ -63,14 +64,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ended(run_dir: Path) -> Ended:
-    """What the run in a directory left."""
+    """Read the result of a run from its directory."""
     run = read_run(run_dir) or {}
     at, began = run.get("ended_at"), run.get("started_at")
-    found = Ended(
-        ended_at=at,
-        ran_s=at - began if isinstance(at, float) and isinstance(began, float) else None,
-        files=[name for name in FILES if (run_dir / name).exists()],
-    )
+    ended_at = at if isinstance(at, float) else None
+    ran_s = ended_at - began if ended_at is not None and isinstance(began, float) else None
+    known: dict[str, Any] = {}
     with suppress(RelaxError):
         config = resolved_config(run_dir)
         job = load_job(config.run.job)
@@ -78,11 +77,7 @@ def ended(run_dir: Path) -> Ended:
         for record in records(run_dir / METRICS):
             headline.take(record)
             lines = headline.lines(record) or lines
-        found = msgspec.structs.replace(
-            found,
-            step=headline.step,
-            steps=headline.target,
-            resumes_at=job.resumes_at(run_dir),
-            evaluation=lines[-1] if lines else "",
-        )
-    return found
+        known = {"step": headline.step, "steps": headline.target, "evaluation": lines[-1] if lines else ""}
+        known["resumes_at"] = job.resumes_at(run_dir)
+    files = [name for name in FILES if (run_dir / name).exists()]
+    return Ended(ended_at=ended_at, ran_s=ran_s, files=files, **known)

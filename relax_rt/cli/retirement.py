@@ -38,7 +38,7 @@ def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
     """Have the queue of a living run try these items again.
 
     Args:
-        items: ids, or beginnings of ids that no other retired item has.
+        items: ids, or prefixes of ids that no other retired item has.
 
     Returns:
         Their ids.
@@ -57,7 +57,7 @@ def reinstate(run_dir: Path, items: Sequence[str]) -> list[str]:
 
 
 def _retired_item(item: str, known: Sequence[str]) -> str:
-    """The retired item of that id, or the only one whose id begins so."""
+    """Return the retired item with this id, or the only one with this prefix."""
     if item in known:
         return item
     found = [one for one in known if item and one.startswith(item)]
@@ -65,7 +65,7 @@ def _retired_item(item: str, known: Sequence[str]) -> str:
         more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
         raise BadInput(
             f"item {item!r} is ambiguous",
-            why=f"{len(found)} retired items begin so: {', '.join(found[:MOST_NAMED])}{more}",
+            why=f"{len(found)} retired items have this prefix: {', '.join(found[:MOST_NAMED])}{more}",
             hint="give more of the id",
         )
     if not found:

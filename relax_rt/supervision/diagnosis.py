@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ _EXCEPTION_LINE = re.compile(
 )
 _FRAME = re.compile(r'^  File "([^"]+)", line \d+')
 RUNTIME = f"{Path(__file__).parents[1]}/"
-LIBRARIES = ("site-packages/", "/lib/python")
+PACKAGES = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+STDLIB = f"{sysconfig.get_path('stdlib')}/"
 _OOM_LINE = re.compile(r"(?:out of memory|oom.kill)[^\n]*?\b(?:process |pid=)(\d+)\b", re.I)
 KILLS_REMEMBERED = 256
 _SIGNAL_CAUSE = {
@@ -105,9 +107,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         A role that ended because of its input or a limit says all of it in the cause: of its traceback only the lines
         of the user's own code are left.
         """
-        if self.final and self.trace:
-            return _user_frames(self.trace)[-trace_lines:]
-        trace = [line for line in self.trace.splitlines() if not self._repeats(line)]
+        if self.final:
+            trace = _user_frames(self.trace)
+        else:
+            trace = [line for line in self.trace.splitlines() if not self._repeats(line)]
         return trace[-trace_lines:] or self.last_lines[-log_lines:]
 
     def _repeats(self, line: str) -> bool:
@@ -120,17 +123,26 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _user_frames(trace: str) -> list[str]:
-    """Frames of a traceback, with their source lines, that are neither the runtime's nor a library's."""
-    found, keep = [], False
+    """Frames of a traceback, with their source lines, of the user's code.
+
+    The runtime and the standard library are left out. Installed packages are left out if any other frame remains: a
+    user may have installed the code of a reward or an environment.
+    """
+    frames: list[tuple[str, list[str]]] = []
+    inside = False
     for line in trace.splitlines():
         if frame := _FRAME.match(line):
             path = frame[1]
             # Paths within compiled modules are relative.
-            keep = path.startswith("/") and not path.startswith(RUNTIME) and not any(part in path for part in LIBRARIES)
-        elif not line.startswith("    "):
-            keep = False
-        found += [line] if keep else []
-    return found
+            inside = path.startswith("/") and not path.startswith(RUNTIME)
+            inside = inside and (path.startswith(PACKAGES) or not path.startswith(STDLIB))
+            frames += [(path, [line])] if inside else []
+        elif inside and line.startswith("    "):
+            frames[-1][1].append(line)
+        else:
+            inside = False
+    own = [lines for path, lines in frames if not path.startswith(PACKAGES)]
+    return [line for lines in own or [lines for _, lines in frames] for line in lines]
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ class ColumnReader:
         form: the form that every row has; auto: found for each row.
         ignore: columns that are neither used nor passed on.
         name: put into the metadata as `source`, where the row has none.
+        key: setting of `columns`, for errors.
 
     Attributes:
         nullable: columns of a table in which null is a value; in others it means that the row has no such column.
@@ -68,8 +69,10 @@ class ColumnReader:
         form: Form = "auto",
         ignore: Collection[str] = (),
         name: str | None = None,
+        key: str = "data.columns",
     ) -> None:
         self._columns, self._form, self._ignore, self._name = dict(columns or {}), form, frozenset(ignore), name
+        self._key = key
         self._mapped = set(self._columns.values())
         self.nullable = frozenset({"answer", *PROMPTS, *self._mapped})
         self._as_is = not (columns or ignore or name) and form in ("auto", "prompt")
@@ -132,9 +135,9 @@ class ColumnReader:
             if target == "answer" and not column:
                 found[target] = ""
             elif target in TARGETS:
-                found[target] = _at(where, row, column, target)
+                found[target] = _at(where, row, column, f"{self._key}.{target}")
             else:
-                metadata[target] = _at(where, row, column, target)
+                metadata[target] = _at(where, row, column, f"{self._key}.{target}")
         taken = "messages" in found or "prompt" in found
         for target in TARGETS:
             if target in found or target not in row or target in self._mapped or target in self._ignore:
@@ -151,7 +154,7 @@ class ColumnReader:
         if null := [self._columns[name] for name in given if found[name] is None]:
             raise _null(where, null)
         if len(given) == 2:
-            hint = 'choose: data.columns = { prompt = "prompt" } or { messages = "messages" }'
+            hint = f'choose: {self._key} = {{ prompt = "prompt" }} or {{ messages = "messages" }}'
             raise RelaxError(where, why="it has both `messages` and `prompt`", hint=hint)
         turns = next((name for name in CONVERSATIONS if row.get(name) is not None and name not in self._ignore), None)
         if not given and turns is not None:
@@ -192,7 +195,7 @@ class ColumnReader:
             return row["reward_model"]["ground_truth"], ""
         others = [name for name in ANSWERS if row.get(name) is not None and name not in self._ignore]
         if len(others) > 1:
-            hint = f'say which: data.columns = {{ answer = "{others[0]}" }}'
+            hint = f'say which: {self._key} = {{ answer = "{others[0]}" }}'
             raise RelaxError(where, why=f"there is no `answer`, but {' and '.join(others)}", hint=hint)
         if others:
             return _content_of(where, others[0], row[others[0]]), others[0]
@@ -209,7 +212,7 @@ class ColumnReader:
             other: a column that is the answer under another name.
         """
         if "answer" in self._columns:
-            return "leave data.columns.answer out"
+            return f"leave {self._key}.answer out"
         if found.get("answer") is not None or other:
             column = other or "answer"
             return f'leave `{column}` out (data.ignore = ["{column}"])'
@@ -229,7 +232,7 @@ class ColumnReader:
             why = "`answer` is ignored (data.ignore), and nothing else is the answer"
         columns = ", ".join(map(repr, list(row)[:12])) or "none"
         hint = f"say which column it is: {self._setting(target, row)}"
-        hint += '; data.columns = { answer = "" } if there is none' if target == "answer" else ""
+        hint += f'; {self._key} = {{ answer = "" }} if there is none' if target == "answer" else ""
         return RelaxError(where, why=f"{why}; its columns are {columns}", hint=hint)
 
     def _setting(self, target: str, row: dict[str, Any]) -> str:
@@ -237,7 +240,7 @@ class ColumnReader:
         close = difflib.get_close_matches(target, free, n=1)
         likely = [name for name in LIKELY[target] if name in row]
         column = (close or likely or free or ["…"])[0]
-        return f'data.columns = {{ {target} = "{column}" }}'
+        return f'{self._key} = {{ {target} = "{column}" }}'
 
     def _metadata(
         self, where: str, row: dict[str, Any], found: dict[str, Any], form: str, answer: str, metadata: dict[str, Any]
@@ -314,8 +317,8 @@ def _column_of(form: str, row: dict[str, Any]) -> str:
     return "messages" if form == "openai" else "prompt"
 
 
-def _at(where: str, row: Any, column: str, target: str) -> Any:
-    """Read a dotted column. A column whose own name contains the dots takes precedence."""
+def _at(where: str, row: Any, column: str, key: str) -> Any:
+    """Read a dotted column, which the setting `key` names. A column whose own name has the dots takes precedence."""
     if column in row:
         return row[column]
     value, said = row, ""
@@ -324,8 +327,8 @@ def _at(where: str, row: Any, column: str, target: str) -> Any:
             said = f"`{said}`" if said else "the row"
             has = ", ".join(map(repr, list(value)[:12])) if isinstance(value, dict) else f"{value!r:.60}"
             near = difflib.get_close_matches(name, list(value) if isinstance(value, dict) else [], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"mend data.columns.{target}, or the row"
-            why = f"data.columns.{target} = {column!r}, and {said} has no {name!r}; it has {has}"
+            hint = f"did you mean {near[0]!r}?" if near else f"mend {key}, or the row"
+            why = f"{key} = {column!r}, and {said} has no {name!r}; it has {has}"
             raise RelaxError(where, why=why, hint=hint)
         value, said = value[name], f"{said}.{name}".lstrip(".")
     return value
@@ -480,11 +483,11 @@ def misspelt(row: Collection[str], known: Collection[str], *wanted: str) -> str:
     return ""
 
 
-def unknown_notes(unknown: Mapping[str, list[Any]]) -> list[str]:
+def unknown_notes(unknown: Mapping[str, list[Any]], key: str = "data.columns") -> list[str]:
     """One line for each column that went to the metadata without being asked for."""
     notes = []
     for column, (count, where) in unknown.items():
         close = difflib.get_close_matches(column, TARGETS, n=1, cutoff=0.7)
-        meant = f'; is {close[0]!r} meant? Then data.columns = {{ {close[0]} = "{column}" }}' if close else ""
+        meant = f'; is {close[0]!r} meant? Then {key} = {{ {close[0]} = "{column}" }}' if close else ""
         notes.append(f"column {column!r} ({count} rows, the first {where}) goes to the reward as metadata{meant}")
     return notes

@@ -313,8 +313,8 @@ def _wrong_line(where: str, line: bytes, error: Exception) -> RelaxError:
     else:
         try:
             # json.loads reports the position. It accepts NaN and infinite numbers, which JSON does not have.
-            for key, value in _not_finite(json.loads(line)):
-                why = f"`{key}` is {value}, which JSON does not have"
+            if wrong_value := next(_not_finite(json.loads(line)), None):
+                why = f"`{wrong_value[0]}` is {wrong_value[1]}, which JSON does not have"
                 return RelaxError(where, why=why, hint="write null or text, or leave the row out")
         except json.JSONDecodeError as found_at:
             at = len(found_at.doc[: found_at.pos].encode())
@@ -328,7 +328,7 @@ def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key or "the row", json.dumps(value)
     elif isinstance(value, dict):
         for name, inner in value.items():
-            yield from _not_finite(inner, f"{key}.{name}".lstrip("."))
+            yield from _not_finite(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _not_finite(inner, f"{key}[{number}]")

@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,25 +31,54 @@ class Fault(NamedTuple):
     hint: str
 
 
-def find_fault(task: str, options: Mapping[str, Any]) -> Fault | None:
-    """A task or option that the installed reasoning-gym does not have; None: nothing is wrong, or it cannot be told.
+def find_fault(task: str, options: Mapping[str, Any], table: str) -> Fault | None:
+    """Find a task or option that the installed reasoning-gym does not have; None: nothing is wrong, or it cannot be
+    told.
 
-    Its source is searched, which takes 20 ms: importing it takes seconds.
+    Importing reasoning-gym takes seconds, searching its source 20 ms. A fault found in the source is not certain,
+    because a regular expression reads it: reasoning-gym is imported then and decides.
+
+    Args:
+        table: dotted key of the table that names the task.
     """
+    declared = _declared()
+    if not declared or _fault(task, options, table, declared, lambda: _declared_fields(*declared[task])) is None:
+        return None
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        return None
+    return _fault(task, options, table, DATASETS, lambda: _fields(DATASETS[task][1]))
+
+
+@cache
+def _declared() -> dict[str, tuple[str, str]]:
+    """Map each task that the source of reasoning-gym registers to its module's text and the name of its config."""
     spec = importlib.util.find_spec("reasoning_gym")
-    declared: dict[str, tuple[str, str]] = {}
+    declared = {}
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in Path(folder).rglob("*.py"):
-            source = file.read_text("utf-8")
+            try:
+                source = file.read_text("utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
             for found in REGISTERED.finditer(source):
-                if name := found[1] or next(iter(DATASET_NAME.findall(source)), ""):
-                    declared[name] = source, found[2]
-    return _fault(task, options, declared, lambda: _fields(*declared[task])) if declared else None
+                if named := found if found[1] else DATASET_NAME.search(source):
+                    declared[named[1]] = source, found[2]
+    return declared
 
 
-def _fields(source: str, name: str) -> list[str] | None:
-    """The fields of a dataclass; None if it inherits some."""
-    for node in ast.parse(source).body:
+def _fields(config: type[Any]) -> list[str]:
+    return [one.name for one in dataclasses.fields(config)]
+
+
+def _declared_fields(source: str, name: str) -> list[str] | None:
+    """The fields of a dataclass; None if it inherits some, or the source cannot be parsed."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name and not node.bases:
             return [
                 one.target.id
@@ -59,14 +89,14 @@ def _fields(source: str, name: str) -> list[str] | None:
 
 
 def _fault(
-    task: str, options: Mapping[str, Any], tasks: Collection[str], fields: Callable[[], list[str] | None]
+    task: str, options: Mapping[str, Any], table: str, tasks: Collection[str], fields: Callable[[], list[str] | None]
 ) -> Fault | None:
     if task not in tasks:
         close = difflib.get_close_matches(task, list(tasks), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {len(tasks)}, as chain_sum"
         return Fault(("task",), "reasoning-gym has no such task", hint)
     if "size" in options:
-        return Fault(("options", "size"), "the number of items is data.size", "set data.size")
+        return Fault(("options", "size"), f"the number of items is {table}.size", f"set {table}.size")
     known = [name for name in fields() or options if name != "size"]
     for name in options:
         if name not in known:
@@ -92,9 +122,7 @@ class GymTask:
                 f"data.task = {task!r}", why=str(error), hint="pip install reasoning-gym==0.1.25"
             ) from error
         self.task = task
-        if fault := _fault(
-            task, options, DATASETS, lambda: [one.name for one in dataclasses.fields(DATASETS[task][1])]
-        ):
+        if fault := _fault(task, options, "data", DATASETS, lambda: _fields(DATASETS[task][1])):
             what = f"data.task = {task!r}" if fault.key == ("task",) else f"data.{'.'.join(fault.key)}"
             raise RelaxError(what, why=fault.why, hint=fault.hint)
         try:

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,14 @@ PREFIX = "data-"
 
 
 class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One source of the config: a path and how its rows are read, or a reasoning-gym task."""
+    """One source of the config: a path and how its rows are read, or a reasoning-gym task.
+
+    Attributes:
+        key: setting of the path or task. columns_key: setting of `columns`.
+    """
 
     key: str
+    columns_key: str = "data.columns"
     path: str = ""
     setting: str = ""
     name: str | None = None
@@ -78,7 +83,18 @@ class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def reader(self) -> ColumnReader:
         """Create the reader of its rows."""
-        return ColumnReader(self.columns, self.form, self.ignore, self.name)
+        return ColumnReader(self.columns, self.form, self.ignore, self.name, self.columns_key)
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Prefix errors with the key of this source of [[data.sources]], unless they name another setting."""
+        try:
+            yield
+        except RelaxError as error:
+            if not self.key.startswith("data.sources") or error.what.startswith("data."):
+                raise
+            what = f"{self.key} = {self.setting!r}: {error.what}"
+            raise RelaxError(what, why=error.why, hint=error.hint) from error
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,11 +128,13 @@ def sources_of(data: DataTable, config_dir: Path) -> list[SourceSpec]:
 
     if data.task is not None:
         return [SourceSpec(key="data.task", task=data.task, options=data.options, size=data.size)]
-    ignore = sorted(data.ignore)
+    ignore, shared = sorted(data.ignore), bool(data.columns)
     if data.sources:
         return [
             SourceSpec(
                 key=f"data.sources[{number}].path",
+                # [data.columns] holds for a source without columns of its own.
+                columns_key="data.columns" if shared and one.columns is None else f"data.sources[{number}].columns",
                 path=absolute(one.path),
                 setting=one.path,
                 name=one.name,
@@ -235,6 +253,10 @@ class RowIndex:
             raise self._changed(at)
         return raw
 
+    def source(self, number: int) -> SourceSpec:
+        """The source of a row."""
+        return self.contents.sources[int(self.rows[number]["source"])]
+
     def _changed(self, at: str) -> RelaxError:
         return RelaxError(at, why="the file changed since it was indexed", hint="put it back, or start the run again")
 
@@ -296,14 +318,15 @@ def _raw_items(
         for number, raw in enumerate(GymTask(source.task, source.options, source.size).items(), 1):
             yield 0, number, 0, 0, raw
         return
-    for at, shard in enumerate(shards):
-        if shard.kind in TABLES:
-            for number, row in table_rows(shard, reader.nullable):
-                yield at, number, 0, 0, reader.read(where(shard, number), row)
-        else:
-            for number, offset, line in lines(shard):
-                named = where(shard, number)
-                yield at, number, offset, len(line), reader.read(named, parse_line(named, line))
+    with source.named_in_errors():
+        for at, shard in enumerate(shards):
+            if shard.kind in TABLES:
+                for number, row in table_rows(shard, reader.nullable):
+                    yield at, number, 0, 0, reader.read(where(shard, number), row)
+            else:
+                for number, offset, line in lines(shard):
+                    named = where(shard, number)
+                    yield at, number, offset, len(line), reader.read(named, parse_line(named, line))
 
 
 class Builder:
@@ -342,7 +365,8 @@ class Builder:
                         # Tables cannot tell a row without an answer from one whose answer is null.
                         nulls, first_null = nulls + 1, first_null or raw.where
                     # Metadata of a task records how the item was drawn and differs between equal items.
-                    own_hashes = _hashes(msgspec.structs.replace(raw, metadata={}) if source.task else raw)
+                    with source.named_in_errors():
+                        own_hashes = _hashes(msgspec.structs.replace(raw, metadata={}) if source.task else raw)
                     if not own[at].plain:
                         encoded = msgspec.msgpack.encode(raw)
                         offset, size = copies.tell(), len(encoded)
@@ -363,7 +387,7 @@ class Builder:
                 base += len(own)
                 for form, count in reader.forms.items():
                     forms[form] = forms.get(form, 0) + count
-                notes += unknown_notes(reader.unknown)
+                notes += unknown_notes(reader.unknown, source.columns_key)
         if nulls:
             notes.append(f"{nulls} rows have a null answer, the first {first_null}")
         self._flush()

@@ -127,9 +127,10 @@ class Renderer:
         self.row = lru_cache(maxsize=CACHED)(self._render)
 
     def _render(self, row: int, split: str) -> PromptItem | None:
-        raw = self.index.raw(row)
-        messages = conversation(raw, self._data.template, self._data.system)
-        fitted = self._fit(raw, messages, self._tokenizer.encode(self._text(raw, messages)))
+        with self.index.source(row).named_in_errors():
+            raw = self.index.raw(row)
+            messages = conversation(raw, self._data.template, self._data.system)
+            fitted = self._fit(raw, messages, self._tokenizer.encode(self._text(raw, messages)))
         if fitted is None:
             return None
         messages, tokens = fitted
@@ -181,8 +182,9 @@ class Renderer:
         for start in range(0, len(rows), CACHED):
             texts = []
             for row in rows[start : start + CACHED]:
-                raw = self.index.raw(int(row))
-                texts.append(self._text(raw, conversation(raw, self._data.template, self._data.system)))
+                with self.index.source(int(row)).named_in_errors():
+                    raw = self.index.raw(int(row))
+                    texts.append(self._text(raw, conversation(raw, self._data.template, self._data.system)))
             lengths[start : start + CACHED] = [len(tokens) for tokens in self._tokenizer.encode_many(texts)]
         if path is not None:
             with suppress(OSError):

@@ -19,7 +19,8 @@ OWN_CODE = (str(Path(relax_rt.__file__).parent), str(Path(relax_rt.__file__).par
 """Files of the runtime: a traceback is told from the user's side."""
 
 
-CALLED = "it is called as f(completion, answer, **info)"
+COMPLETIONS = ("completions", "solution_str")
+"""Names of the completion in other trainers. A second parameter of such a name is not the answer."""
 TRL_HINT = """it is called for one completion at a time: def score(completion: str, answer: str, **info) -> float
   completions, a list  ->  completion, one text
   prompts              ->  question, a parameter of this name or info["question"]
@@ -73,12 +74,11 @@ class RewardFunction:
             return frozenset(), frozenset()
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         bad = len(parameters) < 2 or any(p.kind not in positional for p in parameters[:2])
-        names = [p.name for p in parameters if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
-        if (other := _other_trainer(names, group=self.group, bad=bad)) or bad:
-            trainer, hint = other or ("", CALLED)
-            why = f"its parameters are {inspect.Signature(parameters)}" + (
-                f", as {trainer} has them" if trainer else ""
-            )
+        if bad or parameters[1].name in COMPLETIONS:
+            why = f"its parameters are {inspect.Signature(parameters)}"
+            hint = "it is called as f(completion, answer, **info)"
+            if other := _other_trainer([p.name for p in parameters]):
+                why, hint = f"{why}, as {other[0]} has them", other[1]
             raise RelaxError(wrong, why=why, hint=hint)
         self.text_answer = parameters[1].annotation in (str, "str")
         self._taken = frozenset(p.name for p in parameters[:2])
@@ -106,16 +106,11 @@ class RewardFunction:
         return self.function(completion, given, **{name: info[name] for name in wanted})
 
 
-def _other_trainer(names: list[str], *, group: bool, bad: bool) -> tuple[str, str] | None:
-    """The trainer that functions with these parameters are written for, and how to write them here; None: none.
-
-    Args:
-        bad: the function cannot be called here, so that any of the names tells.
-    """
-    first, told = names[:2], names if bad else names[:2]
-    if "prompts" in first or first[1:] == ["completions"] or ("completions" in told and (bad or not group)):
+def _other_trainer(names: Collection[str]) -> tuple[str, str] | None:
+    """The trainer that functions with these parameters are written for, and how to write them here."""
+    if not {"prompts", "completions"}.isdisjoint(names):
         return "TRL", TRL_HINT
-    if "data_source" in first or first[1:] == ["solution_str"] or ("solution_str" in told and bad):
+    if not {"data_source", "solution_str"}.isdisjoint(names):
         return "verl", VERL_HINT
     return None
 

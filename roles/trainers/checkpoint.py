@@ -130,15 +130,7 @@ class CheckpointStore:
         Raises:
             OSError: the file system refused one, see `passing`.
         """
-        found = []
-        for folder in self.folder.glob(f"{PREFIX}*"):
-            try:
-                found.append(Found(folder, read_state(folder), ""))
-            except (Refused, Corrupt, OSError) as error:
-                if passing(error):
-                    raise
-                found.append(Found(folder, None, error.why if isinstance(error, RelaxError) else str(error)))
-        return sorted(found, key=lambda one: one.state.step if one.state else _step_of(one.folder), reverse=True)
+        return find_checkpoints(self.folder)
 
     def complete(self) -> list[tuple[Path, CheckpointState]]:
         """The checkpoints whose state can be read, highest step first."""
@@ -309,14 +301,38 @@ def read_state(folder: Path) -> CheckpointState:
         raise Corrupt(f"checkpoint {folder}", why=str(error), hint="remove it: an older one will be used") from error
 
 
-def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint in a folder whose state can be read; 0: there is none."""
-    for one in sorted(folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True):
-        try:
-            return read_state(one).step
-        except (RelaxError, OSError):
+def find_checkpoints(folder: Path) -> list[Found]:
+    """All checkpoint folders in a folder, highest step first; those that were set aside are not among them.
+
+    Nothing is changed. A checkpoint whose replacement never came is among them, because the next trainer renames it
+    back.
+
+    Raises:
+        BadInput: one is of a format that only newer versions know. OSError: the file system refused one, see `passing`.
+    """
+    found = []
+    for one in folder.glob(f"{PREFIX}*"):
+        if one.name.endswith(REPLACED) and one.with_name(one.name.removesuffix(REPLACED)).exists():
             continue
-    return 0
+        try:
+            found.append(Found(one, read_state(one), ""))
+        except (Refused, Corrupt, OSError) as error:
+            if passing(error):
+                raise
+            found.append(Found(one, None, error.why if isinstance(error, RelaxError) else str(error)))
+    return sorted(found, key=lambda one: one.state.step if one.state else _step_of(one.folder), reverse=True)
+
+
+def newest_step(folder: Path) -> int:
+    """Step of the newest checkpoint in a folder whose state can be read; 0: there is none.
+
+    Raises:
+        RelaxError: one is of a format that only newer versions know, or the file system refused one.
+    """
+    try:
+        return next((one.state.step for one in find_checkpoints(folder) if one.state is not None), 0)
+    except OSError as error:
+        raise RelaxError(f"the checkpoints in {folder}", why=str(error)) from error
 
 
 def _write_state(path: Path, state: CheckpointState) -> None:
@@ -334,7 +350,7 @@ def _own_digest(raw: bytes) -> str:
 
 def _step_of(folder: Path) -> int:
     """By the folder's name; -1 if that says none."""
-    number = folder.name.removeprefix(PREFIX)
+    number = folder.name.removeprefix(PREFIX).removesuffix(REPLACED)
     return int(number) if number.isdecimal() else -1
 
 

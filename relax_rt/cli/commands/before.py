@@ -13,7 +13,11 @@ from relax_rt.transport.errors import RelaxError
 
 if TYPE_CHECKING:
     from relax_rt.config.job import GoldReport
+    from relax_rt.config.problems import Problem
     from relax_rt.config.schema import RunConfig
+
+EXAMPLES = 20
+"""Most right answers of a report of `validate --all` that are printed; `--json` has all that are kept."""
 
 
 @app.command(group=BEFORE)
@@ -66,11 +70,17 @@ def validate(
 
     golds = _golds(loaded) if every else []
     wrong = sum(report.wrong for report in golds)
+    misread = [report for report in golds if report.wrong > report.checked / 2]
+    problems = _problems(misread, config, overrides or ())
     if json:
         found = {"digest": config_digest(loaded), "run_dir": loaded.run.dir, **({"golds": golds} if every else {})}
-        show_json({"ok": not wrong, "problems": [], **found})
+        show_json({"ok": not wrong, "problems": problems, **found})
     elif wrong:
-        say("\n".join(line for report in golds for line in report.lines(report.wrong)))
+        for report in golds:
+            if report.wrong and report not in misread:
+                say("\n".join(report.lines(EXAMPLES)))
+        if problems:
+            raise ConfigErrors(str(config), problems)
     else:
         for report in golds:
             say(f"{report.checked} right answers get 1 from '{report.reward}' against themselves")
@@ -93,6 +103,18 @@ def _golds(config: RunConfig) -> list[GoldReport]:
     if reports is None:
         raise BadInput("validate --all", why=f"job '{config.run.job}' has no right answers to check")
     return reports
+
+
+def _problems(misread: Sequence[GoldReport], config: Path, overrides: Sequence[str]) -> list[Problem]:
+    """The problems of rewards that cannot read most answers, at their place in the config, as without `--all`."""
+    from relax_rt.config.problems import Problem
+    from relax_rt.config.source import read_source
+
+    if not misread:
+        return []
+    source, _ = read_source(config, overrides)
+    hint = "name the column that holds the answer alone, or take a reward that fits: docs/rewards.md"
+    return [source.locate(Problem(("reward",), "\n".join(one.lines(EXAMPLES)), hint)) for one in misread]
 
 
 def _show_schema(config: Path, *, as_json: bool) -> int:

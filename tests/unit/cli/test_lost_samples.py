@@ -229,7 +229,7 @@ def test_the_beginning_of_an_id_is_enough_if_no_other_retired_item_begins_so(
     monkeypatch.setattr(retirement, "_ask", lambda _, question: asyncio.run(question(Queue())))
     assert main(["reinstate", "3fa91", "b07", "3fa91c", "--run", str(run_dir)]) == 0
     assert asked == ["3fa91c", "b07"] and capsys.readouterr().out == "tried again: 3fa91c, b07\n"
-    with pytest.raises(BadInput, match=r"'3fa9' is ambiguous: 2 retired items begin so: 3fa91c, 3fa97d"):
+    with pytest.raises(BadInput, match=r"'3fa9' is ambiguous: 2 retired items have this prefix: 3fa91c, 3fa97d"):
         reinstate(run_dir, ["b07e", "3fa9"])
     with pytest.raises(BadInput, match="'' is not retired"):
         reinstate(run_dir, [""])

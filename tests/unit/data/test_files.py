@@ -213,6 +213,8 @@ GOOD = b'{"prompt": "x", "answer": 1}\n'
         (b'{"prompt": "x", "answer": 1},\n', ":1: not a JSON object: byte 29:"),
         (GOOD + b'{"prompt": "x", "answer": NaN}\n', ":2: `answer` is NaN, which JSON does not have"),
         (b'{"prompt":"x","answer":1,"metadata":{"a":[0,{"b":-Infinity}]}}\n', r"`metadata.a\[1\].b` is -Infinity"),
+        (b'{"prompt": "x", "answer": 1, "metadata": {".a": NaN}}\n', r"`metadata\.\.a` is NaN"),
+        (b'{"prompt": "x", "answer": 1, "..b": NaN}\n', r":1: `\.\.b` is NaN"),
         (b'{"prompt": "x", "answer": 1e999}\n', ":1: `answer` is Infinity"),
         (GOOD + b'{"prompt": "a\\u0000b", "answer": 1}\n', ":2: `prompt` has a NUL character.*'a.x00b'"),
         (

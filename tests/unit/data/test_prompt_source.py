@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_rt.roles.data.canonical import canonical, in_held_out, item_id
-from relax_rt.roles.data.gym import GymTask, find_fault
+from relax_rt.roles.data.gym import GymTask, _declared, find_fault
 from relax_rt.roles.data.items import RawItem
 from relax_rt.roles.data.order import epoch_order, sample_seed
 from relax_rt.roles.data.source import PromptSource, fill
@@ -161,15 +163,59 @@ def test_bad_tasks_and_options(task: str, options: dict[str, Any], words: str) -
 
 
 def test_tasks_and_options_are_known_without_importing_them() -> None:
-    """The source tells the same as what is imported."""
+    """The source of reasoning-gym shows every fault. Only for one that it shows is the package imported."""
     factory = pytest.importorskip("reasoning_gym.factory")
     wrong = {"no_such_option": 1}
     for task, (_, config) in factory.DATASETS.items():
         known = {field.name: 0 for field in dataclasses.fields(config) if field.name != "size"}
-        assert find_fault(task, known) is None
-        assert (fault := find_fault(task, wrong)) and fault.key == ("options", "no_such_option"), task
-    assert (fault := find_fault("chain_sun", {})) and fault.hint == "did you mean 'chain_sum'?"
-    assert f"there are {len(factory.DATASETS)}" in (find_fault("zzz", {}) or fault).hint
+        assert find_fault(task, known, "data") is None
+        assert (fault := find_fault(task, wrong, "data")) and fault.key == ("options", "no_such_option"), task
+    assert (fault := find_fault("chain_sun", {}, "data")) and fault.hint == "did you mean 'chain_sum'?"
+    assert f"there are {len(factory.DATASETS)}" in (find_fault("zzz", {}, "data") or fault).hint
+    code = "import sys; from relax_rt.roles.data.gym import find_fault; "
+    code += "find_fault('chain_sum', {'min_terms': 2}, 'data'); print('reasoning_gym' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert said == "False\n"
+
+
+def test_a_fault_of_the_source_alone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package registers decides, however its source is written."""
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "seen.py").write_text(
+        '@dataclass\nclass SeenConfig:\n    x: int\nregister_dataset("seen", Seen, SeenConfig)'
+    )
+    (package / "latin.py").write_bytes(b'# \xe9\nregister_dataset("latin", Latin, LatinConfig)')
+    (package / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    (package / "torn.py").write_text('register_dataset("torn", Torn, TornConfig)\n(')
+    factory = "from dataclasses import make_dataclass\nDATASETS = {"
+    factory += "".join(f'"{name}": (None, make_dataclass("C", ["x", "y"])), ' for name in ("seen", "hidden", "torn"))
+    (package / "factory.py").write_text(factory + "}")
+    for name in [one for one in sys.modules if one.partition(".")[0] == "reasoning_gym"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    _declared.cache_clear()
+    try:
+        assert find_fault("hidden", {"x": 1}, "data") is None
+        assert find_fault("seen", {"y": 1}, "data") is None
+        assert find_fault("torn", {"z": 1}, "data") is None
+        assert (fault := find_fault("seen", {"z": 1}, "data")) and fault.hint == "options are x, y"
+        assert find_fault("latin", {}, "data") == (
+            ("task",),
+            "reasoning-gym has no such task",
+            "there are 3, as chain_sum",
+        )
+    finally:
+        for name in [one for one in sys.modules if one.partition(".")[0] == "reasoning_gym"]:
+            del sys.modules[name]
+        _declared.cache_clear()
+
+
+def test_the_number_of_items_is_named_beside_the_task() -> None:
+    pytest.importorskip("reasoning_gym")
+    fault = find_fault("chain_sum", {"size": 2}, "evaluation.sets[0]")
+    assert fault is not None and fault.hint == "set evaluation.sets[0].size"
 
 
 def test_jsonl_with_prompts_and_messages(tmp_path: Path, tokenizer: ChatTokenizer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +199,11 @@ GOOD_ROW = '{"prompt": "1?", "answer": 1}\n'
             'columns = { prompt = "q" }',
             ["c.jsonl:1: data.sources[2].columns.prompt = 'q', and the row has no 'q'"],
         ),
+        (
+            {"c.jsonl": GOOD_ROW.replace("1}", f"{2**64}}}")},
+            "",
+            ["c.jsonl:1: an integer in it has more than 64 bits"],
+        ),
         ({"c.jsonl/x.jsonl": ""}, "", ["there are no rows in it"]),
         ({"c.jsonl/x.jsonl": GOOD_ROW + "[]"}, "", ["x.jsonl:2: a row is an object"]),
     ],
@@ -217,6 +224,40 @@ def test_an_error_of_a_source_names_it_and_its_line(
     assert problem.place is not None and problem.place.text == 'path = "c.jsonl"'
     told = f"{problem.message} {problem.hint}"
     assert told.startswith("data.sources[2].path = 'c.jsonl'") and all(word in told for word in words), told
+
+
+@pytest.mark.parametrize(
+    ("paths", "wrong"), [(["*.jsonl.gz", "b.jsonl"], "b.jsonl"), (["long_folder", "*2.jsonl"], "long_folder2.jsonl")]
+)
+@pytest.mark.parametrize("overlong", [False, True])
+def test_an_error_is_placed_at_its_source_whatever_the_other_paths_are(
+    toml: Path, paths: list[str], wrong: str, overlong: bool
+) -> None:
+    text = toml.read_text()
+    task, reward = text.index("task ="), text.index("[reward]")
+    limit = 'overlong = "error"\nmax_prompt_tokens = 20\n' if overlong else ""
+    tables = "".join(f"[[data.sources]]\npath = {name!r}\n" for name in paths)
+    toml.write_text(f"{text[:task]}{limit}{tables}\n{text[reward:]}")
+    (toml.parent / "long_folder").mkdir()
+    (toml.parent / "long_folder" / "x.jsonl").write_text(GOOD_ROW)
+    with gzip.open(toml.parent / "a.jsonl.gz", "wt") as packed:
+        packed.write(GOOD_ROW)
+    row = json.dumps({"prompt": "12 " * 100, "answer": 1}) if overlong else "{"
+    (toml.parent / wrong).write_text(GOOD_ROW + row)
+    (problem,) = problems(toml, preflight=True).values()
+    assert problem.path == ("data", "sources", 1, "path"), problem
+    assert f"{wrong}:2" in problem.message
+
+
+def test_a_column_of_all_sources_is_named_by_its_own_key(toml: Path) -> None:
+    text = toml.read_text()
+    task, reward = text.index("task ="), text.index("[reward]")
+    toml.write_text(f'{text[:task]}columns = {{ prompt = "q" }}\n[[data.sources]]\npath = "a.jsonl"\n{text[reward:]}')
+    (toml.parent / "a.jsonl").write_text(GOOD_ROW)
+    (problem,) = problems(toml, preflight=True).values()
+    assert problem.path == ("data", "sources", 0, "path")
+    assert "a.jsonl:1: data.columns.prompt = 'q'" in problem.message
+    assert problem.hint == "mend data.columns.prompt, or the row"
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(toml: Path) -> None:
@@ -372,12 +413,14 @@ def test_sampling_before_the_first_checkpoint_says_so(tmp_path: Path) -> None:
 
 def test_sampling_takes_the_newest_checkpoint(toml: Path, model: Path) -> None:
     run_dir = toml.parent / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
+    store = CheckpointStore(run_dir / "checkpoints", 1, 2)
     for step in (2, 10):
-        (run_dir / "checkpoints" / f"step-{step:06d}").symlink_to(model)
+        store.save(CheckpointState(step, step, "", 1, step), lambda to: shutil.copytree(model, to, dirs_exist_ok=True))
+    # The trainer died while it replaced the newest one.
+    (store.folder / "step-000010").rename(store.folder / "step-000010-replaced")
     found = RLJob().sample(loaded(toml, "roles.evaluator.max_sequences=4"), run_dir, 3, held_out=True)
     assert [(s.step, s.split, s.index) for s in found] == [(10, "held_out", n) for n in range(3)]
-    assert found[0].model.endswith("step-000010")
+    assert found[0].model.endswith("step-000010-replaced")
 
 
 def test_sampling_refuses_weights_that_are_not_what_was_written(tmp_path: Path) -> None:
@@ -387,9 +430,12 @@ def test_sampling_refuses_weights_that_are_not_what_was_written(tmp_path: Path) 
 
     folder = CheckpointStore(tmp_path / "checkpoints", 1, 1).save(CheckpointState(5, 6, "d", 1, 5), fill)
     (folder / "optimizer-00001-of-00001.safetensors").unlink()
-    assert newest_checkpoint(tmp_path) == folder
+    assert newest_checkpoint(tmp_path) == (folder, 5)
     (folder / "model.safetensors").write_bytes(b"12340")
     with pytest.raises(Corrupt, match=r"step-000005: model\.safetensors is not what was written"):
+        newest_checkpoint(tmp_path)
+    (folder / "relax_rt.json").write_text("{")
+    with pytest.raises(RelaxError, match=r"no checkpoint of .* can be read: step-000005: "):
         newest_checkpoint(tmp_path)
 
 

@@ -109,6 +109,25 @@ def test_validate_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "3 right answers get 1 from 'integer'" in capsys.readouterr().out
 
 
+def test_validate_all_refuses_a_reward_that_reads_few_answers_as_the_check_of_some_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "roles.toml").write_text(CONFIG.format(function="integer"))
+    rows(tmp_path, ["1", *(f"{number}!!" for number in range(30))])
+    told = {}
+    for words in ([], ["--quick", "--all"]):
+        assert main(["validate", *words]) == 2
+        told[bool(words)] = capsys.readouterr().err
+    for text in told.values():
+        assert "roles.toml:8:1: 30 of 31 right answers" in text and "name the column that holds the answer" in text
+    assert told[True].count("d.jsonl:") == 20 and "… and 10 more" in told[True]
+    assert main(["validate", "--quick", "--all", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"][0]["path"] == ["reward"] and found["problems"][0]["place"]["line"] == 8
+    assert found["ok"] is False and len(found["golds"][0]["examples"]) == 30
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_validate_scores_right_answers_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, every: bool

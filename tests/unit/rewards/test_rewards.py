@@ -115,7 +115,7 @@ TRL, VERL = "completions, a list  ->  completion", "solution_str             -> 
         ("completions, **kwargs", True, [TRL, "group = true, def score(completions, answer, **info) -> list[float]"]),
         ("*, completions, solution, **kwargs", False, [TRL]),
         ("prompts, completions, **kwargs", True, [TRL]),
-        ("completions, answer", False, [TRL, "group = true"]),
+        ("prompts, *, answer", False, [TRL]),
         (
             "data_source, solution_str, ground_truth, extra_info=None",
             False,
@@ -140,6 +140,9 @@ def test_a_function_for_another_trainer_is_told_how_to_be_written(
     [
         ("solution_str, ground_truth", False),
         ("completions, answer", True),
+        ("completions, answer", False),
+        ("prompts, answer, **info", False),
+        ("completion, data_source", False),
         ("completion, answer, completions=None, data_source=None", False),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -121,8 +123,10 @@ CHAINED = """Traceback (most recent call last):
   File "/home/me/game.py", line 12, in reset
     board = BOARDS[seed]
             ~~~~~~^^^^^^
-  File "/opt/venv/lib/python3.11/site-packages/numpy/core.py", line 5, in pick
+  File "{packages}/numpy/core.py", line 5, in pick
     raise IndexError
+  File "{stdlib}/json/decoder.py", line 7, in decode
+    raise ValueError
 IndexError: list index out of range
 
 The above exception was the direct cause of the following exception:
@@ -135,16 +139,28 @@ relax_rt.roles.progress.NoProgress: 64 groups failed
 
 
 def test_an_end_that_says_all_in_its_cause_shows_the_users_lines_alone() -> None:
-    trace = CHAINED.format(runtime=Path(diagnosis.__file__).parents[1])
-    found = diagnose("trainer/0", 6, 1, Exit(exit_code=1, report=Report(kind="given_up", cause="c", trace=trace)), 1.0)
-    assert found.evidence() == [
+    paths = {"packages": sysconfig.get_path("purelib"), "stdlib": sysconfig.get_path("stdlib")}
+    trace = CHAINED.format(runtime=Path(diagnosis.__file__).parents[1], **paths)
+
+    def ended(kind: Kind, trace: str) -> Diagnosis:
+        report = Report(kind=kind, cause="c", trace=trace)
+        return diagnose("trainer/0", 6, 1, Exit(exit_code=1, report=report, log="one\ntwo\n"), 1.0)
+
+    assert ended("given_up", trace).evidence() == [
         '  File "/home/me/game.py", line 12, in reset',
         "    board = BOARDS[seed]",
         "            ~~~~~~^^^^^^",
     ]
-    runtime = "\n".join(line for line in trace.splitlines() if "game.py" not in line and "BOARDS" not in line)
-    report = Report(kind="config", cause="no such model", trace=runtime)
-    assert diagnose("trainer/0", 6, 1, Exit(exit_code=2, report=report, log="a line\n"), 1.0).evidence() == []
+    # A folder like one of a library, but of no library of this interpreter.
+    mine = trace.replace("/home/me/", "/home/me/lib/python/")
+    assert ended("config", mine).evidence()[0] == '  File "/home/me/lib/python/game.py", line 12, in reset'
+    # The user's own code may be installed.
+    installed = trace.replace("/home/me/game.py", f"{paths['packages']}/mine/game.py")
+    assert [line for line in ended("config", installed).evidence() if "File" in line] == [
+        f'  File "{paths["packages"]}/mine/game.py", line 12, in reset',
+        f'  File "{paths["packages"]}/numpy/core.py", line 5, in pick',
+    ]
+    runtime = re.sub(rf'  File "(/home|{paths["packages"]}).*\n    .*\n( +~.*\n)?', "", trace)
+    assert ended("config", runtime).evidence() == ["one", "two"]
     # Who failed unexpectedly shows all of it.
-    report = Report(kind="exception", cause="c", trace=trace)
-    assert "_look_at_losses" in "\n".join(diagnose("trainer/0", 6, 1, Exit(exit_code=1, report=report), 1.0).evidence())
+    assert "_look_at_losses" in "\n".join(ended("exception", trace).evidence())

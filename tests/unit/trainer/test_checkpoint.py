@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from relax_rt.roles.trainers.checkpoint import (
     REPLACED,
     CheckpointState,
     CheckpointStore,
+    find_checkpoints,
+    newest_step,
     read_state,
 )
 from relax_rt.roles.trainers.identity import ModelIdentity, identity_of
@@ -135,6 +138,17 @@ def test_a_folder_whose_state_is_torn_is_found_with_the_reason(tmp_path: Path) -
     assert "relax_rt.json" in found[1].why and found[0].why and not found[2].why
     newest = store.newest()
     assert newest is not None and newest[0] == tmp_path / "step-000005"
+    assert newest_step(tmp_path) == 5
+
+
+def test_a_format_that_the_trainer_refuses_is_refused_by_whoever_asks_for_the_step(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1, keep=3)
+    store.save(state(5), fill)
+    (store.save(state(12), fill) / "relax_rt.json").write_text(json.dumps({"format": FORMAT + 1}))
+    for find in (store.newest, lambda: newest_step(tmp_path)):
+        with pytest.raises(BadInput, match="step-000012: it is of format"):
+            find()
+    assert newest_step(tmp_path / "nowhere") == 0
 
 
 # The same step again.
@@ -169,6 +183,18 @@ def test_one_of_both_is_there_at_any_instant_while_a_step_is_replaced(
         assert (found[0] / "model.safetensors").read_bytes() == b"weights"
         assert found[1].epoch == (1 if dies_at < 2 else epoch)
         assert not list(tmp_path.glob(f"*{REPLACED}"))
+
+
+def test_a_checkpoint_that_will_be_renamed_back_counts_before_it_is(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1, keep=2)
+    store.save(state(5), fill)
+    folder = store.save(state(12), fill)
+    replaced = folder.rename(folder.with_name(folder.name + REPLACED))
+    assert newest_step(tmp_path) == 12 and replaced.is_dir()
+    assert newest_step(tmp_path) == CheckpointStore(tmp_path, 2, keep=2).found()[0].state.step  # type: ignore[union-attr]
+    # The new one came: the old one counts no more.
+    shutil.copytree(folder, replaced)
+    assert [one.folder.name for one in find_checkpoints(tmp_path)] == ["step-000012", "step-000005"]
 
 
 # What a checkpoint is of.
