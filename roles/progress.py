@@ -56,7 +56,7 @@ def advice(config: RLConfig, loss: Mapping[str, Any]) -> str:
         found.append("raise roles.env.turn_timeout_s or roles.env.episode_timeout_s")
     elif late and task == "reward":
         judged = config.reward.judge is not None and "judge" in str(loss.get("cause"))
-        found.append("raise reward.judge.timeout_s" if judged else "raise reward.timeout_s")
+        found.append("raise reward.judge.timeout_s" if judged else "raise reward.timeout_s or reward.workers")
     if loss.get("partial") and table.on_failed_member == "regenerate" and table.group_size > table.min_group:
         found.append('algorithm.on_failed_member = "shrink" trains groups without the members that fail')
     elif loss.get("partial") and table.on_failed_member == "shrink" and table.min_group > 2:
@@ -109,7 +109,7 @@ def ending(config: RLConfig, report: ProgressReport) -> NoProgress:
         causes += f"; and {left} further causes"
     hints = [advice(config, msgspec.structs.asdict(loss)) for loss in report.losses[:SHOWN]]
     hint = "; ".join(dict.fromkeys(hints)) or "see `relax-rt why`"
-    again = "then `relax-rt up` again, which goes on where the run ended, with new counts"
+    again = "then the same `relax-rt up` again, which resumes the run with new counts"
     return NoProgress(what, why=causes, hint=f"{hint}; {again} (progress.failed_groups = {report.most})")
 
 

@@ -1,4 +1,4 @@
-"""How wrong the time left was at each step of a run that has ended: `python tools/time_left.py RUN_DIR`."""
+"""How wrong the time left was at each step of a run that has finished: `python tools/time_left.py RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from relax_rt.supervision.rundir import read_run
 def errors(run_dir: Path) -> list[tuple[int, float, float]]:
     """Step, time left as it was estimated then, and as it was (s), of the steps since the run's last start."""
     config, run = resolved_config(run_dir), read_run(run_dir) or {}
+    if run.get("status") != "finished":
+        sys.exit(
+            f"{run_dir}: the run is {run.get('status', 'unknown')}; only one that has done all its steps can be judged"
+        )
     estimator = Estimator(load_job(config.run.job).steps(config) or 0, pacing_of(config))
     found = []
     for record in read_metrics(run_dir):

@@ -13,6 +13,7 @@ from relax_rt.observe.text import duration
 WINDOW = 32
 """Steps that the pace is the mean of. It must be some: where staleness is allowed, steps come in bursts; and the ones
 that a checkpoint or an evaluation slows down count as well."""
+CONTENDED = 8
 SETTLED = 3
 """After this many measured steps, measurements from before a restart are discarded."""
 MAX_REPEATED = 64
@@ -69,7 +70,8 @@ class Estimator:
         self._t, self._m = 0.0, 0.0
         self._first_s: float | None = None
         self._before_s: float | None = None
-        self._measured: deque[tuple[int, float, float]] = deque(maxlen=WINDOW)
+        self._measured: deque[tuple[int, int, float, float]] = deque(maxlen=WINDOW)
+        """Each record's step, the steps since the one before, their seconds, and when they were done."""
         self._repeated: dict[tuple[str, str], float] = {}
         self._evaluated_t: float | None = None
 
@@ -91,7 +93,7 @@ class Estimator:
             self._first_s = self._of_first(record)
             self._measured.clear()
         else:
-            self._measured.append((step - self._step, m - self._m, t))
+            self._measured.append((step, step - self._step, m - self._m, t))
         self._by, self._step, self._t, self._m = by, step, t, m
 
     def _of_first(self, record: dict[str, Any]) -> float | None:
@@ -105,14 +107,13 @@ class Estimator:
     def _spans(self) -> list[tuple[int, float]]:
         """Steps and their seconds, less the slowdown by an evaluation before training that ran beside them.
 
-        Its record comes when it ends. Until then, for WINDOW steps at most, it is taken to be running.
+        Its record comes when it ends; until then it is taken to be running. Only the first CONTENDED steps are
+        corrected: an evaluation that takes longer gets so little of the cores that it slows nothing down.
         """
-        until = self._evaluated_t
-        if until is None:
-            until = self._t if self._step <= WINDOW else 0.0
+        until = self._t if self._evaluated_t is None else self._evaluated_t
         found = []
-        for steps, seconds, end in self._measured:
-            contended = min(seconds, max(0.0, until - (end - seconds)))
+        for step, steps, seconds, end in self._measured:
+            contended = min(seconds, max(0.0, until - (end - seconds))) if step <= CONTENDED else 0.0
             found.append((steps, seconds - contended + contended / self._pacing.contention))
         return found
 
@@ -140,7 +141,7 @@ class Estimator:
         left = self._steps - self._step
         # A step that takes longer than expected, or a trainer that is away, does not bring the end nearer.
         left_s = left * step_s - min(since, step_s) + after_s if left > 0 else max(0.0, after_s - since)
-        measured = sum(n for n, _, _ in self._measured)
+        measured = sum(n for _, n, _, _ in self._measured)
         return Estimate(
             self._step,
             self._steps,

@@ -236,11 +236,12 @@ class ColumnReader:
         return RelaxError(where, why=f"{why}; its columns are {columns}", hint=hint)
 
     def _setting(self, target: str, row: dict[str, Any]) -> str:
-        free = [name for name in row if name not in TARGETS]
+        free = [name for name in row if name not in TARGETS and name not in self._mapped]
         close = difflib.get_close_matches(target, free, n=1)
         likely = [name for name in LIKELY[target] if name in row]
         column = (close or likely or free or ["…"])[0]
-        return f'{self._key} = {{ {target} = "{column}" }}'
+        mapped = "".join(f'{name} = "{path}", ' for name, path in self._columns.items())
+        return f'{self._key} = {{ {mapped}{target} = "{column}" }}'
 
     def _metadata(
         self, where: str, row: dict[str, Any], found: dict[str, Any], form: str, answer: str, metadata: dict[str, Any]

@@ -86,7 +86,7 @@ def problems_of(reports: Iterable[GoldReport]) -> list[Problem]:
     ]
 
 
-def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[str], str]]]:
+def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[Any], str]]]:
     """The named rewards that define a right completion, each with its `Reward.gold`."""
     named = table.components or ([ComponentTable(name=table.function)] if table.function in rewards() else [])
     found = []
@@ -105,7 +105,7 @@ def _chosen(rows: int) -> set[int]:
 async def _check(
     table: RewardTable,
     one: ComponentTable,
-    right: Callable[[str], str],
+    right: Callable[[Any], str],
     rows: RowIndex,
     chosen: Iterable[int],
     config_dir: Path,
@@ -150,8 +150,8 @@ def _key(answer: Any) -> str:
     return f"{type(answer).__name__} {answer!r}"
 
 
-def _request(answer: Any, right: Callable[[str], str], group: int) -> Request:
-    completion = right(answer_text(answer))
+def _request(answer: Any, right: Callable[[Any], str], group: int) -> Request:
+    completion = right(answer)
     about = {"finish_reason": "stop", "truncated": False, "tokens": max(1, len(completion)), "turns": []}
     return Request(completion, answer, offered("", {}, None, item="", split="train", **about), group)
 

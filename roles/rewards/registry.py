@@ -40,7 +40,7 @@ class Reward:
     place: Place
     make: Callable[[Any], Callable[..., Any]]
     check: Callable[[Any], list[tuple[str, str, str]]]
-    gold: Callable[[str], str] | None = None
+    gold: Callable[[Any], str] | None = None
 
 
 _REWARDS: dict[str, Reward] = {}
@@ -53,7 +53,7 @@ def reward(
     options: type[Table] = NoOptions,
     place: Place = "inline",
     check: Callable[[Any], list[tuple[str, str, str]]] = lambda options: [],
-    gold: Callable[[str], str] | None = None,
+    gold: Callable[[Any], str] | None = None,
 ) -> Callable[[M], M]:
     """Declare what makes a reward's function of its options."""
 

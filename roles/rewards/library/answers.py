@@ -22,7 +22,7 @@ class ExactOptions(Table):
     ignore_case: bool = False
 
 
-@reward("exact", options=ExactOptions, gold=lambda text: text)
+@reward("exact", options=ExactOptions, gold=answer_text)
 def _exact(options: ExactOptions) -> Function:
     def exact(completion: str, answer: Any) -> float:
         said, right = squeeze(normalize("NFC", completion)), squeeze(normalize("NFC", answer_text(answer)))
@@ -37,7 +37,7 @@ class IntegerOptions(Table):
     """0.3 for a completion that is an integer and nothing else and ended by itself, 0.7 more if it is the answer."""
 
 
-@reward("integer", options=IntegerOptions, gold=lambda text: text)
+@reward("integer", options=IntegerOptions, gold=answer_text)
 def _integer(options: IntegerOptions) -> Function:
     return builtin.integer
 
@@ -46,7 +46,7 @@ class LenientIntegerOptions(Table):
     """The last number anywhere in the completion is the answer, an integer."""
 
 
-@reward("lenient_integer", options=LenientIntegerOptions, gold=lambda text: text)
+@reward("lenient_integer", options=LenientIntegerOptions, gold=answer_text)
 def _lenient_integer(options: LenientIntegerOptions) -> Function:
     return builtin.lenient_integer
 

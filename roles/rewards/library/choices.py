@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from relax_rt.config.schema import Table
+from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.library.final_answer import boxes
 from relax_rt.roles.rewards.library.math_reading import NotRead
 from relax_rt.roles.rewards.library.text import listed
@@ -39,7 +40,12 @@ def _choice_letters(options: ChoiceOptions) -> list[tuple[str, str, str]]:
     return []
 
 
-@reward("choice", options=ChoiceOptions, check=_choice_letters, gold=lambda text: f"The answer is {text}.")
+@reward(
+    "choice",
+    options=ChoiceOptions,
+    check=_choice_letters,
+    gold=lambda answer: f"The answer is {answer_text(answer)}.",
+)
 def _choice(options: ChoiceOptions) -> Callable[..., Any]:
     reader = ChoiceReader(options.letters)
 

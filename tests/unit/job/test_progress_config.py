@@ -104,7 +104,7 @@ def test_the_setting_that_helps_is_named(toml: Path) -> None:
         return advice(found, {**{name: getattr(LOSS, name) for name in LOSS.__struct_fields__}, **changes})
 
     assert of(plain) == "mend /me/reward.py:3"
-    assert of(plain, where="", late=True) == "raise reward.timeout_s"
+    assert of(plain, where="", late=True) == "raise reward.timeout_s or reward.workers"
     assert 'algorithm.on_failed_member = "shrink"' in of(plain, partial=True)
     shrinking = config(toml, 'algorithm.on_failed_member="shrink"', "algorithm.min_group=6")
     assert "lower algorithm.min_group = 6" in of(shrinking, partial=True)

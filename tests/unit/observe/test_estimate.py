@@ -85,7 +85,7 @@ def test_steps_beside_the_evaluation_before_training_do_not_count_as_the_pace(do
 
 
 def test_an_evaluation_whose_record_was_not_read_is_not_taken_to_run_for_ever() -> None:
-    """Of long metrics files only the beginning and the end are read."""
+    """Only the beginning and the end of long metrics files are read."""
     shared = Pacing("wait_s", ("train_s",), 1, ("evaluation",), contention=2.0)
     records = [step(n, 4.0 * n, work=4.0) for n in range(1, 2 * WINDOW)]
     assert at(fed(records[:5], 200, shared), 20.0).step_s == pytest.approx(2.0)

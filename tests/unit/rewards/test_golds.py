@@ -94,6 +94,11 @@ def test_a_whole_solution_gets_1_too(tmp_path: Path) -> None:
     assert report.wrong == 0
 
 
+def test_a_list_of_answers_gets_1_too(tmp_path: Path) -> None:
+    (report,) = check(tmp_path, [[1, 2], ["x", "\\frac{1}{2}"]], function="math")
+    assert (report.checked, report.wrong) == (2, 0)
+
+
 def test_validate_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "roles.toml").write_text(CONFIG.format(function="integer"))
