@@ -91,8 +91,8 @@ async def test_errors_carry_the_remote_cause(tmp_path: pathlib.Path) -> None:
 async def test_deadline_and_options(tmp_path: pathlib.Path) -> None:
     async with living(f"unix://{tmp_path}/j.sock") as (actor, real), directory({"judge/0": real}) as known:
         judge = known.actor("judge/0", Judge)
-        with pytest.raises(DeadlineExceeded, match=r"Judge\.hold: not finished in the 0\.0?5? s|not finished"):
-            await judge.with_options(timeout_s=0.05).hold()
+        with pytest.raises(DeadlineExceeded, match=r"Judge\.hold.*not finished"):
+            await judge.with_options(timeout_s=2.0).hold()
         await eventually(lambda: actor.ended == ["hold cancelled"])
         for wrong in ({"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"window": 0}):
             with pytest.raises(Refused):

@@ -95,6 +95,8 @@ class Far:
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def kill(self) -> None:
         process, self.process = self.process, None
