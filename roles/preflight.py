@@ -36,7 +36,7 @@ from relax_rt.roles.publication_checks import preflight_publication, wire_note
 from relax_rt.roles.reference.checks import check_reference
 from relax_rt.roles.rewards.checks import describe_boxes
 from relax_rt.roles.rewards.dry_run import dry_run, task_of
-from relax_rt.roles.rewards.golds import SHOWN, golds_of, problems_of
+from relax_rt.roles.rewards.golds import SHOWN, golds_of
 from relax_rt.roles.sections import DataTable, EngineSettings, RLConfig, ShardedSettings, TrainerSettings
 from relax_rt.roles.stages import stage
 from relax_rt.roles.trainers.torch.checks import check_adapters, check_packing
@@ -269,7 +269,7 @@ def _golds(config: RLConfig, config_dir: Path) -> list[Problem]:
         reports = golds_of(config, config_dir)
     except RelaxError as error:
         return [as_problem(error, ("reward",))]
-    problems = problems_of(reports)
+    problems = [problem for report in reports if (problem := report.problem(SHOWN))]
     for report in reports if not problems else []:
         for line in report.lines(SHOWN):
             say(line if line.startswith(" ") else f"warning: {line}")

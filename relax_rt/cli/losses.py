@@ -21,9 +21,9 @@ def show_losses(console: Console, losses: Iterable[ReportedLoss], retired: Itera
         console.print(Text("\nWhat was lost", "bold"))
     for loss in causes:
         console.print(Text(f"  {describe_loss(loss)}", "red"), soft_wrap=True)
-        whose = f"item {loss.item} ({loss.about})" if loss.item else f"prompt {loss.prompt}"
-        more = f": {clip(loss.example, EXAMPLE)}" if len(loss.example) > len(loss.cause) else ""
         if loss.item or loss.prompt >= 0:
+            whose = f"item {loss.item} ({loss.about})" if loss.item else f"prompt {loss.prompt}"
+            more = f": {clip(loss.example, EXAMPLE)}" if len(loss.example) > len(loss.cause) else ""
             console.print(Text(f"    e.g. {whose}{more}"), soft_wrap=True)
         if loss.hint:
             console.print(Text(f"    what helps: {loss.hint}", "yellow"), soft_wrap=True)

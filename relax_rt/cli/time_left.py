@@ -56,8 +56,7 @@ def expected(config: RunConfig) -> str:
         return f"all {steps} steps are done"
     left = steps - at
     todo = f"the {left} steps left from step {at}" if at else f"{steps} steps"
-    known = before is not None and before.measured >= ENOUGH and _on_this_machine(own)
-    if known and before is not None and before.step_s is not None and before.left_s is not None:
+    if before is not None and before.step_s and before.measured >= ENOUGH and _on_this_machine(own):
         pace = duration(before.step_s)
         return f"about {duration(left * before.step_s)} for {todo}, at its last start's {pace} a step"
     for run_dir in _like(config):

@@ -128,6 +128,10 @@ class WrongGold(msgspec.Struct, frozen=True):
     why: str
 
 
+MOST_WRONG = 0.5
+"""If a larger share of the right answers cannot be read, the reward does not fit the data."""
+
+
 class GoldReport(msgspec.Struct):
     """Result of scoring the right answers of the data with one reward.
 
@@ -152,6 +156,13 @@ class GoldReport(msgspec.Struct):
         shown = [f"  {one.where}: {one.answer!r}: {one.why}" for one in self.examples[:most]]
         left = [f"  … and {self.wrong - len(shown)} more"] if self.wrong > len(shown) else []
         return [head, *shown, *left]
+
+    def problem(self, most: int) -> Problem | None:
+        """Return the problem of a reward that does not fit the data, with at most `most` examples; None: it fits."""
+        if self.wrong <= MOST_WRONG * self.checked:
+            return None
+        hint = "name the column that holds the answer alone, or take a reward that fits: docs/rewards.md"
+        return Problem(("reward",), "\n".join(self.lines(most)), hint)
 
 
 class Job(ABC):

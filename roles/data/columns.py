@@ -319,7 +319,7 @@ def _column_of(form: str, row: dict[str, Any]) -> str:
 
 
 def _at(where: str, row: Any, column: str, key: str) -> Any:
-    """Read a dotted column, which the setting `key` names. A column whose own name has the dots takes precedence."""
+    """Read the dotted column that the setting `key` names. A column whose own name has dots takes precedence."""
     if column in row:
         return row[column]
     value, said = row, ""

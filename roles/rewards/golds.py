@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_rt.config.job import GoldReport, WrongGold
-from relax_rt.config.problems import Problem
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.data.items import answer_text
 from relax_rt.roles.rewards.compose import Rewards
@@ -34,8 +33,6 @@ CHUNK = 2048
 SHOWN, KEPT = 10, 1000
 ANSWER = 1000
 """Characters of an answer in a report; what is cut ends in an ellipsis."""
-MOST_WRONG = 0.5
-"""A larger share of answers that cannot be read is an error: then the reward does not fit the data."""
 
 
 def golds_of(config: RLConfig, config_dir: Path, *, every: bool = False) -> list[GoldReport]:
@@ -71,19 +68,6 @@ def check_golds(table: RewardTable, rows: RowIndex, config_dir: Path, *, every: 
         return []
     chosen = range(len(rows)) if every else sorted(_chosen(len(rows)))
     return [asyncio.run(_check(table, one, right, rows, chosen, config_dir)) for one, right in comparing]
-
-
-def problems_of(reports: Iterable[GoldReport]) -> list[Problem]:
-    """Turn reports of rewards that misread the data into problems."""
-    return [
-        Problem(
-            ("reward",),
-            "\n".join(report.lines(SHOWN)),
-            "name the column that holds the answer alone, or take a reward that fits: docs/rewards.md",
-        )
-        for report in reports
-        if report.wrong > MOST_WRONG * report.checked
-    ]
 
 
 def _comparing(table: RewardTable) -> list[tuple[ComponentTable, Callable[[Any], str]]]:

@@ -48,13 +48,10 @@ class RewardFunction:
         wants: names of information it takes besides completion and answer; None: everything (`**info`).
         needs: those of `wants` without a default.
         text_answer: whether the answer is annotated as `str`: one of another JSON type is given as text then.
-        group: whether it takes the completions of a prompt as a list.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], target: str, setting: str = SETTING, *, group: bool = False
-    ) -> None:
-        self.function, self.target, self.setting, self.group = function, target, setting, group
+    def __init__(self, function: Callable[..., Any], target: str, setting: str = SETTING) -> None:
+        self.function, self.target, self.setting = function, target, setting
         if not callable(function):
             raise RelaxError(f"{setting} = {target!r}", why=f"it is a {type(function).__name__}, not a function")
         call = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
@@ -119,11 +116,8 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def load_reward(target: str, config_dir: Path, setting: str = SETTING, *, group: bool = False) -> RewardFunction:
+def load_reward(target: str, config_dir: Path, setting: str = SETTING) -> RewardFunction:
     """The function that a setting names. The file's folder is appended to sys.path, so it shadows nothing.
-
-    Args:
-        group: it takes the completions of a prompt as a list.
 
     Raises:
         RelaxError: it is not there, cannot be imported (with the user's line), or cannot be called as a reward.
@@ -134,7 +128,7 @@ def load_reward(target: str, config_dir: Path, setting: str = SETTING, *, group:
         if target in names():
             return made(target, {}, setting)
     try:
-        return RewardFunction(load_target(target, config_dir), target, setting, group=group)
+        return RewardFunction(load_target(target, config_dir), target, setting)
     except TargetError as error:
         where = f" at {user_line(error.__cause__)}" if error.__cause__ is not None else ""
         why = error.what + (f": {error.why}" if error.why else "") + where

@@ -199,7 +199,7 @@ def check_retired(run: TinyRun, about: str = "", times: int = 1) -> None:
     assert len(found) == times and len({event["item"] for event in found}) == 1
     assert all(event["timeouts"] == 2 and about in event["about"] for event in found)
     account = run.events("queue_account")[-1]
-    assert account["items_retired"] == times and account["prompts_skipped"] >= 1, "it came again, and was passed over"
+    assert account["items_retired"] == times and account["prompts_skipped"] >= 1, "it was drawn again and skipped"
     assert account["trained_twice"] == 0
     # Two visits of each member, and those that were under way then.
     assert 4 * times <= sum(loss["members"] for loss in why(run)["losses"]) <= 20 * times

@@ -70,14 +70,13 @@ def validate(
 
     golds = _golds(loaded) if every else []
     wrong = sum(report.wrong for report in golds)
-    misread = [report for report in golds if report.wrong > report.checked / 2]
-    problems = _problems(misread, config, overrides or ())
+    problems = _problems(golds, config, overrides or ())
     if json:
         found = {"digest": config_digest(loaded), "run_dir": loaded.run.dir, **({"golds": golds} if every else {})}
         show_json({"ok": not wrong, "problems": problems, **found})
     elif wrong:
         for report in golds:
-            if report.wrong and report not in misread:
+            if report.wrong and report.problem(EXAMPLES) is None:
                 say("\n".join(report.lines(EXAMPLES)))
         if problems:
             raise ConfigErrors(str(config), problems)
@@ -105,16 +104,15 @@ def _golds(config: RunConfig) -> list[GoldReport]:
     return reports
 
 
-def _problems(misread: Sequence[GoldReport], config: Path, overrides: Sequence[str]) -> list[Problem]:
+def _problems(golds: Sequence[GoldReport], config: Path, overrides: Sequence[str]) -> list[Problem]:
     """The problems of rewards that cannot read most answers, at their place in the config, as without `--all`."""
-    from relax_rt.config.problems import Problem
     from relax_rt.config.source import read_source
 
-    if not misread:
+    found = [problem for report in golds if (problem := report.problem(EXAMPLES))]
+    if not found:
         return []
     source, _ = read_source(config, overrides)
-    hint = "name the column that holds the answer alone, or take a reward that fits: docs/rewards.md"
-    return [source.locate(Problem(("reward",), "\n".join(one.lines(EXAMPLES)), hint)) for one in misread]
+    return [source.locate(problem) for problem in found]
 
 
 def _show_schema(config: Path, *, as_json: bool) -> int:

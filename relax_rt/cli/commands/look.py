@@ -37,7 +37,7 @@ def ps(run: Run = None, *, json: Json = False) -> int:
         plain["time"] = None
         if estimate is not None:
             plain["time"] = {**as_dict(estimate), "total_s": estimate.total_s(status.uptime_s)}
-        plain["ended"] = end if end is None else as_dict(end)
+        plain["ended"] = as_dict(end) if end else None
         show_json({**plain, "empty_steps": empty_steps(run_dir), "chosen": chosen})
     else:
         show_status(status, figures, estimate, progress_report(run_dir), describe_empty_steps(run_dir), end)

@@ -96,7 +96,7 @@ def load_part(part: Part, config_dir: Path) -> RewardFunction:
         RelaxError: it cannot be loaded.
     """
     if ":" in part.target:
-        return load_reward(part.target, config_dir, part.setting, group=part.group)
+        return load_reward(part.target, config_dir, part.setting)
     from relax_rt.roles.rewards.registry import made
 
     return made(part.target, part.options, part.setting)

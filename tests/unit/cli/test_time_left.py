@@ -83,7 +83,7 @@ def test_steps_after_the_newest_checkpoint_are_done_again() -> None:
     told = "about 16m 00s for the 160 steps left from step 40, at its last start's 6.0 s a step"
     assert expected(config("mine")) == told
     assert "(resumes the run there, last stopped, from the checkpoint of step 40)" in brief(config("mine"))[0]
-    # A folder that cannot be read is passed over, as the trainer does.
+    # A folder that cannot be read is skipped, as by the trainer.
     (Path(config("mine").run.dir) / "checkpoints" / "step-000050").mkdir()
     assert expected(config("mine")) == told
 

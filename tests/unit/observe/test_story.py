@@ -64,7 +64,7 @@ def test_slots_that_end_with_the_run_by_request_are_no_failures() -> None:
     assert begun is not None and (begun.tone, begun.text) == ("plain", f"the run ends: {now}")
     assert story.note({"t": 2.0, "kind": "slot_killed", "slot": "trainer/0", "reason": now}) is None
     assert story.note(ended("trainer/0", "killed", now)) is None
-    # What goes wrong meanwhile is told.
+    # A failure that comes meanwhile is still reported.
     crashed = story.note(ended("queue/0", "exception", "disk full"))
     assert crashed is not None and crashed.tone == "error"
     late = story.note({"t": 3.0, "kind": "slot_killed", "slot": "rollout/0", "reason": "still running 10 s after it"})

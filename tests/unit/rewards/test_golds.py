@@ -15,7 +15,7 @@ from relax_rt.config.job import GoldReport
 from relax_rt.observe.story import Story
 from relax_rt.roles.data.index import RowIndex
 from relax_rt.roles.rewards import golds
-from relax_rt.roles.rewards.golds import check_golds, problems_of
+from relax_rt.roles.rewards.golds import SHOWN, check_golds
 from relax_rt.roles.rewards.tables import RewardTable
 from relax_rt.roles.sections import DataTable
 
@@ -52,9 +52,10 @@ def test_answers_that_cannot_be_read_are_named_by_file_and_line(tmp_path: Path) 
     assert head.startswith("3 of 5 right answers") and "'math'" in head
     assert "d.jsonl:2: '5!!'" in examples[0] and "1 more" in examples[-1]
     # More than half: the reward does not fit the data.
-    (problem,) = problems_of([report])
+    problem = report.problem(SHOWN)
+    assert problem is not None
     assert problem.path == ("reward",) and "d.jsonl:2" in problem.message
-    assert problems_of(check(tmp_path, ["1", "2", "5!!"], function="math")) == []
+    assert [one.problem(SHOWN) for one in check(tmp_path, ["1", "2", "5!!"], function="math")] == [None]
 
 
 def test_an_answer_is_shown_whole(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_folder_whose_state_is_torn_is_found_with_the_reason(tmp_path: Path) -
     assert newest_step(tmp_path) == 5
 
 
-def test_a_format_that_the_trainer_refuses_is_refused_by_whoever_asks_for_the_step(tmp_path: Path) -> None:
+def test_the_newest_step_of_a_folder_in_a_newer_format_is_refused_as_by_the_trainer(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 1, keep=3)
     store.save(state(5), fill)
     (store.save(state(12), fill) / "relax_rt.json").write_text(json.dumps({"format": FORMAT + 1}))

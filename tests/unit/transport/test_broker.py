@@ -84,7 +84,7 @@ async def test_waiting_calls_are_woken_and_say_what_they_wait_for(tmp_path: Path
         taking = asyncio.create_task(trainer.take("reward", samples=1, wait_s=120))
         assert w.broker is not None
         async with asyncio.timeout(120):
-            while len(waiting := (await w.broker.stats()).waiting) < 2:  # noqa: ASYNC110 the broker tells nobody
+            while len(waiting := (await w.broker.stats()).waiting) < 2:  # noqa: ASYNC110 the broker has no event for it
                 await asyncio.sleep(0.01)
         assert "not announced" in waiting["rollout/0"] and "reward" in waiting["trainer/0"]
         await trainer.rollback(0, V1)
